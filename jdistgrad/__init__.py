@@ -1,0 +1,34 @@
+"""Gradients that cross process boundaries, in pure JAX."""
+
+from jdistgrad._version import __version__ as __version__
+from jdistgrad.errors import (
+    AlreadyInitializedError as AlreadyInitializedError,
+    CallTimeoutError as CallTimeoutError,
+    DistgradError as DistgradError,
+    DuplicateNameError as DuplicateNameError,
+    EncodingError as EncodingError,
+    FunctionError as FunctionError,
+    LauncherError as LauncherError,
+    NotInitializedError as NotInitializedError,
+    NotOwnerError as NotOwnerError,
+    RemoteError as RemoteError,
+    StaleReferenceError as StaleReferenceError,
+    UnknownWorkerError as UnknownWorkerError,
+    WireError as WireError,
+    WorkerLostError as WorkerLostError,
+    WorldClosedError as WorldClosedError,
+    WorldError as WorldError,
+)
+from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
+from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
+from jdistgrad.rpc.functions import register as register
+from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
+from jdistgrad.rpc.worlds import (
+    LocalWorkers as LocalWorkers,
+    init as init,
+    local_workers as local_workers,
+    shutdown as shutdown,
+    spawn as spawn,
+    worker_info as worker_info,
+    world_size as world_size,
+)

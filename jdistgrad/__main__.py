@@ -1,0 +1,8 @@
+"""``python -m jdistgrad``: the command line."""
+
+import sys
+
+from jdistgrad.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

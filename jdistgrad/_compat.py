@@ -1,0 +1,8 @@
+"""The only file that may touch JAX internals: what is used, why, and what replaces it where it is gone."""
+
+from jax._src import xla_bridge
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has opened its devices. JAX has no public question for it, and asking for devices opens them."""
+    return bool(xla_bridge.backends_are_initialized())

@@ -1,0 +1,1 @@
+"""Looking at an installation and at what a world does."""

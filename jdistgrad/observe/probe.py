@@ -1,0 +1,88 @@
+"""What one process finds of its installation: facts only, judged elsewhere."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from typing import Any
+
+PACKAGES = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle", "mpi4py", "mpi4jax")
+
+Facts = dict[str, Any]
+
+
+def versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def mpi() -> Facts:
+    """The MPI library behind mpi4py. Starts MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"error": str(error)}
+    return {
+        "library": MPI.Get_library_version().split("\x00")[0].splitlines()[0].split(",")[0].strip(),
+        "threads": MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+        "rank": MPI.COMM_WORLD.rank,
+        "size": MPI.COMM_WORLD.size,
+    }
+
+
+def devices() -> Facts:
+    import jax
+
+    try:
+        return {"platform": jax.default_backend(), "devices": [str(device) for device in jax.local_devices()]}
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
+def mpi4jax() -> Facts:
+    """Whether mpi4jax reduces an array over all ranks inside jit. Every rank must call it."""
+    try:
+        import jax.numpy as jnp
+        from jax import jit
+        from mpi4jax import allreduce, has_cuda_support
+        from mpi4py import MPI
+
+        total = jit(lambda x: allreduce(x, op=MPI.SUM))(jnp.ones(3))
+        return {"works": bool((total == MPI.COMM_WORLD.size).all()), "cuda": bool(has_cuda_support())}
+    except Exception as error:  # an extension module can fail to load in many ways: all are findings
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def gpu_aware() -> bool | None:
+    """Whether MPI takes device pointers; None where it does not say."""
+    info = shutil.which("ompi_info")
+    if info is None:
+        return None
+    shown = subprocess.run([info, "--parsable", "--all"], capture_output=True, text=True, check=False).stdout
+    return "mpi_built_with_cuda_support:value:true" in shown
+
+
+def collect() -> Facts:
+    """Everything, of this process. Every rank must call it."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mpi4jax warns of every jax newer than itself
+        return {
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "mpi": mpi(),
+            "devices": devices(),
+            "mpi4jax": mpi4jax(),
+            "gpu_aware": gpu_aware(),
+            "cores": len(os.sched_getaffinity(0)),
+        }

@@ -1,0 +1,1 @@
+"""Calling functions on workers. Knows nothing of gradients."""

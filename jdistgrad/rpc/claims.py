@@ -1,0 +1,68 @@
+"""The weight of references this worker holds, one claim for each id however many RRef objects stand for it."""
+
+import collections
+import threading
+import weakref
+
+from jdistgrad.rpc.weights import Weight
+
+Drop = tuple[int, int, Weight]  # owner, id, weight
+
+
+class Claim:
+    """A share of one reference. When the last RRef that uses it dies, its weight is ready to go home."""
+
+    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "id", "owner", "worker")
+
+    def __init__(self, identifier: int, owner: int, weight: Weight, worker: object, drops: collections.deque[Drop]):
+        self.id, self.owner, self.worker = identifier, owner, worker
+        self._weight, self._drops = weight, drops
+        self._lock = threading.Lock()
+
+    def add(self, weight: Weight) -> None:
+        with self._lock:
+            self._weight = self._weight + weight
+
+    def split(self) -> Weight:
+        """Give a part away."""
+        with self._lock:
+            self._weight, given = self._weight.split()
+            return given
+
+    def __del__(self) -> None:
+        # Garbage collection runs anywhere, also under locks: only an append is safe here.
+        self._drops.append((self.owner, self.id, self._weight))
+
+
+class ClaimTable:
+    """The claims of one worker, by reference id."""
+
+    def __init__(self, worker: object):
+        self._worker = worker
+        self._claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._drops: collections.deque[Drop] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def add(self, identifier: int, owner: int, weight: Weight) -> Claim:
+        """Take over some weight that arrived."""
+        with self._lock:
+            claim = self._claims.get(identifier)
+            if claim is None:
+                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._worker, self._drops)
+            else:
+                claim.add(weight)
+            return claim
+
+    def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
+        """What must go home since the last look, by owner."""
+        home: dict[int, list[tuple[int, Weight]]] = {}
+        while self._drops:
+            owner, identifier, weight = self._drops.popleft()
+            home.setdefault(owner, []).append((identifier, weight))
+        return home
+
+    def held(self) -> list[Claim]:
+        return list(self._claims.values())

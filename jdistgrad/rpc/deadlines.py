@@ -1,0 +1,81 @@
+"""Calls that wait for an answer, and when each has waited too long: a state machine without clock or I/O."""
+
+import collections
+import dataclasses
+import math
+import threading
+from typing import Any
+
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pending:
+    """One call in flight."""
+
+    id: int
+    peer: WorkerInfo
+    caller: WorkerInfo
+    function: Any
+    timeout: float
+    deadline: float
+    future: Any
+
+    def __str__(self) -> str:
+        return f"{describe(self.function)} on {self.peer}, called by {self.caller}"
+
+
+class PendingCalls:
+    """The table of calls in flight. Every call leaves it exactly once: answered, expired or failed.
+
+    Deadlines are kept in one queue per timeout, where they come in order: opening, answering and finding the expired
+    all take constant time, and an answered call leaves nothing behind.
+    """
+
+    def __init__(self):
+        self._by_id: dict[int, Pending] = {}
+        self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(self, call: Pending) -> None:
+        with self._lock:
+            self._by_id[call.id] = call
+            if call.timeout != math.inf:
+                self._queues.setdefault(call.timeout, collections.OrderedDict())[call.id] = call
+
+    def close(self, identifier: int) -> Pending | None:
+        """Take a call out; None when it is not there any more (late answer)."""
+        with self._lock:
+            return self._remove(identifier)
+
+    def expire(self, now: float) -> list[Pending]:
+        """Take out every call whose time is over."""
+        expired = []
+        with self._lock:
+            for timeout, queue in list(self._queues.items()):
+                while queue and next(iter(queue.values())).deadline <= now:
+                    expired.append(self._remove(next(iter(queue))))
+                if not queue:
+                    del self._queues[timeout]
+        return expired
+
+    def close_all(self, peer: int | None = None) -> list[Pending]:
+        """Take out every call (to one peer)."""
+        with self._lock:
+            ids = [call.id for call in self._by_id.values() if peer is None or call.peer.rank == peer]
+            return [self._remove(identifier) for identifier in ids]
+
+    def peers(self) -> set[int]:
+        """Whom somebody waits for."""
+        with self._lock:
+            return {call.peer.rank for call in self._by_id.values()}
+
+    def _remove(self, identifier: int) -> Pending | None:
+        call = self._by_id.pop(identifier, None)
+        if call is not None and call.timeout != math.inf:
+            self._queues[call.timeout].pop(identifier, None)
+        return call

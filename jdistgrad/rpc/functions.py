@@ -1,0 +1,109 @@
+"""Which functions may be called: importable ones, by name, and those that both sides registered."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jdistgrad.errors import FunctionError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_by_name: dict[str, Callable[..., Any]] = {}
+_names: dict[int, str] = {}
+
+
+def register(function: F, name: str | None = None) -> F:
+    """Make a function callable from other workers although it cannot be imported: a closure, say.
+
+    Every worker that calls it or is called must register its own copy under the same name.
+
+    Arguments:
+      function: any callable.
+      name: what both sides call it; by default its module and qualified name.
+
+    Returns:
+      The function, so that it serves as a decorator.
+
+    Example:
+      >>> def make(scale):
+      ...     def scaled(x):
+      ...         return scale * x
+      ...     return jd.register(scaled, name=f"scaled-{scale}")
+      >>> double = make(2)
+    """
+    key = name or describe(function)
+    known = _by_name.get(key)
+    if known is not None and known is not function and name is not None:
+        del _names[id(known)]
+    _by_name[key] = function
+    _names[id(function)] = key
+    return function
+
+
+def registered_name(function: Any) -> str | None:
+    return _names.get(id(function))
+
+
+def registered(name: str) -> Callable[..., Any]:
+    """The function registered under a name; how the callee finds it."""
+    if name not in _by_name:
+        raise FunctionError(
+            f"no function is registered as {name!r} on this worker. Call jdistgrad.register(function, {name!r}) "
+            "on every worker that is to run it.",
+            function=name,
+        )
+    return _by_name[name]
+
+
+def qualified_name(function: Any) -> str | None:
+    return getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+
+
+def describe(function: Any) -> str:
+    """A function's name for messages: module and qualified name."""
+    name = qualified_name(function)
+    if name is None:
+        return type(function).__name__
+    return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
+
+
+def lookup(module: str, qualname: str) -> Any:
+    """The object a module holds under a dotted name. ImportError or AttributeError where there is none."""
+    if module not in sys.modules:
+        __import__(module)
+    found = sys.modules[module]
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def is_importable(function: Any) -> bool:
+    """Whether the other side finds this very function under its module and name."""
+    module, qualname = getattr(function, "__module__", None), qualified_name(function)
+    if not module or not qualname:
+        return False
+    try:
+        return lookup(module, qualname) is function
+    except (ImportError, AttributeError):
+        return False
+
+
+def by_name(module: str, qualname: str) -> Any:
+    """What a function sent by name becomes on arrival."""
+    try:
+        return lookup(module, qualname)
+    except (ImportError, AttributeError) as error:
+        raise FunctionError(
+            f"this worker has no {module}.{qualname} ({error}). Every worker must run the same version of {module}.",
+            function=f"{module}.{qualname}",
+        ) from error
+
+
+def refuse(function: Any) -> FunctionError:
+    """The error for a function that can be sent neither by name nor by value."""
+    return FunctionError(
+        f"{describe(function)} cannot be called on another process: nothing can be imported there under that name. "
+        "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the "
+        "world with init(allow_code=True) to send code by value.",
+        function=describe(function),
+    )

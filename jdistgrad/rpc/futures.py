@@ -1,0 +1,72 @@
+"""The future of a call. The answer is opened by whoever asks for it, not by the thread that moves messages."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class CallFuture(concurrent.futures.Future):
+    """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
+
+    Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
+    neither. So an answer is stored as it came; ``result`` opens it. With callbacks waiting, a serving thread completes it.
+    """
+
+    def __init__(self, wait_for: Callable[[concurrent.futures.Future, float | None], None]):
+        super().__init__()
+        self._wait_for = wait_for
+        self._open: Callable[[], Any] | None = None
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._opening = threading.Lock()
+        self._has_callbacks = False
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future], object]) -> None:
+        with self._opening:
+            self._has_callbacks = True
+        super().add_done_callback(fn)
+
+    def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[..., None]) -> None:
+        """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` runs a task on another thread."""
+        if not self.set_running_or_notify_cancel():
+            run_elsewhere(opener)  # references inside must still be counted
+            return
+        with self._opening:
+            self._open = opener
+            if not self._has_callbacks:
+                self.set_result(None)
+                return
+        run_elsewhere(self.set_result, None)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._wait_for(self, timeout)
+        super().result(timeout)
+        value, error = self._opened()
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            error = None  # the traceback refers to this frame
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._wait_for(self, timeout)
+        error = super().exception(timeout)
+        return error if error is not None else self._opened()[1]
+
+    def _opened(self) -> tuple[Any, BaseException | None]:
+        with self._opening:
+            if self._outcome is None:
+                assert self._open is not None
+                try:
+                    self._outcome = self._open(), None
+                except BaseException as error:
+                    self._outcome = None, error
+                self._open = None
+            return self._outcome
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a future cannot be sent to another worker: return it from the remote function (the answer then goes out "
+            "when it is done), or send its result()"
+        )

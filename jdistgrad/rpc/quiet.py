@@ -1,0 +1,50 @@
+"""When a world may close: a state machine without I/O (Mattern's four counters, 1987).
+
+A survey asks every worker how much work it has sent and received, whether it is busy, and whether it wants to close. A
+world is quiet when everybody wants to close, nobody is busy, as much was received as sent, and the survey before saw
+the same numbers: then nothing was on its way in between.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One worker's answer. ``sent`` and ``received`` count messages that carry work."""
+
+    closing: bool
+    busy: bool
+    sent: int
+    received: int
+
+
+class Survey:
+    """Collects the reports of round after round until the world is quiet."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._reports: dict[int, Report] = {}
+        self._before: Mapping[int, Report] | None = None
+
+    def add(self, rank: int, report: Report) -> None:
+        self._reports[rank] = report
+
+    @property
+    def complete(self) -> bool:
+        return len(self._reports) == self._size
+
+    def waiting_for(self) -> list[int]:
+        """The workers that have not asked to close, as far as is known."""
+        known = {**(self._before or {}), **self._reports}
+        return [rank for rank in range(self._size) if rank not in known or not known[rank].closing]
+
+    def conclude(self) -> bool:
+        """End the round; True when the world is quiet. Every worker must have reported."""
+        assert self.complete
+        reports = self._reports.values()
+        still = all(report.closing and not report.busy for report in reports)
+        balanced = sum(report.sent for report in reports) == sum(report.received for report in reports)
+        quiet = still and balanced and self._before == self._reports
+        self._before, self._reports = self._reports, {}
+        return quiet

@@ -1,0 +1,107 @@
+"""The callee's side of a call: open it, bring the arguments, run the function, answer."""
+
+import concurrent.futures
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from jdistgrad import errors
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.failures import pack
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import delivered
+from jdistgrad.wire.message import Kind, Message
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
+
+log = logging.getLogger("jdistgrad.rpc")
+
+
+@dataclasses.dataclass(slots=True)
+class Served:
+    """One call being served. ``value`` is the promise to fill in where it makes a referenced value (REMOTE)."""
+
+    worker: "Worker"
+    message: Message
+    value: concurrent.futures.Future | None
+    what: str = "a call"
+
+    def serve(self) -> None:
+        """Run the call and answer it. A returned future is answered when it is done, without a thread that waits.
+
+        The call counts as served only when nothing here refers to its values any more: references among them have
+        then been dropped, and the end of the world waits for what that sends.
+        """
+        if self._run():
+            self.worker.traffic.served()
+
+    def _run(self) -> bool:
+        try:
+            function, *arguments = self.worker.open(self.message)
+            self.message.body = None
+            self.what = describe(function)
+            args, kwargs = delivered(self.worker, arguments)
+            result = function(*args, **kwargs)
+            del arguments, args, kwargs
+        except BaseException as error:
+            self._finish(None, error)
+            return True
+        if isinstance(result, concurrent.futures.Future):
+            result.add_done_callback(self._serve_future)
+            return False
+        self._finish(result, None)
+        return True
+
+    def _serve_future(self, future: concurrent.futures.Future) -> None:
+        try:
+            result, error = future.result(), None
+        except BaseException as raised:
+            result, error = None, raised
+        self._finish(result, error)
+        del result, error
+        self.worker.traffic.served()
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        if self.value is not None:
+            self.value.set_result(result) if error is None else self.value.set_exception(error)
+            result = None
+        try:
+            self._answer(result, error)
+        except Exception as unsent:
+            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self.what, unsent)
+
+    def _answer(self, result: Any, error: BaseException | None) -> None:
+        caller = self.worker.directory.workers[self.message.source]
+        if error is None:
+            try:
+                self._post(Kind.RESULT, result)
+                return
+            except errors.EncodingError as unsendable:
+                error = errors.EncodingError(
+                    f"{self.worker.info} cannot send the result of {self.what} to {caller}: {unsendable}"
+                )
+        self._post(Kind.FAILURE, pack(error, f"On {self.worker.info}, in {self.what}, called by {caller}:"))
+
+    def _post(self, kind: Kind, body: Any) -> None:
+        self.worker.post(self.message.source, Message(kind, self.worker.rank, self.message.id, body))
+
+
+# Functions every worker serves for the others' references.
+
+
+def value_of(identifier: int) -> concurrent.futures.Future:
+    """A reference's value, when there is one."""
+    return current_worker().owned.value(identifier)
+
+
+def creation_of(identifier: int) -> concurrent.futures.Future:
+    """None, when the value has been made."""
+    made: concurrent.futures.Future = concurrent.futures.Future()
+
+    def pass_on(value: concurrent.futures.Future) -> None:
+        error = value.exception()
+        made.set_result(None) if error is None else made.set_exception(error)
+
+    value_of(identifier).add_done_callback(pass_on)
+    return made

@@ -1,0 +1,61 @@
+"""Threads that serve calls: as many as are needed at once, reused, and none that keeps a program from ending.
+
+A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
+``concurrent.futures.ThreadPoolExecutor`` bounds them, and joins them when the interpreter ends.
+"""
+
+import collections
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+IDLE_LIMIT = 64
+
+log = logging.getLogger("jdistgrad.rpc")
+
+
+class ThreadPool:
+    """Runs tasks at once, each on a thread of its own. ``enter`` runs first in every new thread."""
+
+    def __init__(self, name: str, enter: Callable[[], None]):
+        self._name, self._enter = name, enter
+        self._idle: collections.deque[queue.SimpleQueue] = collections.deque()
+        self._count = itertools.count()
+        self._closed = False
+
+    def run(self, task: Callable[..., None], *args: Any) -> None:
+        try:
+            inbox = self._idle.pop()  # the warmest
+        except IndexError:
+            inbox = self._spawn()
+        inbox.put((task, args))
+
+    def close(self) -> None:
+        """Let the idle threads end; busy ones end after their task."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _spawn(self) -> queue.SimpleQueue:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        name = f"{self._name}-{next(self._count)}"
+        threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
+        return inbox
+
+    def _work(self, inbox: queue.SimpleQueue) -> None:
+        self._enter()
+        while (job := inbox.get()) is not None:
+            task, args = job
+            try:
+                task(*args)
+            except BaseException:
+                log.exception("a task of %s failed outside of any call", self._name)
+            del job, task, args  # an idle thread must not keep a call's arrays alive
+            if len(self._idle) >= IDLE_LIMIT:
+                return
+            self._idle.append(inbox)
+            if self._closed:
+                self.close()

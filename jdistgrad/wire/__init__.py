@@ -1,0 +1,1 @@
+"""Moving messages between workers. Knows nothing of functions and gradients."""

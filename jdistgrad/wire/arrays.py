@@ -1,0 +1,82 @@
+"""Arrays as pickle sees them: a dtype, a shape, and bytes that travel out of band.
+
+Reading a JAX CPU array is free of copies, and so is making one of a large buffer that arrived. NumPy's own pickle
+support copies extension dtypes (bfloat16 and its kin) and non-contiguous arrays in band; this one never does.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.errors import EncodingError
+
+# Below this, copying costs less than a second message; above it, arrays alias the buffer they came in.
+ALIAS_FROM = 1 << 16
+
+Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    return dtype.name if dtype.kind == "V" else dtype.str
+
+
+@functools.cache
+def named_dtype(name: str) -> np.dtype:
+    return jnp.dtype(name)
+
+
+def raw_bytes(array: np.ndarray) -> pickle.PickleBuffer:
+    """The array's bytes in C order; a view where it is contiguous."""
+    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def reduce_numpy(array: np.ndarray, *, snapshot: bool) -> Any:
+    if array.dtype.hasobject or array.dtype.names:
+        return NotImplemented
+    if snapshot and array.flags.writeable and array.nbytes >= ALIAS_FROM:
+        array = array.copy()
+    return rebuild_numpy, (raw_bytes(array), dtype_name(array.dtype), array.shape)
+
+
+def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.frombuffer(data, np.uint8).view(named_dtype(dtype)).reshape(shape)
+
+
+def reduce_jax(array: jax.Array) -> Reduction:
+    if isinstance(array, jax.core.Tracer):
+        raise EncodingError(
+            f"a traced value ({array.aval}) cannot be sent to another worker: it has no data yet. "
+            "Make the call outside jax.jit and jax.grad."
+        )
+    if not array.is_fully_addressable:
+        raise EncodingError(
+            f"an array spread over several processes ({array.sharding}) cannot be sent to another worker. "
+            "Send the part this process holds: array.addressable_data(0)."
+        )
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return rebuild_key, (jax.random.key_data(array), str(jax.random.key_impl(array)))
+    if array.weak_type and array.ndim == 0:
+        return jnp.asarray, (array.item(),)
+    host = np.asarray(array)
+    return rebuild_jax, (raw_bytes(host), dtype_name(host.dtype), host.shape)
+
+
+def rebuild_key(data: jax.Array, impl: str) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
+def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> jax.Array:
+    host = rebuild_numpy(data, dtype, shape)
+    array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else jnp.asarray(host)
+    if array.dtype != host.dtype:
+        raise EncodingError(
+            f"a {host.dtype} array arrived on a worker whose JAX makes it {array.dtype}. "
+            'Set jax.config.update("jax_enable_x64", True) on every worker or on none.'
+        )
+    return array

@@ -1,0 +1,137 @@
+"""Messages between threads of one process: an object is handed over, nothing is copied or pickled."""
+
+import concurrent.futures
+import threading
+import time
+from typing import Any
+
+from jdistgrad import errors
+from jdistgrad.wire.message import Message
+from jdistgrad.wire.transport import Receiver
+
+TICK_SECONDS = 0.005
+
+
+class Hub:
+    """What the workers of a local world share over their life: the meetings they hold, and the first failure.
+
+    The k-th ``init`` of every worker belongs to the k-th meeting, so a world can be closed and opened again.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.failure: BaseException | None = None
+        self._meetings: list[Meeting] = []
+        self._joined = [0] * size
+        self._lock = threading.Lock()
+
+    def next_meeting(self, rank: int) -> "Meeting":
+        with self._lock:
+            turn = self._joined[rank]
+            self._joined[rank] += 1
+            if turn == len(self._meetings):
+                self._meetings.append(Meeting(self))
+            return self._meetings[turn]
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """Everybody's waits end with this error."""
+        with self._lock:
+            self.failure = self.failure or error
+            meetings = list(self._meetings)
+        for meeting in meetings:
+            meeting.fail(error)
+
+
+class Meeting:
+    """One local world from its first ``init`` to its last ``shutdown``, and its clock."""
+
+    def __init__(self, hub: Hub):
+        self.hub, self.size = hub, hub.size
+        self._hellos: dict[int, Any] = {}
+        self._receivers: dict[int, Receiver | None] = {}
+        self._changed = threading.Condition()
+
+    def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
+        """Everybody's hello, by rank, once all have called. Raises WorldError naming who is missing."""
+        with self._changed:
+            self._hellos[rank] = hello
+            self._changed.notify_all()
+            self._wait_for_all(self._hellos, timeout)
+            return [self._hellos[rank] for rank in range(self.size)]
+
+    def join(self, rank: int, receiver: Receiver, timeout: float = 60.0) -> None:
+        with self._changed:
+            self._receivers[rank] = receiver
+            self._changed.notify_all()
+            if len(self._receivers) == self.size:
+                threading.Thread(target=self._tick, name="jdistgrad-clock", daemon=True).start()
+            self._wait_for_all(self._receivers, timeout)
+
+    def leave(self, rank: int) -> None:
+        self._receivers[rank] = None
+
+    def receiver(self, rank: int) -> Receiver:
+        receiver = self._receivers[rank]
+        if receiver is None:
+            self.hub.check()
+            raise errors.WorkerLostError(f"the worker of rank {rank} has left this local world", worker=rank)
+        return receiver
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        for receiver in self._present():
+            receiver.fail(error)
+
+    def _present(self) -> list[Receiver]:
+        return [receiver for receiver in list(self._receivers.values()) if receiver is not None]
+
+    def _wait_for_all(self, arrivals: dict[int, Any], timeout: float) -> None:
+        complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, timeout)
+        self.hub.check()
+        if not complete:
+            missing = sorted(set(range(self.size)) - set(arrivals))
+            raise errors.WorldError(
+                f"init: ranks {missing} of a local world of {self.size} did not call init within {timeout:g} s. "
+                "Every worker's main must call init.",
+                missing=missing,
+            )
+
+    def _tick(self) -> None:
+        while present := self._present():
+            now = time.monotonic()
+            for receiver in present:
+                receiver.tick(now)
+            time.sleep(TICK_SECONDS)
+
+
+class LocalTransport:
+    """One worker's end of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def start(self, receiver: Receiver) -> None:
+        self.meeting.join(self.rank, receiver)
+
+    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
+        receiver = self.meeting.receiver(peer)
+        task = receiver.receive(message)
+        if task is not None:
+            receiver.run(task)
+
+    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
+        """Nothing to do: the sender's thread completes it."""
+
+    def serve_only(self) -> None:
+        """Nothing to do: serving threads sleep until they are called."""
+
+    def close(self, *, graceful: bool) -> None:
+        self.meeting.leave(self.rank)
+
+    def abort(self, cause: str) -> None:
+        self.meeting.hub.fail(errors.WorkerLostError(cause, worker=self.rank))

@@ -1,0 +1,42 @@
+"""What workers say to each other."""
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Kind(enum.IntEnum):
+    """What a message is about. WORK kinds carry users' work, the others keep the world alive."""
+
+    CALL = 1
+    REMOTE = 2
+    RESULT = 3
+    FAILURE = 4
+    DROP = 5
+    PING = 6
+    PONG = 7
+    SURVEY = 8
+    REPORT = 9
+    CLOSE = 10
+    LEAVE = 11
+
+
+WORK = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE, Kind.DROP})
+
+
+@dataclasses.dataclass(slots=True)
+class Parcel:
+    """An encoded value: a pickle stream and the buffers that travel beside it."""
+
+    stream: Any
+    buffers: list[Any]
+
+
+@dataclasses.dataclass(slots=True)
+class Message:
+    """One message. ``body`` is the value itself, or the ``Parcel`` a transport made of it."""
+
+    kind: Kind
+    source: int
+    id: int
+    body: Any = None

@@ -1,0 +1,199 @@
+"""Messages over MPI: one duplicated communicator, and no blocking MPI call anywhere.
+
+Callers send for themselves (``MPI_THREAD_MULTIPLE``); who looks for messages is ``progress``'s business. Nothing waits
+inside MPI, where Ctrl-C is deaf.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import sys
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from jdistgrad import errors
+from jdistgrad.wire import frames
+from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.message import Message
+from jdistgrad.wire.progress import Progress, Task, pause
+from jdistgrad.wire.transport import Codec, Receiver
+
+FRAME_TAG = 0
+STREAM_TAGS = 1 << 20
+CHUNK = 1 << 30  # MPI counts are C ints
+PROBES = 8
+FLUSH_SECONDS = 5.0
+
+log = logging.getLogger("jdistgrad.wire")
+
+
+@dataclasses.dataclass(slots=True)
+class Transfer:
+    """MPI requests under way and the memory they use. ``frame`` is set on the receiving side."""
+
+    requests: list[MPI.Request]
+    memory: Any
+    source: int = -1
+    frame: frames.Frame | None = None
+
+    def done(self) -> bool:
+        return MPI.Request.Testall(self.requests)
+
+
+class MPITransport:
+    """A transport between the ranks of a communicator (its own duplicate)."""
+
+    def __init__(self, comm: MPI.Intracomm, codec: Codec):
+        self.rank, self.size = comm.rank, comm.size
+        self._comm, self._codec = comm, codec
+        self._pool = BufferPool()
+        self._stream_tags = itertools.count()
+        self._outgoing: collections.deque[Transfer] = collections.deque()
+        self._incoming: list[Transfer] = []
+        self._closed = False
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._progress = Progress(
+            f"jdistgrad-mpi-{self.rank}",
+            self._look,
+            run=receiver.run,
+            enter=receiver.enter_thread,
+            tick=receiver.tick,
+            fail=receiver.fail,
+        )
+        self._progress.start()
+
+    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
+        self._progress.wait_for(future, timeout)
+
+    def serve_only(self) -> None:
+        self._progress.idle_process = True
+
+    # Sending, on the caller's thread.
+
+    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
+        if peer == self.rank:
+            self._deliver_here(message)
+            return
+        if self._closed:
+            raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
+        pieces = []
+        if message.body is not None:
+            parcel = self._codec.encode(message.body, snapshot=snapshot)
+            pieces = [memoryview(parcel.stream), *(buffer.raw() for buffer in parcel.buffers)]
+        tag = 1 + next(self._stream_tags) % STREAM_TAGS
+        frame, bulk = frames.pack(message.kind, message.id, tag, pieces)
+        requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
+        for piece in bulk:
+            requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]
+        transfer = Transfer(requests, (frame, bulk))
+        if not transfer.done():
+            self._outgoing.append(transfer)
+        self._progress.active()
+
+    def _deliver_here(self, message: Message) -> None:
+        task = self._receiver.receive(message)
+        if task is not None:
+            self._receiver.run(task)
+
+    # Receiving, on whichever thread looks.
+
+    def _look(self) -> tuple[bool, Task | None]:
+        """Look once: take what has come, up to the first message that brings a task."""
+        moved = self._advance_outgoing() if self._outgoing else False
+        if self._incoming:
+            task = self._advance_incoming()
+            if task is not None:
+                return True, task
+            moved = True  # a transfer under way wants to be looked after without naps
+        for _ in range(PROBES):
+            arrived, task = self._take_frame()
+            moved = moved or arrived
+            if task is not None or not arrived:
+                return moved, task
+        return moved, None
+
+    def _take_frame(self) -> tuple[bool, Task | None]:
+        status = MPI.Status()
+        matched = self._comm.Improbe(MPI.ANY_SOURCE, FRAME_TAG, status)
+        if matched is None:
+            return False, None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        arriving = Transfer([matched.Irecv([data, MPI.BYTE])], data, status.source)
+        if arriving.done():
+            return True, self._frame_complete(arriving)
+        self._incoming.append(arriving)
+        return True, None
+
+    def _frame_complete(self, arrived: Transfer) -> Task | None:
+        try:
+            frame = frames.unpack(arrived.memory)
+        except errors.WireError as error:
+            log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, arrived.source, error)
+            return None
+        bulk = frame.missing()
+        if not bulk:
+            return self._receiver.receive(frame.message(arrived.source))
+        requests = []
+        for k in bulk:
+            frame.pieces[k] = self._pool.lease(frame.lengths[k])
+            requests += [
+                self._comm.Irecv([part, MPI.BYTE], arrived.source, frame.stream_tag) for part in chunks(frame.pieces[k])
+            ]
+        self._incoming.append(Transfer(requests, frame.pieces, arrived.source, frame))
+        return None
+
+    def _advance_outgoing(self) -> bool:
+        """Forget the sends that are done. Sending threads append meanwhile."""
+        finished = False
+        for _ in range(len(self._outgoing)):
+            transfer = self._outgoing.popleft()
+            if transfer.done():
+                finished = True
+            else:
+                self._outgoing.append(transfer)
+        return finished
+
+    def _advance_incoming(self) -> Task | None:
+        """Complete at most one transfer."""
+        for transfer in self._incoming:
+            if transfer.done():
+                self._incoming.remove(transfer)
+                if transfer.frame is None:
+                    return self._frame_complete(transfer)
+                return self._receiver.receive(transfer.frame.message(transfer.source))
+        return None
+
+    # The end.
+
+    def close(self, *, graceful: bool) -> None:
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while self._outgoing and time.monotonic() < deadline:
+            pause(100e-6)
+        self._closed = True
+        self._progress.stop()
+        if graceful:
+            self._comm.Free()
+
+    def abort(self, cause: str) -> None:
+        print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+def require_threads() -> None:
+    """Raises WorldError where MPI was not started for use by several threads at once."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise errors.WorldError(
+            "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
+            "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
+        )
+
+
+def chunks(piece: Any) -> list[memoryview]:
+    view = memoryview(piece)
+    return [view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK)]

@@ -1,0 +1,195 @@
+"""Who looks for messages: one thread at a time, and one that has nothing better to do.
+
+Every switch of Python's lock between threads costs more than a message does. So:
+
+* A thread that waits for an answer looks for it itself.
+* Otherwise the *primary* of the serving threads looks. It runs the task a message brings on its own stack, without a
+  handover, and meanwhile is primary no more.
+* A *standby* wakes every millisecond and becomes primary where there is none: a call that runs long delays the
+  next one by that much, once, and no call can keep others from being served.
+
+The baton (a lock, only tried, never waited for until the end) is held while looking, never while a task runs.
+"""
+
+import concurrent.futures
+import ctypes
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from jdistgrad.wire.pacing import LONGEST, nap
+from jdistgrad.wire.transport import Task
+
+Look = Callable[[], tuple[bool, Task | None]]
+
+log = logging.getLogger("jdistgrad.wire")
+
+_tuned = threading.local()
+
+
+class Progress:
+    """Keeps ``look`` being called from some thread, and runs the tasks it returns.
+
+    Arguments:
+      look: looks for messages once, without waiting: whether anything moved, and at most one task to run.
+      run: runs a task on another thread.
+      enter: runs first in every serving thread.
+      tick: housekeeping, about every ``tick_seconds``.
+      fail: told when looking raised; nothing will be looked for after that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        look: Look,
+        *,
+        run: Callable[[Task], None],
+        enter: Task,
+        tick: Callable[[float], None],
+        fail: Callable[[BaseException], None],
+        tick_seconds: float = 0.005,
+    ):
+        self._name, self._look, self._run, self._enter = name, look, run, enter
+        self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
+        self._baton, self._primary = threading.Lock(), threading.Lock()
+        self._standby = threading.Semaphore(0)
+        self._count = itertools.count()
+        self._free = self._parked = 0
+        self._counting = threading.Lock()
+        self._last_activity = self._next_tick = time.monotonic()
+        self._stopped = False
+        self.idle_process = False  # nothing else in this process wants Python's lock: the primary may spin
+
+    def start(self) -> None:
+        self._one_more()
+
+    def active(self) -> None:
+        """Something is about to happen: look more often."""
+        self._last_activity = time.monotonic()
+
+    def stop(self) -> None:
+        """Return when nobody looks any more. Tasks that run may go on."""
+        self._stopped = True
+        self._baton.acquire()  # and never given back
+        with self._counting:
+            self._standby.release(self._parked + 1)
+
+    # Waiting for an answer, on any thread.
+
+    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
+        """Return when the future is done or the time is over."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while not future.done() and not self._stopped and (left := deadline - time.monotonic()) > 0:
+            if self._baton.acquire(blocking=False):
+                try:
+                    self._look_until(future, deadline)
+                finally:
+                    self._baton.release()
+            else:
+                concurrent.futures.wait((future,), min(left, LONGEST))
+
+    def _look_until(self, future: concurrent.futures.Future, deadline: float) -> None:
+        quiet_since = now = time.monotonic()
+        while not future.done() and not self._stopped and now < deadline:
+            moved, task = self._look()
+            if task is not None:
+                self._run(task)
+            now = time.monotonic()
+            if moved:
+                quiet_since = now
+            else:
+                pause(min(nap(now - quiet_since, may_spin=True), deadline - now))
+
+    # Serving threads.
+
+    def _one_more(self) -> None:
+        with self._counting:
+            self._free += 1
+            if self._parked:
+                self._parked -= 1
+                self._standby.release()
+                return
+        name = f"{self._name}-{next(self._count)}"
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        self._enter()
+        try:
+            while not self._stopped:
+                task = self._be_primary() if self._primary.acquire(blocking=False) else self._stand_by()
+                if task is not None:
+                    self._run_here(task)
+        except BaseException as error:
+            log.exception("%s cannot go on", self._name)
+            self._fail(error)
+
+    def _be_primary(self) -> Task | None:
+        """Look until there is a task to run."""
+        try:
+            if self._free < 2:
+                self._one_more()
+            task = None
+            while task is None and not self._stopped:
+                task = self._look_once()
+                self._tick_if_due()
+            return task
+        finally:
+            self._primary.release()
+
+    def _look_once(self) -> Task | None:
+        if not self._baton.acquire(blocking=False):
+            pause(LONGEST)  # somebody who waits for an answer is looking
+            return None
+        try:
+            moved, task = self._look()
+        finally:
+            self._baton.release()
+        now = time.monotonic()
+        if moved:
+            self._last_activity = now
+        else:
+            pause(nap(now - self._last_activity, may_spin=self.idle_process))
+        return task
+
+    def _tick_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + self._tick_seconds
+            self._tick(now)
+
+    def _stand_by(self) -> None:
+        with self._counting:
+            surplus = self._free > 2 and not self._stopped
+            if surplus:
+                self._free -= 1
+                self._parked += 1
+        if surplus:
+            self._standby.acquire()
+        else:
+            pause(LONGEST)
+
+    def _run_here(self, task: Task) -> None:
+        with self._counting:
+            self._free -= 1
+        try:
+            task()
+        finally:
+            with self._counting:
+                self._free += 1
+            self._last_activity = time.monotonic()
+
+
+def pause(seconds: float) -> None:
+    """Sleep, on time (Linux rounds a thread's sleeps up by 50 us unless told); or just let others run."""
+    if seconds <= 0:
+        os.sched_yield()
+        return
+    if not getattr(_tuned, "done", False):
+        _tuned.done = True
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, for this thread
+    time.sleep(seconds)

@@ -1,0 +1,89 @@
+"""How the ranks of an MPI job meet: without a collective that would hang for ever where one of them is missing.
+
+Rank 0 collects everybody's hello and tells everybody all of them, or who did not come. Only then is the communicator
+duplicated: everybody is known to be there.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from jdistgrad.errors import WorldError
+
+ROLL_TAG, ROSTER_TAG = 31_071, 31_072
+NAP_SECONDS = 200e-6
+GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer names who is missing
+
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
+
+
+def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
+    """Everybody's hello, by rank. Every rank must call it.
+
+    Raises:
+      WorldError: on every rank that called: who was missing after ``timeout`` seconds.
+    """
+    hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
+    missing = sorted(set(range(comm.size)) - set(hellos))
+    if missing:
+        raise WorldError(
+            f"init: ranks {missing} of {comm.size} did not call init within {timeout:g} s. "
+            "Every rank must call jdistgrad.init().",
+            missing=missing,
+        )
+    return [hellos[rank] for rank in range(comm.size)]
+
+
+def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
+    """A communicator of our own. Every rank must call it."""
+    twin, request = comm.Idup()
+    if not _poll(request.Test, timeout):
+        raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
+    return twin
+
+
+def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
+    hellos = {0: hello}
+
+    def all_here() -> bool:
+        status = MPI.Status()
+        while (message := comm.improbe(tag=ROLL_TAG, status=status)) is not None:
+            hellos[status.source] = message.recv()
+        return len(hellos) == comm.size
+
+    _poll(all_here, timeout)
+    answers = [comm.isend(hellos, rank, ROSTER_TAG) for rank in hellos if rank != 0]
+    _poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
+    return hellos
+
+
+def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
+    sent = comm.isend(hello, 0, ROLL_TAG)
+    if not _poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
+        return {rank: hello for rank in range(1, comm.size)}
+    roster = comm.recv(source=0, tag=ROSTER_TAG)
+    sent.wait()
+    return roster
+
+
+def _poll(done: Callable[[], Any], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(NAP_SECONDS)
+    return True
+
+
+def launched() -> bool:
+    """Whether this process is part of an MPI job."""
+    return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
+
+
+def local_rank() -> int:
+    """This process's number among those of its node."""
+    return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if name in os.environ), 0)

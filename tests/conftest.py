@@ -1,0 +1,86 @@
+"""One suite for every kind of world: threads of this process, or the ranks of the MPI job pytest was started in.
+
+    pytest                                          # local worlds of 1, 2, 3 and 4 workers
+    jdistgrad run -n 3 -m pytest -m "not one_process"   # the ranks there are; every rank runs every test
+
+A test that needs a world asks for ``world`` and gives it a body for worker 0 (``drive``), or a whole program for
+every worker (``run``). Functions that run remotely stand at the top level of a test module.
+"""
+
+import os
+import threading
+
+import jax
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.wire import rollcall
+
+TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
+
+SIZES = [1, 2, 3, 4]
+
+if not rollcall.launched():
+    jax.config.update("jax_num_cpu_devices", 4)
+
+
+def mpi_size():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+class World:
+    """Runs programs as the workers of a world, and checks that nothing is left of them."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def run(self, main, *args):
+        """``main`` on every worker; it calls ``init`` and ``shutdown`` itself. Returns the results in this process."""
+        return [main(*args)] if rollcall.launched() else jd.spawn(main, self.size, args=args)
+
+    def drive(self, body, *, leftovers=0, **settings):
+        """``body`` on worker 0 while the others serve; every table must be empty in the end."""
+
+        def main():
+            me = jd.init(**settings)
+            result = body() if me.rank == 0 else None
+            left = jd.shutdown()
+            assert len(left) <= leftovers, left
+            return result
+
+        return self.run(main)[0]
+
+
+@pytest.fixture(params=[mpi_size()] if rollcall.launched() else SIZES, ids=lambda size: f"{size}-workers")
+def world(request):
+    return World(request.param)
+
+
+@pytest.fixture(params=[mpi_size()] if rollcall.launched() else [3], ids=lambda size: f"{size}-workers")
+def big_world(request):
+    """A world for tests that have nothing to say about fewer than three workers."""
+    if request.param < 3:
+        pytest.skip("needs three workers: the runs with 3 and 4 ranks, and the local one, have them")
+    return World(request.param)
+
+
+@pytest.fixture(autouse=True)
+def time_limit():
+    """Ends this rank, and with it the job, when a test hangs."""
+    timer = threading.Timer(TIME_LIMIT, os._exit, [3])
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
+def pytest_runtest_logreport(report):
+    """One rank's failure ends the job: the others would wait for it in the next test."""
+    if report.failed and rollcall.launched():
+        from mpi4py import MPI
+
+        print(f"\nrank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}", flush=True)
+        if MPI.COMM_WORLD.size > 1:
+            MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,76 @@
+"""The table of calls in flight, fed with times."""
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from jdistgrad.rpc.deadlines import Pending, PendingCalls
+from jdistgrad.rpc.directory import WorkerInfo
+
+
+def call(identifier, *, peer=1, timeout=5.0, now=0.0):
+    workers = WorkerInfo(peer, f"worker{peer}"), WorkerInfo(0, "worker0")
+    return Pending(identifier, *workers, math.sqrt, timeout, now + timeout, None)
+
+
+def test_an_answered_call_leaves_once():
+    calls = PendingCalls()
+    calls.open(call(7))
+    assert calls.close(7).id == 7
+    assert calls.close(7) is None
+    assert calls.expire(1e9) == []
+
+
+def test_calls_expire_at_their_own_deadline_only():
+    calls = PendingCalls()
+    calls.open(call(1, timeout=5.0, now=0.0))
+    calls.open(call(2, timeout=1.0, now=2.0))
+    calls.open(call(3, timeout=math.inf))
+    assert [c.id for c in calls.expire(2.9)] == []
+    assert [c.id for c in calls.expire(3.0)] == [2]
+    assert [c.id for c in calls.expire(5.0)] == [1]
+    assert [c.id for c in calls.expire(1e12)] == []
+    assert len(calls) == 1
+
+
+def test_a_lost_peer_takes_only_its_own_calls():
+    calls = PendingCalls()
+    for identifier, peer in ((1, 1), (2, 2), (3, 1)):
+        calls.open(call(identifier, peer=peer))
+    assert calls.peers() == {1, 2}
+    assert {c.id for c in calls.close_all(peer=1)} == {1, 3}
+    assert calls.peers() == {2}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.floats(0, 10), st.booleans()), max_size=40),
+    st.lists(st.floats(0, 20), max_size=10),
+)
+def test_every_call_ends_exactly_once(plan, looks):
+    calls, ended = PendingCalls(), []
+    for identifier, (timeout, now, answered) in enumerate(sorted(plan, key=lambda step: step[1])):
+        calls.open(call(identifier, timeout=timeout, now=now))
+        if answered:
+            ended.append(calls.close(identifier).id)
+    for now in sorted(looks):
+        expired = calls.expire(now)
+        assert all(c.deadline <= now for c in expired)
+        ended += [c.id for c in expired]
+    ended += [c.id for c in calls.close_all()]
+    assert sorted(ended) == list(range(len(plan)))
+    assert len(calls) == 0
+
+
+def test_a_call_tells_what_it_is():
+    assert str(call(1)) == "math.sqrt on worker1 (rank 1), called by worker0 (rank 0)"
+
+
+@pytest.mark.parametrize("count", [10_000])
+def test_nothing_is_kept_of_answered_calls(count):
+    calls = PendingCalls()
+    for identifier in range(count):
+        calls.open(call(identifier))
+        calls.close(identifier)
+    assert calls._by_id == {}
+    assert sum(map(len, calls._queues.values())) == 0

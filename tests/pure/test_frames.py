@@ -1,0 +1,55 @@
+"""The bytes of messages: whole, garbled, cut short."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from jdistgrad.errors import WireError
+from jdistgrad.wire import frames
+from jdistgrad.wire.message import Kind
+
+
+def pack(pieces, kind=Kind.CALL):
+    return frames.pack(kind, 5, 77, [memoryview(piece) for piece in pieces])
+
+
+@given(st.lists(st.binary(max_size=100), max_size=6), st.sampled_from(Kind))
+def test_small_pieces_travel_in_the_frame(pieces, kind):
+    frame, bulk = pack(pieces, kind)
+    taken = frames.unpack(frame)
+    assert bulk == []
+    assert (taken.kind, taken.id, taken.stream_tag) == (kind, 5, 77)
+    assert [bytes(piece) for piece in taken.pieces] == pieces
+    assert taken.missing() == []
+
+
+def test_large_pieces_follow_uncopied():
+    large = np.arange(frames.BULK_FROM, dtype=np.uint8)
+    frame, bulk = pack([b"abc", large, b"de"])
+    taken = frames.unpack(frame)
+    assert taken.missing() == [1]
+    assert taken.lengths == (3, frames.BULK_FROM, 2)
+    assert bytes(taken.pieces[2]) == b"de"
+    assert np.shares_memory(np.asarray(bulk[0]), large)
+
+
+def test_pieces_are_aligned_for_arrays():
+    frame, _ = pack([b"x" * 5, np.ones(3).view(np.uint8)])
+    piece = frames.unpack(frame).pieces[1]
+    assert np.frombuffer(piece, np.uint8).ctypes.data % 8 == 0
+
+
+@pytest.mark.parametrize("garbage", [b"", b"short", b"G" * 200, b"jdg1" + b"\xff" * 60])
+def test_garbage_is_told_apart(garbage):
+    with pytest.raises(WireError, match="no message|unknown kind"):
+        frames.unpack(bytearray(garbage))
+
+
+@given(st.integers(24, 10_000))
+def test_a_truncated_frame_names_its_message(length):
+    frame, _ = pack([b"x" * 3000, b"y" * 5000])
+    if length >= len(frame):
+        length = len(frame) - 1
+    with pytest.raises(WireError, match="cut short: expected") as caught:
+        frames.unpack(frame[:length])
+    assert (caught.value.kind, caught.value.id) == (Kind.CALL, 5)

@@ -1,0 +1,79 @@
+"""When a world may close, fed with reports; and a simulation of workers with messages under way."""
+
+import random
+
+import pytest
+
+from jdistgrad.rpc.quiet import Report, Survey
+
+
+def conclude(survey, *reports):
+    for rank, report in enumerate(reports):
+        survey.add(rank, report)
+    return survey.conclude()
+
+
+QUIET = Report(closing=True, busy=False, sent=3, received=3)
+
+
+def test_two_equal_quiet_rounds_are_needed():
+    survey = Survey(2)
+    assert not conclude(survey, QUIET, QUIET)
+    assert conclude(survey, QUIET, QUIET)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Report(closing=False, busy=False, sent=3, received=3),
+        Report(closing=True, busy=True, sent=3, received=3),
+        Report(closing=True, busy=False, sent=4, received=3),
+    ],
+    ids=["not closing", "busy", "a message on its way"],
+)
+def test_no_end_while(other):
+    survey = Survey(2)
+    assert not conclude(survey, QUIET, other)
+    assert not conclude(survey, QUIET, other)
+
+
+def test_work_between_two_rounds_is_seen():
+    survey = Survey(2)
+    assert not conclude(survey, QUIET, QUIET)
+    assert not conclude(survey, Report(True, False, 4, 4), QUIET)
+    assert conclude(survey, Report(True, False, 4, 4), QUIET)
+
+
+def test_it_tells_who_has_not_asked_to_close():
+    survey = Survey(3)
+    conclude(survey, QUIET, Report(False, False, 0, 0), QUIET)
+    assert survey.waiting_for() == [1]
+    survey.add(1, QUIET)
+    assert survey.waiting_for() == []
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_message_is_ever_under_way_at_the_end(seed):
+    """Workers that answer a message with another until a budget is spent; delivery and surveys interleave at random."""
+    chance, size, budget = random.Random(seed), 4, 30
+    sent, received, under_way = [0] * size, [0] * size, []
+
+    def send(source):
+        sent[source] += 1
+        under_way.append(chance.randrange(size))
+
+    for _ in range(5):
+        send(chance.randrange(size))
+    survey, done = Survey(size), False
+    while not done:
+        for rank in range(size):
+            while under_way and chance.random() < 0.4:
+                target = under_way.pop(chance.randrange(len(under_way)))
+                received[target] += 1
+                if budget and chance.random() < 0.9:
+                    budget -= 1
+                    send(target)
+            survey.add(rank, Report(True, False, sent[rank], received[rank]))
+        done = survey.conclude()
+    assert under_way == []
+    assert sum(sent) == sum(received)

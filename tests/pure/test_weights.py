@@ -1,0 +1,53 @@
+"""The arithmetic of weighted reference counting, as histories of copies and drops."""
+
+from fractions import Fraction
+
+from hypothesis import given, strategies as st
+
+from jdistgrad.rpc.weights import WHOLE, Weight
+
+
+def value(weight):
+    return Fraction(weight.units, 2**weight.scale)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 100))
+def test_split_loses_nothing_and_gives_something_to_both(units, scale):
+    held = Weight(units, scale)
+    kept, given_away = held.split()
+    assert value(kept) + value(given_away) == value(held)
+    assert value(kept) > 0
+    assert value(given_away) > 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["copy", "drop"]), st.integers(0, 100)), max_size=60))
+def test_everything_comes_home_in_any_history(history):
+    holders, returned = [WHOLE], Weight(0)
+    for what, k in history:
+        if what == "copy" and holders:
+            kept, given_away = holders.pop(k % len(holders)).split()
+            holders += [kept, given_away]
+        elif what == "drop" and len(holders) > 1:
+            returned = returned + holders.pop(k % len(holders))
+            assert WHOLE - returned  # somebody still holds some: the owner must keep the value
+    for holder in holders:
+        returned = returned + holder
+    assert not WHOLE - returned
+
+
+def test_a_chain_of_copies_never_runs_out():
+    weight, kept = WHOLE, []
+    for _ in range(1000):
+        rest, weight = weight.split()
+        kept.append(rest)
+    total = weight
+    for rest in kept:
+        total = total + rest
+    assert value(total) == 1
+
+
+def test_a_long_lived_holder_gives_copies_cheaply():
+    weight = WHOLE
+    for _ in range(100_000):
+        weight, _ = weight.split()
+    assert weight.scale == 32

@@ -1,0 +1,256 @@
+"""Calls: targets, nesting, many at once, futures, threads."""
+
+import concurrent.futures
+import contextvars
+import operator
+import threading
+import time
+import uuid
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistgrad as jd
+
+
+def who():
+    return jd.worker_info()
+
+
+def peers():
+    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
+
+
+def test_a_target_is_a_name_a_rank_or_an_info(world):
+    def body():
+        last = jd.world_size() - 1
+        expected = jd.WorkerInfo(last, f"worker{last}")
+        for to in (last, f"worker{last}", expected, np.int64(last)):
+            assert jd.rpc_sync(to, who) == expected
+
+    world.drive(body)
+
+
+def test_every_worker_calls_every_worker(world):
+    def main():
+        me = jd.init()
+        for rank in range(jd.world_size()):
+            assert jd.rpc_sync(rank, operator.add, args=(100 * me.rank, rank)) == 100 * me.rank + rank
+            assert jd.rpc_sync(rank, who).rank == rank
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def test_own_names(world):
+    def main():
+        me = jd.init(name=f"node-{uuid.uuid4().hex}")
+        assert jd.worker_info() == me
+        for rank in range(jd.world_size()):
+            name = jd.rpc_sync(rank, who).name
+            assert jd.rpc_sync(name, who) == jd.worker_info(name) == jd.WorkerInfo(rank, name)
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def bounce(path):
+    """Call the next worker of a path; what everybody on it answers, in order."""
+    if not path:
+        return [jd.worker_info().rank]
+    return [jd.worker_info().rank, *jd.rpc_sync(path[0], bounce, args=(path[1:],))]
+
+
+def test_nested_and_circular_calls(world):
+    def body():
+        n = jd.world_size()
+        path = [k % n for k in (1, 0, 1, 2, 0, 3, 3, 1)]
+        assert jd.rpc_sync(path[0], bounce, args=(path[1:],)) == path
+
+    world.drive(body)
+
+
+def test_deep_recursion_between_two_workers(big_world):
+    """Deeper than any pool of threads of a fixed size."""
+
+    def body():
+        path = [1 + k % 2 for k in range(150)]
+        assert jd.rpc_sync(2, bounce, args=(path,)) == [2, *path]
+
+    big_world.drive(body)
+
+
+def square(x):
+    return x * x
+
+
+def test_hundreds_in_flight_from_several_threads(world):
+    def caller(offset):
+        futures = [jd.rpc_async(peer, square, args=(offset + k,)) for k in range(100) for peer in peers()]
+        return sum(future.result() for future in futures)
+
+    def body():
+        offsets = (0, 1000, 2000)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            sums = [pool.submit(contextvars.copy_context().run, caller, offset) for offset in offsets]
+            expected = [len(peers()) * sum((offset + k) ** 2 for k in range(100)) for offset in offsets]
+            assert [s.result() for s in sums] == expected
+
+    world.drive(body)
+
+
+def nap(seconds):
+    time.sleep(seconds)
+    return jd.worker_info().rank
+
+
+def test_slow_calls_to_one_worker_overlap(world):
+    def body():
+        start = time.monotonic()
+        futures = [jd.rpc_async(peers()[-1], nap, args=(0.3,)) for _ in range(8)]
+        assert {future.result() for future in futures} == {peers()[-1]}
+        assert time.monotonic() - start < 8 * 0.3
+
+    world.drive(body)
+
+
+def test_a_busy_worker_still_serves(big_world):
+    """One call sleeps on worker 1; short ones go past it."""
+
+    def body():
+        slow = jd.rpc_async(1, nap, args=(1.0,))
+        for k in range(50):
+            assert jd.rpc_sync(1, square, args=(k,)) == k * k
+        assert not slow.done()
+        assert slow.result() == 1
+
+    big_world.drive(body)
+
+
+def test_futures_are_concurrent_futures(world):
+    def body():
+        futures = [jd.rpc_async(peer, square, args=(k,)) for k in range(5) for peer in peers()]
+        done, _ = concurrent.futures.wait(futures)
+        assert sorted(future.result() for future in done) == sorted(k * k for k in range(5) for _ in peers())
+        assert futures[0].result() == futures[0].result() == 0
+        assert futures[0].exception() is None
+
+    world.drive(body)
+
+
+def test_callbacks_may_call(world):
+    """They run where waiting is allowed, not on the thread that moves messages."""
+
+    def body():
+        outcome = concurrent.futures.Future()
+
+        def chained(future):
+            outcome.set_result(jd.rpc_sync(peers()[0], square, args=(future.result(),)))
+
+        future = jd.rpc_async(peers()[0], slow_square, args=(3,))
+        future.add_done_callback(chained)
+        assert outcome.result(20) == 81
+
+    world.drive(body)
+
+
+def slow_square(x):
+    time.sleep(0.05)
+    return x * x
+
+
+def later(x):
+    """Answers when its future is done; no thread waits meanwhile."""
+    future = concurrent.futures.Future()
+    threading.Timer(0.05, future.set_result, [x + 1]).start()
+    return future
+
+
+def relayed(rank, x):
+    return jd.rpc_async(rank, square, args=(x,))
+
+
+def test_a_function_may_answer_with_a_future(world):
+    def body():
+        last = jd.world_size() - 1
+        assert jd.rpc_sync(last, later, args=(1,)) == 2
+        assert jd.rpc_sync(last, relayed, args=(0, 7)) == 49
+        assert jd.remote(last, later, args=(5,)).to_here() == 6
+        with pytest.raises(ZeroDivisionError):
+            jd.rpc_sync(last, failing_later)
+
+    world.drive(body)
+
+
+def failing_later():
+    future = concurrent.futures.Future()
+    future.set_exception(ZeroDivisionError("later"))
+    return future
+
+
+hits = []
+
+
+def hit(chain):
+    hits.append(len(chain))
+    if chain:
+        jd.rpc_async(chain[0], hit, args=(chain[1:],))
+
+
+def test_shutdown_waits_for_calls_nobody_waits_for(world):
+    """A chain of 20 calls, each made without waiting: the end comes after the last."""
+    hits.clear()
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            hit([k % world.size for k in range(1, 21)])
+        jd.shutdown()
+        return me.rank
+
+    ranks = world.run(main)
+    assert sorted(hits) == sorted(20 - k for k in range(21) if k % world.size in ranks)
+
+
+def test_uneven_work(world):
+    """Workers that are done early go on serving until everybody is."""
+
+    def main():
+        me = jd.init()
+        if me.rank == jd.world_size() - 1:
+            for _ in range(20):
+                assert jd.rpc_sync(0, square, args=(3,)) == 9
+                time.sleep(0.005)
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def test_registered_functions_are_found_by_name(world):
+    captured = 5
+
+    def main():
+        @jd.register
+        def closure(x):
+            return x + captured
+
+        jd.init()
+        assert [jd.rpc_sync(rank, closure, args=(1,)) for rank in range(jd.world_size())] == [6] * jd.world_size()
+        assert jd.rpc_sync(0, apply, args=(closure, 2)) == 7
+        jd.shutdown()
+
+    world.run(main)
+
+
+def apply(function, x):
+    return function(x)
+
+
+def test_results_are_computed_on_the_callee(world):
+    def body():
+        x = jnp.arange(4.0)
+        for peer in peers():
+            np.testing.assert_array_equal(jd.rpc_sync(peer, jnp.dot, args=(x, x)), 14.0)
+
+    world.drive(body)
