@@ -22,13 +22,11 @@ from jdistgrad.errors import (
 from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
+from jdistgrad.rpc.inprocess import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
 from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
 from jdistgrad.rpc.worlds import (
-    LocalWorkers as LocalWorkers,
     init as init,
-    local_workers as local_workers,
     shutdown as shutdown,
-    spawn as spawn,
     worker_info as worker_info,
     world_size as world_size,
 )

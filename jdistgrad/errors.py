@@ -44,7 +44,13 @@ class EncodingError(DistgradError, TypeError):
 
 
 class WireError(DistgradError, RuntimeError):
-    """Bytes arrived that are not a message of this package."""
+    """Bytes arrived that are not a message of this package, or not the whole of one.
+
+    ``kind`` and ``id`` say which message, where that much could be read.
+    """
+
+    kind: Any = None
+    id: int | None = None
 
 
 class CallTimeoutError(DistgradError, TimeoutError):

@@ -8,12 +8,17 @@ every worker (``run``). Functions that run remotely stand at the top level of a 
 """
 
 import os
+import pathlib
+import subprocess
+import textwrap
 import threading
+import time
 
 import jax
 import pytest
 
 import jdistgrad as jd
+from jdistgrad import launch
 from jdistgrad.wire import rollcall
 
 TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
@@ -84,3 +89,41 @@ def pytest_runtest_logreport(report):
         print(f"\nrank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}", flush=True)
         if MPI.COMM_WORLD.size > 1:
             MPI.COMM_WORLD.Abort(1)
+
+
+class Job:
+    """A finished job: its exit status, what it printed, how long it took."""
+
+    def __init__(self, process, seconds):
+        self.status, self.output, self.seconds = process.returncode, process.stdout, seconds
+
+    def expect(self, *texts, status=0):
+        """Check the exit status (``None``: any failure) and that all of these texts were printed."""
+        assert self.status == status if status is not None else self.status != 0, self.output
+        for text in texts:
+            assert text in self.output, f"{text!r} is not in\n{self.output}"
+        return self
+
+
+@pytest.fixture
+def mpi_job(tmp_path):
+    """Runs a program on some ranks: a job of its own, for what no test survives."""
+
+    def run(n, source, *, timeout=60, **environment):
+        script = tmp_path / "program.py"
+        script.write_text(textwrap.dedent(source))
+        paths = os.pathsep.join(str(pathlib.Path(__file__).parent / part) for part in ("worlds", "jobs"))
+        variables = {**os.environ, "PYTHONPATH": paths, **environment}
+        start = time.monotonic()
+        process = subprocess.run(
+            launch.command(n, [str(script)]),
+            env=variables,
+            timeout=timeout,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        return Job(process, time.monotonic() - start)
+
+    return run

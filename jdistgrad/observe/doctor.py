@@ -95,10 +95,15 @@ def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
     """Versions that are not the same everywhere."""
     findings = []
     for rank, facts in enumerate(ranks[1:], start=1):
-        theirs, ours = {"python": facts["python"], **facts["versions"]}, {"python": ranks[0]["python"], **ranks[0]["versions"]}
+        theirs, ours = (
+            {"python": facts["python"], **facts["versions"]},
+            {"python": ranks[0]["python"], **ranks[0]["versions"]},
+        )
         for name in theirs:
             if theirs[name] != ours[name]:
-                found = f"{name}: rank 0 ({ranks[0]['host']}) {ours[name]}, rank {rank} ({facts['host']}) {theirs[name]}"
+                found = (
+                    f"{name}: rank 0 ({ranks[0]['host']}) {ours[name]}, rank {rank} ({facts['host']}) {theirs[name]}"
+                )
                 findings.append(Finding("same on all ranks", found, "install the same versions on every node"))
     return findings or [Finding("same on all ranks", "yes")]
 
@@ -111,9 +116,10 @@ def report() -> int:
     else:
         from mpi4py import MPI
 
-        ranks = MPI.COMM_WORLD.gather(facts)
-        if ranks is None:
+        gathered = MPI.COMM_WORLD.gather(facts)
+        if gathered is None:
             return 0
+        ranks = gathered
     findings = diagnose(ranks)
     print(*findings, sep="\n", flush=True)
     return int(any(finding.remedy and finding.fatal for finding in findings))
@@ -128,7 +134,9 @@ def main(n: int) -> int:
         return subprocess.run(command, timeout=TIME_LIMIT, check=False).returncode
     except subprocess.TimeoutExpired:
         print(
-            Finding("job", f"{n} ranks did not finish within {TIME_LIMIT} s", "try mpirun -n 2 hostname; check firewalls"),
+            Finding(
+                "job", f"{n} ranks did not finish within {TIME_LIMIT} s", "try mpirun -n 2 hostname; check firewalls"
+            ),
             file=sys.stderr,
         )
         return 1

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.rpc import references
+from jdistgrad.rpc.calling import Target
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.references import RRef
-from jdistgrad.rpc.worker import Target
 
 
 def rpc_sync(

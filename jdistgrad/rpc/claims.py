@@ -3,8 +3,12 @@
 import collections
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 from jdistgrad.rpc.weights import Weight
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
 
 Drop = tuple[int, int, Weight]  # owner, id, weight
 
@@ -14,7 +18,7 @@ class Claim:
 
     __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "id", "owner", "worker")
 
-    def __init__(self, identifier: int, owner: int, weight: Weight, worker: object, drops: collections.deque[Drop]):
+    def __init__(self, identifier: int, owner: int, weight: Weight, worker: "Worker", drops: collections.deque[Drop]):
         self.id, self.owner, self.worker = identifier, owner, worker
         self._weight, self._drops = weight, drops
         self._lock = threading.Lock()
@@ -37,7 +41,7 @@ class Claim:
 class ClaimTable:
     """The claims of one worker, by reference id."""
 
-    def __init__(self, worker: object):
+    def __init__(self, worker: "Worker"):
         self._worker = worker
         self._claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()

@@ -1,14 +1,17 @@
 """The end of a world, seen from one worker: serve until everybody wants to close and nothing is under way."""
 
+import math
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jdistgrad import errors
 from jdistgrad.rpc.quiet import Report, Survey
-from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.message import Kind, Message
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
 
 COORDINATOR = 0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
@@ -18,15 +21,13 @@ LOOK_SECONDS = 0.05
 class Closing:
     """Answers the coordinator's surveys from the start; ``run`` takes part in the end."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: "Worker"):
         self._worker = worker
         self._wants_to_close = False
         self._told_to_close = threading.Event()
         self._survey = Survey(worker.size)
         self._round = 0
         self._round_complete = threading.Event()
-        worker.control = self._handle
-        worker.awaited = self._awaited
 
     def run(self, timeout: float) -> None:
         """Return when the world is quiet, and everybody returns now.
@@ -36,6 +37,7 @@ class Closing:
           WorkerLostError: a worker died before.
         """
         self._wants_to_close = True
+        self._check(math.inf, timeout)
         self._worker.transport.serve_only()
         deadline = time.monotonic() + timeout
         if self._worker.rank == COORDINATOR:
@@ -45,15 +47,16 @@ class Closing:
     def _conduct(self, deadline: float, timeout: float) -> None:
         pause = FIRST_PAUSE
         while not self._survey_once(deadline, timeout):
+            self._check(deadline, timeout)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._tell_all(Kind.CLOSE)
 
     def _survey_once(self, deadline: float, timeout: float) -> bool:
-        if not self._survey.complete:
-            self._round += 1
-            self._round_complete.clear()
-            self._tell_all(Kind.SURVEY)
+        self._round += 1
+        self._survey.start()
+        self._round_complete.clear()
+        self._tell_all(Kind.SURVEY)
         self._wait(self._round_complete, deadline, timeout)
         return self._survey.conclude()
 
@@ -62,14 +65,17 @@ class Closing:
             self._worker.post(peer, Message(kind, self._worker.rank, self._round))
 
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
-        worker = self._worker
         while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-            if worker.failure is not None:
-                raise worker.failure
-            if worker.lost:
-                raise errors.WorkerLostError(f"shutdown of {worker.info}: " + "; ".join(worker.lost.values()))
-            if time.monotonic() >= deadline:
-                raise self._too_late(timeout)
+            self._check(deadline, timeout)
+
+    def _check(self, deadline: float, timeout: float) -> None:
+        worker = self._worker
+        if worker.failure is not None:
+            raise worker.failure
+        if worker.lost:
+            raise errors.WorkerLostError(f"shutdown of {worker.info}: " + "; ".join(worker.lost.values()))
+        if time.monotonic() >= deadline:
+            raise self._too_late(timeout)
 
     def _too_late(self, timeout: float) -> errors.CallTimeoutError:
         names = [str(self._worker.directory.workers[rank]) for rank in self._survey.waiting_for()]
@@ -82,7 +88,7 @@ class Closing:
 
     # On the transport's thread.
 
-    def _handle(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         if message.kind is Kind.SURVEY:
             reply = Message(Kind.REPORT, self._worker.rank, message.id, self._report())
             self._worker.post(message.source, reply)
@@ -98,19 +104,19 @@ class Closing:
         sent, received, serving = self._worker.traffic.counts()
         return Report(self._wants_to_close, bool(serving or len(self._worker.calls)), sent, received)
 
-    def _awaited(self) -> set[int]:
+    def awaited(self) -> set[int]:
         """Whose silence would keep this worker from closing."""
         if not self._wants_to_close or self._told_to_close.is_set():
             return set()
         return {COORDINATOR} if self._worker.rank != COORDINATOR else set(range(self._worker.size))
 
 
-def leftovers(worker: Worker) -> list[str]:
+def leftovers(worker: "Worker") -> list[str]:
     """What a worker still holds at its end, in words."""
     held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in worker.claims.held()]
     owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in worker.owned.identifiers()]
     return held + owned
 
 
-def describe_leftovers(found: list[str]) -> Any:
+def describe_leftovers(found: list[str]) -> str:
     return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")

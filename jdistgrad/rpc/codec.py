@@ -4,7 +4,7 @@ import io
 import pickle
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import functions
+from jdistgrad.rpc import functions, trees
 from jdistgrad.wire import arrays
 from jdistgrad.wire.message import Parcel
 
@@ -99,7 +99,7 @@ class Codec:
         self._pickler = CodePickler if allow_code else NamePickler
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
-        stream, buffers = io.BytesIO(), []
+        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         pickler = self._pickler(stream, protocol=5, buffer_callback=buffers.append)
         pickler.snapshot = snapshot
         outer, _shipments.pending = getattr(_shipments, "pending", None), []
@@ -124,7 +124,7 @@ class Codec:
 
     def _culprit(self, value: Any) -> str:
         """The path of the first leaf that cannot be encoded by itself."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda node: isinstance(node, Iterator)):
+        for path, leaf in trees.leaves_with_path(value):
             try:
                 self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
             except Exception:  # any reason will do: the first error has been kept

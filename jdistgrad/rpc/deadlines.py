@@ -33,7 +33,7 @@ class PendingCalls:
     all take constant time, and an answered call leaves nothing behind.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._by_id: dict[int, Pending] = {}
         self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
         self._lock = threading.Lock()
@@ -50,7 +50,8 @@ class PendingCalls:
     def close(self, identifier: int) -> Pending | None:
         """Take a call out; None when it is not there any more (late answer)."""
         with self._lock:
-            return self._remove(identifier)
+            call = self._by_id.get(identifier)
+            return None if call is None else self._remove(call)
 
     def expire(self, now: float) -> list[Pending]:
         """Take out every call whose time is over."""
@@ -58,7 +59,7 @@ class PendingCalls:
         with self._lock:
             for timeout, queue in list(self._queues.items()):
                 while queue and next(iter(queue.values())).deadline <= now:
-                    expired.append(self._remove(next(iter(queue))))
+                    expired.append(self._remove(next(iter(queue.values()))))
                 if not queue:
                     del self._queues[timeout]
         return expired
@@ -66,16 +67,16 @@ class PendingCalls:
     def close_all(self, peer: int | None = None) -> list[Pending]:
         """Take out every call (to one peer)."""
         with self._lock:
-            ids = [call.id for call in self._by_id.values() if peer is None or call.peer.rank == peer]
-            return [self._remove(identifier) for identifier in ids]
+            calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
+            return [self._remove(call) for call in calls]
 
     def peers(self) -> set[int]:
         """Whom somebody waits for."""
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 
-    def _remove(self, identifier: int) -> Pending | None:
-        call = self._by_id.pop(identifier, None)
-        if call is not None and call.timeout != math.inf:
-            self._queues[call.timeout].pop(identifier, None)
+    def _remove(self, call: Pending) -> Pending:
+        del self._by_id[call.id]
+        if call.timeout != math.inf:
+            del self._queues[call.timeout][call.id]
         return call

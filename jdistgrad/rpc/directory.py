@@ -49,7 +49,9 @@ class Directory:
         elif isinstance(to, numbers.Integral):
             found = self.workers[to] if 0 <= to < len(self.workers) else None
         else:
-            raise ValueError(f"a worker is named by its name, its rank or its info, not by {to!r} ({type(to).__name__})")
+            raise ValueError(
+                f"a worker is named by its name, its rank or its info, not by {to!r} ({type(to).__name__})"
+            )
         if found is None:
             raise UnknownWorkerError(f"no worker {to!r} in this world. It has {self}.", worker=to)
         return found

@@ -1,6 +1,7 @@
 """The future of a call. The answer is opened by whoever asks for it, not by the thread that moves messages."""
 
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ class CallFuture(concurrent.futures.Future):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
-    neither. So an answer is stored as it came; ``result`` opens it. With callbacks waiting, a serving thread completes it.
+    neither. So an answer is stored as it came; ``result`` opens it. With callbacks
+    waiting, a serving thread completes it.
     """
 
     def __init__(self, wait_for: Callable[[concurrent.futures.Future, float | None], None]):
@@ -26,8 +28,8 @@ class CallFuture(concurrent.futures.Future):
             self._has_callbacks = True
         super().add_done_callback(fn)
 
-    def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[..., None]) -> None:
-        """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` runs a task on another thread."""
+    def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
+        """Complete the future: ``opener`` returns the value or raises; ``run_elsewhere`` runs a task elsewhere."""
         if not self.set_running_or_notify_cancel():
             run_elsewhere(opener)  # references inside must still be counted
             return
@@ -36,7 +38,7 @@ class CallFuture(concurrent.futures.Future):
             if not self._has_callbacks:
                 self.set_result(None)
                 return
-        run_elsewhere(self.set_result, None)
+        run_elsewhere(functools.partial(self.set_result, None))
 
     def result(self, timeout: float | None = None) -> Any:
         self._wait_for(self, timeout)

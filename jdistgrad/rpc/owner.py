@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
+from collections.abc import Iterable
 
 from jdistgrad.rpc.weights import WHOLE, Weight
 
@@ -24,7 +25,7 @@ class OwnerTable:
     announced and all of its weight has come back.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._entries: dict[int, Owned] = {}
         self._lock = threading.Lock()
 
@@ -44,12 +45,13 @@ class OwnerTable:
         with self._lock:
             return self._entry(identifier).value
 
-    def release(self, identifier: int, weight: Weight) -> None:
-        """Some of a reference's weight came back."""
-        with self._lock:
-            entry = self._entry(identifier)
-            entry.outstanding = entry.outstanding - weight
-            self._drop_if_free(identifier, entry)
+    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> None:
+        """Some weight of references came back."""
+        for identifier, weight in returned:
+            with self._lock:
+                entry = self._entry(identifier)
+                entry.outstanding = entry.outstanding - weight
+                self._drop_if_free(identifier, entry)
 
     def identifiers(self) -> list[int]:
         with self._lock:

@@ -27,6 +27,10 @@ class Survey:
         self._reports: dict[int, Report] = {}
         self._before: Mapping[int, Report] | None = None
 
+    def start(self) -> None:
+        """Begin a round; reports of one that was given up do not count."""
+        self._reports = {}
+
     def add(self, rank: int, report: Report) -> None:
         self._reports[rank] = report
 

@@ -2,18 +2,22 @@
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 
 from jdistgrad.errors import NotOwnerError, StaleReferenceError
+from jdistgrad.rpc import trees
 from jdistgrad.rpc.claims import Claim
 from jdistgrad.rpc.codec import on_shipment
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.weights import Weight
 from jdistgrad.wire import ids
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
 
 T = TypeVar("T")
 
@@ -67,7 +71,7 @@ class RRef(Generic[T]):
           CallTimeoutError: not within ``timeout`` seconds (default: the world's).
           Exception: what ``remote``'s function raised.
         """
-        return self._worker("to_here").fetch(self._claim, timeout)
+        return self._worker("to_here").fetch(self._claim, timeout).result()
 
     def local_value(self) -> T:
         """The value, on its owner only; no copy.
@@ -82,7 +86,7 @@ class RRef(Generic[T]):
                 "value. Use to_here() for a copy.",
                 owner=self.owner,
             )
-        return worker.fetch(self._claim, None)
+        return worker.fetch(self._claim, None).result()
 
     def creation(self, timeout: float | None = None) -> concurrent.futures.Future:
         """A future that is done when the value has been made on its owner, or has failed to be."""
@@ -100,7 +104,7 @@ class RRef(Generic[T]):
         """Like ``rpc_sync``; the method returns a reference to its result."""
         return MethodCaller(self, functools.partial(remote, self._worker("remote")), timeout)
 
-    def _worker(self, what: str) -> Any:
+    def _worker(self, what: str) -> "Worker":
         worker = current_worker()
         if worker.world != self._claim.worker.world:
             raise StaleReferenceError(
@@ -160,7 +164,7 @@ def by_reference(rref: RRef) -> Any:
     return ByReference(rref)
 
 
-def remote(worker: Any, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+def remote(worker: "Worker", to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
     """Run a function on a worker and refer to its result."""
     return RRef._of(worker.call_remote(to, function, args, kwargs, timeout))
 
@@ -186,20 +190,14 @@ def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
-def _is_whole(node: Any) -> bool:
-    """What JAX shall not look into: references, and iterators, of which it warns."""
-    return isinstance(node, RRef | Iterator)
-
-
-def delivered(worker: Any, tree: Any) -> Any:
+def delivered(worker: "Worker", tree: Any) -> Any:
     """Arguments as the called function shall see them: references replaced by their values, fetched all at once."""
-    try:
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
-    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is an opaque object to JAX
-        return tree
+    leaves, treedef = trees.flatten(tree, whole=RRef)
     if not any(isinstance(leaf, RRef | ByReference) for leaf in leaves):
         return tree
-    fetched = {k: leaf._worker("sending").fetching(leaf._claim, None) for k, leaf in enumerate(leaves) if isinstance(leaf, RRef)}
+    fetched = {
+        k: leaf._worker("sending").fetch(leaf._claim, None) for k, leaf in enumerate(leaves) if isinstance(leaf, RRef)
+    }
     for k, leaf in enumerate(leaves):
         if k in fetched:
             leaves[k] = fetched[k].result()

@@ -26,12 +26,12 @@ class ThreadPool:
         self._count = itertools.count()
         self._closed = False
 
-    def run(self, task: Callable[..., None], *args: Any) -> None:
+    def run(self, task: Callable[[], Any]) -> None:
         try:
             inbox = self._idle.pop()  # the warmest
         except IndexError:
             inbox = self._spawn()
-        inbox.put((task, args))
+        inbox.put(task)
 
     def close(self) -> None:
         """Let the idle threads end; busy ones end after their task."""
@@ -47,13 +47,12 @@ class ThreadPool:
 
     def _work(self, inbox: queue.SimpleQueue) -> None:
         self._enter()
-        while (job := inbox.get()) is not None:
-            task, args = job
+        while (task := inbox.get()) is not None:
             try:
-                task(*args)
+                task()
             except BaseException:
                 log.exception("a task of %s failed outside of any call", self._name)
-            del job, task, args  # an idle thread must not keep a call's arrays alive
+            del task  # an idle thread must not keep a call's arrays alive
             if len(self._idle) >= IDLE_LIMIT:
                 return
             self._idle.append(inbox)

@@ -8,7 +8,7 @@ from jdistgrad.wire.message import WORK, Kind
 class Traffic:
     """How much work was sent, received, and is being served. Safe from any thread."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent = self._received = self._serving = 0
 
@@ -22,12 +22,11 @@ class Traffic:
             with self._lock:
                 self._sent -= 1
 
-    def received(self, kind: Kind) -> None:
-        if kind in WORK:
-            with self._lock:
-                self._received += 1
+    def received(self) -> None:
+        with self._lock:
+            self._received += 1
 
-    def serving(self, kind: Kind) -> None:
+    def serving(self) -> None:
         with self._lock:
             self._received += 1
             self._serving += 1

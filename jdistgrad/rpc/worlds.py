@@ -4,20 +4,16 @@ import contextvars
 import gc
 import logging
 import threading
-import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from jdistgrad import errors
-from jdistgrad._version import __version__
-from jdistgrad.rpc import current, devices
-from jdistgrad.rpc.closing import Closing, describe_leftovers, leftovers
-from jdistgrad.rpc.codec import Codec
-from jdistgrad.rpc.directory import Hello, WorkerInfo, agree
-from jdistgrad.rpc.worker import Worker, checked_timeout
+from jdistgrad.rpc import current
+from jdistgrad.rpc.calling import checked_timeout
+from jdistgrad.rpc.closing import describe_leftovers, leftovers
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.opening import open_local, open_mpi, refuse_second_world
+from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import rollcall
-from jdistgrad.wire.ids import MAX_WORKERS
-from jdistgrad.wire.local import Hub, LocalTransport
+from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -25,6 +21,12 @@ _collecting = threading.Lock()  # gc.collect does nothing while another thread i
 
 # A thread that spawn started: its hub and rank.
 _seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
+
+
+def take_seat(hub: Hub, rank: int) -> None:
+    """Let ``init`` in this thread join a local world."""
+    current.seat_thread()
+    _seat.set((hub, rank))
 
 
 def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = False) -> WorkerInfo:
@@ -52,17 +54,17 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
       ...     print(jd.rpc_sync("worker1", jnp.add, args=(1, 2)))
       >>> jd.shutdown()
     """
-    _refuse_second_world("init")
+    refuse_second_world("init")
     seconds = checked_timeout(timeout)
     seat = _seat.get()
     if seat is not None:
-        worker = _open_local(*seat, name, seconds, allow_code)
+        worker = open_local(*seat, name, seconds, allow_code)
         current.bind_thread(worker)
     elif rollcall.launched():
-        worker = _open_mpi(name, seconds, allow_code)
+        worker = open_mpi(name, seconds, allow_code)
         current.bind_process(worker)
     else:
-        worker = _open_local(Hub(1), 0, name, seconds, allow_code)
+        worker = open_local(Hub(1), 0, name, seconds, allow_code)
         current.bind_process(worker)
     return worker.info
 
@@ -106,112 +108,6 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     return found
 
 
-def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list[Any]:
-    """Run a program as ``n`` workers, each a thread of this process.
-
-    Arguments:
-      main: the program; it calls ``init`` and ``shutdown`` itself, as it would under mpirun.
-      n: how many workers.
-      args: what every ``main`` is called with.
-
-    Returns:
-      What each ``main`` returned, by rank.
-
-    Raises:
-      Exception: what the first ``main`` that failed raised; the others' waits end at once.
-      WorldError: a ``main`` returned without ``shutdown``.
-
-    Example:
-      >>> def main():
-      ...     me = jd.init()
-      ...     answer = jd.rpc_sync((me.rank + 1) % 3, jnp.square, args=(me.rank,))
-      ...     jd.shutdown()
-      ...     return int(answer)
-      >>> jd.spawn(main, 3)
-      [0, 1, 4]
-    """
-    hub = Hub(checked_size(n))
-    results: list[Any] = [None] * n
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        current.seat_thread()
-        _seat.set((hub, rank))
-        try:
-            results[rank] = main(*args)
-            _require_shutdown(rank)
-        except BaseException as error:
-            error.add_note(f"raised by the main of rank {rank} of spawn")
-            failures.append(error)
-            hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {spelled(error)}", worker=rank))
-
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        hub.fail(errors.WorldClosedError("spawn was interrupted"))
-        raise
-    if failures:
-        raise failures[0]
-    return results
-
-
-class LocalWorkers:
-    """A local world whose worker 0 is the caller; what ``local_workers`` returns."""
-
-    def __init__(self, n: int, timeout: float, allow_code: bool):
-        hub = Hub(n)
-        self._servers = [
-            threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
-            for rank in range(1, n)
-        ]
-        for server in self._servers:
-            server.start()
-        self._worker = _open_local(hub, 0, None, timeout, allow_code)
-        current.bind_process(self._worker)
-
-    @staticmethod
-    def _serve(hub: Hub, rank: int, timeout: float) -> None:
-        worker = _open_local(hub, rank, None, timeout, False)
-        worker.closing.run(float("inf"))
-        worker.close(graceful=True)
-
-    @property
-    def workers(self) -> tuple[WorkerInfo, ...]:
-        """Everybody, the caller first."""
-        return self._worker.directory.workers
-
-    def close(self) -> None:
-        """End the world; the same as ``jdistgrad.shutdown()``. A second call does nothing."""
-        if not self._worker.closed:
-            shutdown()
-            for server in self._servers:
-                server.join()
-
-    def __enter__(self) -> "LocalWorkers":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-
-def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
-    """Open a world of ``n`` workers in this process: the caller is worker0, the others serve.
-
-    For notebooks and interactive work. It stands until ``close()``, ``shutdown()`` or the end of the ``with`` block.
-
-    Example:
-      >>> with jd.local_workers(3):
-      ...     print(jd.rpc_sync("worker2", jnp.add, args=(1, 2)))
-      3
-    """
-    _refuse_second_world("local_workers")
-    return LocalWorkers(checked_size(n), checked_timeout(timeout), True)
-
-
 def worker_info(name: str | None = None) -> WorkerInfo:
     """A worker's rank and name; by default this one's. Raises UnknownWorkerError for a name nobody has."""
     worker = current.current_worker()
@@ -223,67 +119,6 @@ def world_size() -> int:
     return current.current_worker().size
 
 
-def checked_size(n: Any) -> int:
-    if isinstance(n, int) and 0 < n < MAX_WORKERS:
-        return n
-    raise ValueError(f"a world has from 1 to {MAX_WORKERS - 1} workers, not {n!r}")
-
-
-def spelled(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _refuse_second_world(what: str) -> None:
-    worker = current.find_worker()
-    if worker is not None:
-        raise errors.AlreadyInitializedError(
-            f"{what}: {worker.info} is already in a world of {worker.size}. Call jdistgrad.shutdown() first."
-        )
-
-
-def _open_local(hub: Hub, rank: int, name: str | None, timeout: float, allow_code: bool) -> Worker:
-    meeting = hub.next_meeting(rank)
-    hellos = meeting.gather(rank, _hello(name, rank, allow_code), timeout)
-    transport, device = LocalTransport(meeting, rank), devices.device_of_local_worker(rank)
-    return _open(hellos, rank, transport, allow_code, timeout, device)
-
-
-def _open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
-    from mpi4py import MPI
-
-    from jdistgrad.rpc import job
-    from jdistgrad.wire.mpi import MPITransport, require_threads
-
-    require_threads()
-    comm = MPI.COMM_WORLD
-    devices.take_process_device(rollcall.local_rank())
-    hellos = rollcall.gather(comm, _hello(name, comm.rank, allow_code), timeout)
-    transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
-    worker = _open(hellos, comm.rank, transport, allow_code, timeout, None)
-    job.guard(worker)
-    return worker
-
-
-def _hello(name: str | None, rank: int, allow_code: bool) -> Hello:
-    return Hello(name or f"worker{rank}", uuid.uuid4().hex, __version__, allow_code)
-
-
-def _open(hellos: list[Hello], rank: int, transport: Any, allow_code: bool, timeout: float, device: Any) -> Worker:
-    codec = Codec(allow_code=allow_code)
-    worker = Worker(hellos[0].world, rank, agree(hellos), transport, codec, timeout=timeout, device=device)
-    worker.closing = Closing(worker)
-    transport.start(worker)
-    return worker
-
-
 def _close(worker: Worker, *, graceful: bool) -> None:
     worker.close(graceful=graceful)
     current.unbind(worker)
-
-
-def _require_shutdown(rank: int) -> None:
-    worker = current.find_worker()
-    if worker is not None and not worker.closed:
-        raise errors.WorldError(
-            f"the main of rank {rank} returned without shutdown(). Call jdistgrad.shutdown() at its end.", worker=rank
-        )

@@ -33,7 +33,7 @@ def named_dtype(name: str) -> np.dtype:
 
 def raw_bytes(array: np.ndarray) -> pickle.PickleBuffer:
     """The array's bytes in C order; a view where it is contiguous."""
-    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def reduce_numpy(array: np.ndarray, *, snapshot: bool) -> Any:
@@ -49,11 +49,6 @@ def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def reduce_jax(array: jax.Array) -> Reduction:
-    if isinstance(array, jax.core.Tracer):
-        raise EncodingError(
-            f"a traced value ({array.aval}) cannot be sent to another worker: it has no data yet. "
-            "Make the call outside jax.jit and jax.grad."
-        )
     if not array.is_fully_addressable:
         raise EncodingError(
             f"an array spread over several processes ({array.sharding}) cannot be sent to another worker. "

@@ -46,7 +46,9 @@ def is_bulk(length: int) -> bool:
     return length >= BULK_FROM
 
 
-def pack(kind: Kind, identifier: int, stream_tag: int, pieces: Sequence[memoryview]) -> tuple[bytearray, list[memoryview]]:
+def pack(
+    kind: Kind, identifier: int, stream_tag: int, pieces: Sequence[memoryview]
+) -> tuple[bytearray, list[memoryview]]:
     """Write the frame of a message; also returns the pieces that must follow it."""
     lengths = [piece.nbytes for piece in pieces]
     start = _padded(HEADER.size + LENGTH.size * len(pieces))
@@ -82,7 +84,7 @@ def unpack(frame: bytearray) -> Frame:
 
 
 def _inline_pieces(frame: bytearray, start: int, lengths: Sequence[int]) -> list[Any]:
-    view, pieces = memoryview(frame), []
+    view, pieces = memoryview(frame), list[Any]()
     for length in lengths:
         if is_bulk(length):
             pieces.append(None)

@@ -21,7 +21,8 @@ class Kind(enum.IntEnum):
     LEAVE = 11
 
 
-WORK = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE, Kind.DROP})
+ANSWERABLE = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE})
+WORK = ANSWERABLE | {Kind.DROP}
 
 
 @dataclasses.dataclass(slots=True)

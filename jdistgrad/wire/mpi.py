@@ -18,9 +18,9 @@ from mpi4py import MPI
 from jdistgrad import errors
 from jdistgrad.wire import frames
 from jdistgrad.wire.buffers import BufferPool
-from jdistgrad.wire.message import Message
-from jdistgrad.wire.progress import Progress, Task, pause
-from jdistgrad.wire.transport import Codec, Receiver
+from jdistgrad.wire.message import ANSWERABLE, Message
+from jdistgrad.wire.progress import Progress, pause
+from jdistgrad.wire.transport import Codec, Receiver, Task
 
 FRAME_TAG = 0
 STREAM_TAGS = 1 << 20
@@ -134,8 +134,7 @@ class MPITransport:
         try:
             frame = frames.unpack(arrived.memory)
         except errors.WireError as error:
-            log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, arrived.source, error)
-            return None
+            return self._receive_broken(arrived.source, error)
         bulk = frame.missing()
         if not bulk:
             return self._receiver.receive(frame.message(arrived.source))
@@ -147,6 +146,13 @@ class MPITransport:
             ]
         self._incoming.append(Transfer(requests, frame.pieces, arrived.source, frame))
         return None
+
+    def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
+        """Whoever waits for an answer hears of it; what answers nothing can only be told to the log."""
+        if error.id is None or error.kind not in ANSWERABLE:
+            log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, source, error)
+            return None
+        return self._receiver.receive(Message(error.kind, source, error.id, error))
 
     def _advance_outgoing(self) -> bool:
         """Forget the sends that are done. Sending threads append meanwhile."""

@@ -120,8 +120,9 @@ class Progress:
         self._enter()
         try:
             while not self._stopped:
-                task = self._be_primary() if self._primary.acquire(blocking=False) else self._stand_by()
-                if task is not None:
+                if not self._primary.acquire(blocking=False):
+                    self._stand_by()
+                elif (task := self._be_primary()) is not None:
                     self._run_here(task)
         except BaseException as error:
             log.exception("%s cannot go on", self._name)

@@ -64,7 +64,7 @@ def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
 def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
     sent = comm.isend(hello, 0, ROLL_TAG)
     if not _poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
-        return {rank: hello for rank in range(1, comm.size)}
+        return dict.fromkeys(range(1, comm.size), hello)
     roster = comm.recv(source=0, tag=ROSTER_TAG)
     sent.wait()
     return roster

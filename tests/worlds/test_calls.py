@@ -100,32 +100,46 @@ def test_hundreds_in_flight_from_several_threads(world):
     world.drive(body)
 
 
-def nap(seconds):
-    time.sleep(seconds)
+everybody = threading.Barrier(8)
+released = threading.Event()
+
+
+def meet():
+    everybody.wait(30)
     return jd.worker_info().rank
 
 
 def test_slow_calls_to_one_worker_overlap(world):
+    """Eight calls that end only when all eight run."""
+
     def body():
-        start = time.monotonic()
-        futures = [jd.rpc_async(peers()[-1], nap, args=(0.3,)) for _ in range(8)]
+        futures = [jd.rpc_async(peers()[-1], meet) for _ in range(8)]
         assert {future.result() for future in futures} == {peers()[-1]}
-        assert time.monotonic() - start < 8 * 0.3
 
     world.drive(body)
 
 
-def test_a_busy_worker_still_serves(big_world):
-    """One call sleeps on worker 1; short ones go past it."""
+def wait_for_release():
+    return released.wait(30)
+
+
+def test_a_busy_worker_still_serves(world):
+    """A call that lasts until another, made later, comes past it."""
+    released.clear()
 
     def body():
-        slow = jd.rpc_async(1, nap, args=(1.0,))
+        slow = jd.rpc_async(peers()[-1], wait_for_release)
         for k in range(50):
-            assert jd.rpc_sync(1, square, args=(k,)) == k * k
+            assert jd.rpc_sync(peers()[-1], square, args=(k,)) == k * k
         assert not slow.done()
-        assert slow.result() == 1
+        jd.rpc_sync(peers()[-1], released_set)
+        assert slow.result()
 
-    big_world.drive(body)
+    world.drive(body)
+
+
+def released_set():
+    released.set()
 
 
 def test_futures_are_concurrent_futures(world):

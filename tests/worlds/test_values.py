@@ -106,7 +106,7 @@ class Holder:
     label: str
 
 
-Point = collections.namedtuple("Point", "x y")  # noqa: PYI024 a type that old code has
+Point = collections.namedtuple("Point", "x y")
 
 OBJECTS = [
     *(None, True, 2**100, "text", b"bytes", 1 + 2j, {3, 4}, ..., slice(1, 2)),

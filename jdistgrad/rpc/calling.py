@@ -1,0 +1,110 @@
+"""The caller's side of a call: check it, send it, and see that it ends: answered, expired or failed."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jdistgrad import errors
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.deadlines import Pending, PendingCalls
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.wire.message import Kind, Message
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
+
+Target = str | int | WorkerInfo
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Caller:
+    """The calls of one worker that are in flight."""
+
+    def __init__(self, worker: "Worker"):
+        self._worker = worker
+        self._calls = PendingCalls()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def start(
+        self, kind: Kind, identifier: int, to: Target, call: Call, timeout: float | None, *, snapshot: bool
+    ) -> CallFuture:
+        """Send a call; raises where nothing can be sent."""
+        worker = self._worker
+        peer = worker.directory.find(to)
+        check_call(call, peer)
+        seconds = worker.timeout if timeout is None else checked_timeout(timeout)
+        future = CallFuture(worker.transport.wait_for)
+        pending = Pending(identifier, peer, worker.info, call[0], seconds, time.monotonic() + seconds, future)
+        worker.check_usable(pending)
+        self._calls.open(pending)
+        try:
+            worker.post(peer.rank, Message(kind, worker.rank, identifier, call), snapshot=snapshot)
+        except BaseException as error:
+            self._calls.close(identifier)
+            if isinstance(error, errors.EncodingError | errors.FunctionError):
+                raise type(error)(f"cannot call {pending}: {error}") from error
+            raise
+        return future
+
+    def answered(self, message: Message) -> None:
+        """A RESULT or FAILURE came. It is opened by whoever waits for it, not here."""
+        pending = self._calls.close(message.id)
+        if pending is None:
+            self._worker.run(functools.partial(self._worker.open, message))  # too late; references in it must count
+        else:
+            pending.future.answer(functools.partial(self._outcome, message), self._worker.run)
+
+    def _outcome(self, message: Message) -> Any:
+        body = self._worker.open(message)
+        if message.kind is Kind.FAILURE:
+            raise body.to_raise()
+        return body
+
+    def expire(self, now: float) -> None:
+        """Fail the calls whose time is over."""
+        for pending in self._calls.expire(now):
+            text = (
+                f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
+                "(init(timeout=)) more time if it may take that long."
+            )
+            self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
+
+    def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
+        """Fail every call (to one peer)."""
+        for pending in self._calls.close_all(peer):
+            self._fail(pending, make_error(pending))
+
+    def awaited(self) -> set[int]:
+        """Whose answers are awaited."""
+        return self._calls.peers()
+
+    def _fail(self, pending: Pending, error: BaseException) -> None:
+        pending.future.answer(functools.partial(raise_error, error), self._worker.run)
+
+
+def check_call(call: Call, peer: WorkerInfo) -> None:
+    function, *arguments = call
+    if not callable(function):
+        raise errors.FunctionError(f"a call needs a function, not {function!r}")
+    if trees.has_traced_leaf(arguments):
+        raise errors.EncodingError(
+            f"{describe(function)} was called with a traced value, which has no data yet and cannot be sent to {peer}. "
+            "Make the call outside jax.jit and jax.grad."
+        )
+
+
+def checked_timeout(seconds: Any) -> float:
+    """A timeout somebody gave, if it is one."""
+    if isinstance(seconds, int | float) and seconds > 0 and not math.isnan(seconds):
+        return float(seconds)
+    raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")
+
+
+def raise_error(error: BaseException) -> NoReturn:
+    raise error

@@ -1,0 +1,135 @@
+"""Worlds inside one process: programs as threads (``spawn``), and helpers for a notebook (``local_workers``)."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdistgrad import errors
+from jdistgrad.rpc import current
+from jdistgrad.rpc.calling import checked_timeout
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.opening import open_local, refuse_second_world
+from jdistgrad.rpc.worlds import shutdown, take_seat
+from jdistgrad.wire.ids import MAX_WORKERS
+from jdistgrad.wire.local import Hub
+
+
+def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list[Any]:
+    """Run a program as ``n`` workers, each a thread of this process.
+
+    Arguments:
+      main: the program; it calls ``init`` and ``shutdown`` itself, as it would under mpirun.
+      n: how many workers.
+      args: what every ``main`` is called with.
+
+    Returns:
+      What each ``main`` returned, by rank.
+
+    Raises:
+      Exception: what the first ``main`` that failed raised; the others' waits end at once.
+      WorldError: a ``main`` returned without ``shutdown``.
+
+    Example:
+      >>> def main():
+      ...     me = jd.init()
+      ...     answer = jd.rpc_sync((me.rank + 1) % 3, jnp.square, args=(me.rank,))
+      ...     jd.shutdown()
+      ...     return int(answer)
+      >>> jd.spawn(main, 3)
+      [0, 1, 4]
+    """
+    hub = Hub(checked_size(n))
+    results: list[Any] = [None] * n
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        take_seat(hub, rank)
+        try:
+            results[rank] = main(*args)
+            _require_shutdown(rank)
+        except BaseException as error:
+            error.add_note(f"raised by the main of rank {rank} of spawn")
+            failures.append(error)
+            hub.fail(
+                errors.WorkerLostError(f"the main of rank {rank} failed: {type(error).__name__}: {error}", worker=rank)
+            )
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        hub.fail(errors.WorldClosedError("spawn was interrupted"))
+        raise
+    if failures:
+        raise failures[0]
+    return results
+
+
+class LocalWorkers:
+    """A local world whose worker 0 is the caller; what ``local_workers`` returns."""
+
+    def __init__(self, n: int, timeout: float):
+        hub = Hub(n)
+        self._servers = [
+            threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
+            for rank in range(1, n)
+        ]
+        for server in self._servers:
+            server.start()
+        self._worker = open_local(hub, 0, None, timeout, False)
+        current.bind_process(self._worker)
+
+    @staticmethod
+    def _serve(hub: Hub, rank: int, timeout: float) -> None:
+        worker = open_local(hub, rank, None, timeout, False)
+        worker.closing.run(float("inf"))
+        worker.close(graceful=True)
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Everybody, the caller first."""
+        return self._worker.directory.workers
+
+    def close(self) -> None:
+        """End the world; the same as ``jdistgrad.shutdown()``. A second call does nothing."""
+        if not self._worker.closed:
+            shutdown()
+            for server in self._servers:
+                server.join()
+
+    def __enter__(self) -> "LocalWorkers":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
+    """Open a world of ``n`` workers in this process: the caller is worker0, the others serve.
+
+    For notebooks and interactive work. It stands until ``close()``, ``shutdown()`` or the end of the ``with`` block.
+
+    Example:
+      >>> with jd.local_workers(3):
+      ...     print(jd.rpc_sync("worker2", jnp.add, args=(1, 2)))
+      3
+    """
+    refuse_second_world("local_workers")
+    return LocalWorkers(checked_size(n), checked_timeout(timeout))
+
+
+def checked_size(n: Any) -> int:
+    if isinstance(n, int) and 0 < n < MAX_WORKERS:
+        return n
+    raise ValueError(f"a world has from 1 to {MAX_WORKERS - 1} workers, not {n!r}")
+
+
+def _require_shutdown(rank: int) -> None:
+    worker = current.find_worker()
+    if worker is not None and not worker.closed:
+        raise errors.WorldError(
+            f"the main of rank {rank} returned without shutdown(). Call jdistgrad.shutdown() at its end.", worker=rank
+        )

@@ -1,0 +1,58 @@
+"""How a worker comes to be: meet the others, agree, connect."""
+
+import uuid
+from typing import Any
+
+from jdistgrad import errors
+from jdistgrad._version import __version__
+from jdistgrad.rpc import current, devices
+from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.directory import Hello, agree
+from jdistgrad.rpc.worker import Worker
+from jdistgrad.wire import rollcall
+from jdistgrad.wire.local import Hub, LocalTransport
+from jdistgrad.wire.transport import Transport
+
+
+def refuse_second_world(what: str) -> None:
+    worker = current.find_worker()
+    if worker is not None:
+        raise errors.AlreadyInitializedError(
+            f"{what}: {worker.info} is already in a world of {worker.size}. Call jdistgrad.shutdown() first."
+        )
+
+
+def open_local(hub: Hub, rank: int, name: str | None, timeout: float, allow_code: bool) -> Worker:
+    meeting = hub.next_meeting(rank)
+    hellos = meeting.gather(rank, _hello(name, rank, allow_code), timeout)
+    transport, device = LocalTransport(meeting, rank), devices.device_of_local_worker(rank)
+    return _open(hellos, rank, transport, allow_code, timeout, device)
+
+
+def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
+    from mpi4py import MPI
+
+    from jdistgrad.rpc import job
+    from jdistgrad.wire.mpi import MPITransport, require_threads
+
+    require_threads()
+    comm = MPI.COMM_WORLD
+    devices.take_process_device(rollcall.local_rank())
+    hellos = rollcall.gather(comm, _hello(name, comm.rank, allow_code), timeout)
+    transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
+    worker = _open(hellos, comm.rank, transport, allow_code, timeout, None)
+    job.guard(worker)
+    return worker
+
+
+def _hello(name: str | None, rank: int, allow_code: bool) -> Hello:
+    return Hello(name or f"worker{rank}", uuid.uuid4().hex, __version__, allow_code)
+
+
+def _open(
+    hellos: list[Hello], rank: int, transport: Transport, allow_code: bool, timeout: float, device: Any
+) -> Worker:
+    codec = Codec(allow_code=allow_code)
+    worker = Worker(hellos[0].world, rank, agree(hellos), transport, codec, timeout=timeout, device=device)
+    transport.start(worker)
+    return worker

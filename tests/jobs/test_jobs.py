@@ -1,0 +1,203 @@
+"""Jobs that end badly: within seconds, with a message that names the rank and the cause."""
+
+import pytest
+
+pytestmark = pytest.mark.one_process
+
+SECONDS = 20  # starting Python and JAX on a loaded machine included
+
+
+def test_a_rank_that_raises_ends_the_job(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 2:
+            raise ValueError("boom")
+        jd.shutdown()
+        """,
+    )
+    job.expect('raise ValueError("boom")', "worker2 (rank 2) failed: ValueError: boom; ending the job", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_a_rank_that_leaves_without_shutdown_ends_the_job(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import sys
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 1:
+            sys.exit(0)
+        jd.shutdown()
+        """,
+    )
+    job.expect("worker1 (rank 1) ended without calling jdistgrad.shutdown()", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_a_rank_that_is_killed_ends_the_job(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import os, signal, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me.rank == 0:
+            jd.rpc_sync(1, time.sleep, args=(60,))
+        jd.shutdown()
+        """,
+    )
+    job.expect("rank 1", "signal 9", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_a_hung_rank_is_noticed(mpi_job):
+    """A stopped process breaks no connection: only its silence tells."""
+    job = mpi_job(
+        3,
+        """
+        import math, os, signal, sys, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if me.rank == 0:
+            time.sleep(0.5)
+            try:
+                jd.rpc_sync(1, time.sleep, args=(0,), timeout=math.inf)
+            except jd.WorkerLostError as error:
+                print("lost:", error, flush=True)
+                raise
+        jd.shutdown()
+        """,
+        JDISTGRAD_HEARTBEAT="0.3",
+        JDISTGRAD_SILENCE="2",
+    )
+    job.expect("lost: time.sleep on worker1 (rank 1)", "it gave no sign of life for 2 s", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
+    mpi_job(
+        2,
+        """
+        import math, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 0:
+            jd.rpc_sync(1, time.sleep, args=(3,), timeout=math.inf)
+            print("answered", flush=True)
+        jd.shutdown()
+        """,
+        JDISTGRAD_HEARTBEAT="0.2",
+        JDISTGRAD_SILENCE="1",
+    ).expect("answered")
+
+
+def test_a_rank_that_never_joins_is_named(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import time
+        import jdistgrad as jd
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 2:
+            time.sleep(4)
+        else:
+            jd.init(timeout=1)
+        """,
+    )
+    job.expect("init: ranks [2] of 3 did not call init within 1 s", status=None)
+
+
+def test_duplicate_names_are_refused_on_every_rank(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import jdistgrad as jd
+        try:
+            jd.init(name="ps")
+        except jd.DuplicateNameError as error:
+            print("refused:", error, flush=True)
+        """,
+    )
+    job.expect("refused: init: ranks 0 and 1 both want the name 'ps'")
+    assert job.output.count("refused:") == 3
+
+
+def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
+    """Foreign bytes, and frames cut short: a call among them fails with an error, the world goes on."""
+    job = mpi_job(
+        2,
+        """
+        import operator
+        import jdistgrad as jd
+        from jdistgrad.rpc.current import current_worker
+        from jdistgrad.wire import frames
+        me = jd.init()
+        if me.rank == 0:
+            worker = current_worker()
+            comm, encode = worker.transport._comm, worker.transport._codec.encode
+            comm.Send(b"not a message at all, but bytes", 1, 0)
+            comm.Send(b"", 1, 0)
+
+            def send(self, peer, message, **options):  # cuts the frame of the next call short, or garbles it
+                frame, _ = frames.pack(message.kind, message.id, 1, [encode(message.body, snapshot=True).stream])
+                comm.Send(spoil(frame), peer, 0)
+
+            genuine = type(worker.transport).send
+            for spoil in (lambda frame: frame[:-16], lambda frame: frame[:40] + b"?" * (len(frame) - 40)):
+                type(worker.transport).send = send
+                future = jd.rpc_async(1, operator.add, args=(1, 2))
+                type(worker.transport).send = genuine
+                print("call failed:", repr(future.exception(5)), flush=True)
+            assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
+            print("still works", flush=True)
+        jd.shutdown()
+        """,
+    )
+    job.expect("bytes that are no message arrived", "call failed: WireError('a message was cut short", "still works")
+    job.expect("call failed: EncodingError('a message could not be rebuilt")
+
+
+def test_mpi_initialised_by_the_program_before_or_after(mpi_job):
+    mpi_job(
+        2,
+        """
+        import operator
+        from mpi4py import MPI
+        import jdistgrad as jd
+        total = MPI.COMM_WORLD.allreduce(1)
+        me = jd.init()
+        assert jd.rpc_sync(1 - me.rank, operator.add, args=(total, 1)) == 3
+        MPI.COMM_WORLD.Barrier()
+        jd.shutdown()
+        assert MPI.COMM_WORLD.allreduce(2) == 4
+        print("done", flush=True)
+        """,
+    ).expect("done")
+
+
+def test_interrupting_a_wait_under_mpi(mpi_job):
+    mpi_job(
+        2,
+        """
+        import operator, os, signal, threading, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 0:
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+            try:
+                jd.rpc_sync(1, time.sleep, args=(1.5,))
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
+            print("usable", flush=True)
+        jd.shutdown()
+        """,
+    ).expect("interrupted", "usable")
