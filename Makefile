@@ -27,7 +27,7 @@ lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 bench: .venv/installed-bench
-	$(RUN) -n 2 benchmarks/calls.py
+	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/local.py
 
 doctor: .venv/installed

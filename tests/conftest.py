@@ -19,6 +19,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad import launch
+from jdistgrad.rpc.current import find_worker
 from jdistgrad.wire import rollcall
 
 TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
@@ -60,7 +61,8 @@ class World:
 
 @pytest.fixture(params=[mpi_size()] if rollcall.launched() else SIZES, ids=lambda size: f"{size}-workers")
 def world(request):
-    return World(request.param)
+    yield World(request.param)
+    close_what_a_failed_test_left_open()
 
 
 @pytest.fixture(params=[mpi_size()] if rollcall.launched() else [3], ids=lambda size: f"{size}-workers")
@@ -68,7 +70,13 @@ def big_world(request):
     """A world for tests that have nothing to say about fewer than three workers."""
     if request.param < 3:
         pytest.skip("needs three workers: the runs with 3 and 4 ranks, and the local one, have them")
-    return World(request.param)
+    yield World(request.param)
+    close_what_a_failed_test_left_open()
+
+
+def close_what_a_failed_test_left_open():
+    if find_worker() is not None:
+        jd.shutdown(graceful=False)
 
 
 @pytest.fixture(autouse=True)

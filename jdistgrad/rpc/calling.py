@@ -12,6 +12,7 @@ from jdistgrad.rpc.deadlines import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.wire.arrays import TRACED
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Caller:
         """Send a call; raises where nothing can be sent."""
         worker = self._worker
         peer = worker.directory.find(to)
-        check_call(call, peer)
+        check_call(call, peer, handed_over=worker.transport.hands_over or peer.rank == worker.rank)
         seconds = worker.timeout if timeout is None else checked_timeout(timeout)
         future = CallFuture(worker.transport.wait_for)
         pending = Pending(identifier, peer, worker.info, call[0], seconds, time.monotonic() + seconds, future)
@@ -88,15 +89,13 @@ class Caller:
         pending.future.answer(functools.partial(raise_error, error), self._worker.run)
 
 
-def check_call(call: Call, peer: WorkerInfo) -> None:
+def check_call(call: Call, peer: WorkerInfo, *, handed_over: bool) -> None:
+    """Raise where a call makes no sense; what travels encoded is looked at by the encoder."""
     function, *arguments = call
     if not callable(function):
         raise errors.FunctionError(f"a call needs a function, not {function!r}")
-    if trees.has_traced_leaf(arguments):
-        raise errors.EncodingError(
-            f"{describe(function)} was called with a traced value, which has no data yet and cannot be sent to {peer}. "
-            "Make the call outside jax.jit and jax.grad."
-        )
+    if handed_over and trees.has_traced_leaf(arguments):
+        raise errors.EncodingError(f"cannot call {describe(function)} on {peer}: {TRACED}")
 
 
 def checked_timeout(seconds: Any) -> float:

@@ -17,7 +17,6 @@ from jdistgrad.wire import arrays
 from jdistgrad.wire.message import Parcel
 
 JITTED = type(jax.jit(lambda: None))
-ARRAY = type(np.zeros(0))
 
 _shipments = threading.local()
 
@@ -43,15 +42,17 @@ class _Reducing:
     last_function: Any = None
 
     def reduction(self, value: Any) -> Any:
-        if isinstance(value, ARRAY):
-            return arrays.reduce_numpy(value, snapshot=self.snapshot) if type(value) is ARRAY else NotImplemented
-        if isinstance(value, types.FunctionType | JITTED):
+        kind = type(value)
+        if kind is np.ndarray:
+            return arrays.reduce_numpy(value, snapshot=self.snapshot)
+        if kind is types.FunctionType or kind is JITTED:
             return self.function(value)
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(value)
-        if not isinstance(value, type | types.BuiltinFunctionType) and functions.is_importable(value):
-            return functions.by_name, (value.__module__, functions.qualified_name(value))  # jnp.add, custom_vjp ...
-        return NotImplemented
+        if isinstance(value, type | types.BuiltinFunctionType):
+            return NotImplemented
+        path = functions.import_path(value)  # jnp.add, custom_vjp functions ...
+        return NotImplemented if path is None else (functions.by_name, path)
 
     def function(self, function: Any) -> Any:
         name = functions.registered_name(function)
@@ -59,9 +60,8 @@ class _Reducing:
             return functions.registered, (name,)
         if isinstance(function, types.FunctionType):
             return self.plain_function(function)
-        if functions.is_importable(function):
-            return functions.by_name, (function.__module__, functions.qualified_name(function))
-        return self.jitted_code(function)
+        path = functions.import_path(function)
+        return self.jitted_code(function) if path is None else (functions.by_name, path)
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
@@ -118,7 +118,7 @@ class Codec:
         """What the user shall see: which function, or which part of the value, and what is wrong with it."""
         if isinstance(error, DistgradError) or not isinstance(error, Exception):
             return error
-        if function is not None and not functions.is_importable(function):
+        if function is not None and functions.import_path(function) is None:
             return functions.refuse(function)
         return EncodingError(f"{self._culprit(value)}{type(error).__name__}: {error}")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jdistgrad.errors import NotInitializedError
+from jdistgrad.rpc.directory import WorkerInfo
 
 if TYPE_CHECKING:
     from jdistgrad.rpc.worker import Worker
@@ -18,8 +19,10 @@ _bound: contextvars.ContextVar["Worker | None"] = contextvars.ContextVar("jdistg
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
 _of_process: "Worker | None" = None
 
-# Part of JAX's trace key: a function traced on one worker is traced anew on another.
+# Part of JAX's trace key: a function traced on one worker is traced anew on another of the same process. The value is
+# compared at every dispatch: a small number for each kind of worker, not the worker itself.
 _trace_key = jax.make_user_context(default_value=None)
+_trace_keys: dict[tuple[WorkerInfo, int], int] = {}
 
 
 def current_worker() -> "Worker":
@@ -49,9 +52,11 @@ def seat_thread() -> None:
 
 
 def bind_thread(worker: "Worker") -> None:
-    """Let this thread, and contexts copied from it, belong to a worker; keep its JAX traces apart from others'."""
+    """Let this thread, and contexts copied from it, belong to a worker."""
     _bound.set(worker)
-    _trace_key((worker.info, worker.size)).__enter__()
+    if worker.shares_process:
+        key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
+        _trace_key(key).__enter__()
     if worker.device is not None:
         jax.default_device(worker.device).__enter__()
 

@@ -73,5 +73,5 @@ def _rebuild(data: bytes | None, spelled: str, note: str, notes: list[str]) -> F
         error = None
     if error is None:
         error = RemoteError(f"the remote function raised {spelled}", remote_type=spelled)
-        error.__notes__ = list(notes)
+    error.__notes__ = list(notes)  # a type with a __reduce__ of its own leaves them out
     return Failure(error, spelled, note)

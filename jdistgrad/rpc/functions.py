@@ -77,15 +77,20 @@ def lookup(module: str, qualname: str) -> Any:
     return found
 
 
-def is_importable(function: Any) -> bool:
-    """Whether the other side finds this very function under its module and name."""
+def import_path(function: Any) -> tuple[str, str] | None:
+    """The module and name under which the other side finds this very function, if any.
+
+    Its own name as a rule; else another name its module has for it, as in ``fast = jax.jit(slow)``.
+    """
     module, qualname = getattr(function, "__module__", None), qualified_name(function)
     if not module or not qualname:
-        return False
+        return None
     try:
-        return lookup(module, qualname) is function
+        if lookup(module, qualname) is function:
+            return module, qualname
     except (ImportError, AttributeError):
-        return False
+        return None
+    return next(((module, name) for name, value in vars(sys.modules[module]).items() if value is function), None)
 
 
 def by_name(module: str, qualname: str) -> Any:

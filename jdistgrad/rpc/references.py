@@ -192,6 +192,8 @@ def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[
 
 def delivered(worker: "Worker", tree: Any) -> Any:
     """Arguments as the called function shall see them: references replaced by their values, fetched all at once."""
+    if trees.are_plain(tree):
+        return tree
     leaves, treedef = trees.flatten(tree, whole=RRef)
     if not any(isinstance(leaf, RRef | ByReference) for leaf in leaves):
         return tree

@@ -25,7 +25,7 @@ class Served:
     worker: "Worker"
     message: Message
     value: concurrent.futures.Future | None
-    what: str = "a call"
+    function: Any = None
 
     def serve(self) -> None:
         """Run the call and answer it. A returned future is answered when it is done, without a thread that waits.
@@ -39,8 +39,7 @@ class Served:
     def _run(self) -> bool:
         try:
             function, *arguments = self.worker.open(self.message)
-            self.message.body = None
-            self.what = describe(function)
+            self.message.body, self.function = None, function
             args, kwargs = delivered(self.worker, arguments)
             result = function(*args, **kwargs)
             del arguments, args, kwargs
@@ -52,6 +51,9 @@ class Served:
             return False
         self._finish(result, None)
         return True
+
+    def __str__(self) -> str:
+        return "a call that could not be read" if self.function is None else describe(self.function)
 
     def _serve_future(self, future: concurrent.futures.Future) -> None:
         try:
@@ -69,7 +71,8 @@ class Served:
         try:
             self._answer(result, error)
         except Exception as unsent:
-            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self.what, unsent)
+            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, unsent)
+        self.function = None  # a method's object may hold references
 
     def _answer(self, result: Any, error: BaseException | None) -> None:
         caller = self.worker.directory.workers[self.message.source]
@@ -79,9 +82,13 @@ class Served:
                 return
             except errors.EncodingError as unsendable:
                 error = errors.EncodingError(
-                    f"{self.worker.info} cannot send the result of {self.what} to {caller}: {unsendable}"
+                    f"{self.worker.info} cannot send the result of {self} to {caller}: {unsendable}"
                 )
-        self._post(Kind.FAILURE, pack(error, f"On {self.worker.info}, in {self.what}, called by {caller}:"))
+        failure = pack(error, f"On {self.worker.info}, in {self}, called by {caller}:")
+        try:
+            self._post(Kind.FAILURE, failure)
+        except errors.EncodingError:
+            self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only what can be said in words
 
     def _post(self, kind: Kind, body: Any) -> None:
         self.worker.post(self.message.source, Message(kind, self.worker.rank, self.message.id, body))

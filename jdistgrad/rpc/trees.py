@@ -1,11 +1,14 @@
 """Looking into arguments and results: JAX's pytrees, minus what trips them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 Path = Any
+
+PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
 
 def flatten(tree: Any, whole: type | tuple[type, ...] = ()) -> tuple[list[Any], Any]:
@@ -25,6 +28,12 @@ def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
         return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_opaque(()))
     except (TypeError, ValueError):
         return [((), tree)]
+
+
+def are_plain(call: Sequence[Any]) -> bool:
+    """Whether positional and keyword arguments are, at first sight, nothing to look into: the common case, quickly."""
+    args, kwargs = call
+    return not kwargs and all(type(arg) in PLAIN or isinstance(arg, jax.Array) for arg in args)
 
 
 def has_traced_leaf(tree: Any) -> bool:

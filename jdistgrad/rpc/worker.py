@@ -50,6 +50,7 @@ class Worker:
         self.world, self.rank, self.directory = world, rank, directory
         self.info, self.size = directory.workers[rank], len(directory.workers)
         self.timeout, self.device = timeout, device
+        self.shares_process = transport.hands_over and self.size > 1
         self.transport, self._codec = transport, codec
         self._ids = IdSource(rank)
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)

@@ -18,6 +18,15 @@ from jdistgrad.errors import EncodingError
 # Below this, copying costs less than a second message; above it, arrays alias the buffer they came in.
 ALIAS_FROM = 1 << 16
 
+TRACED = (
+    "a traced value has no data yet and cannot be sent to another worker. Make the call outside jax.jit and jax.grad."
+)
+
+# After so many arrivals of one kind of small array, a compiled identity makes the JAX array: in 5 us instead of 10. The
+# compilation takes as long as some thousand arrivals save, so it must be likely to pay.
+COMPILE_FROM = 1000
+KINDS_COUNTED = 4096
+
 Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -49,6 +58,8 @@ def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def reduce_jax(array: jax.Array) -> Reduction:
+    if isinstance(array, jax.core.Tracer):
+        raise EncodingError(TRACED)
     if not array.is_fully_addressable:
         raise EncodingError(
             f"an array spread over several processes ({array.sharding}) cannot be sent to another worker. "
@@ -68,10 +79,23 @@ def rebuild_key(data: jax.Array, impl: str) -> jax.Array:
 
 def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> jax.Array:
     host = rebuild_numpy(data, dtype, shape)
-    array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else jnp.asarray(host)
+    array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else _small(host, (dtype, shape))
     if array.dtype != host.dtype:
         raise EncodingError(
             f"a {host.dtype} array arrived on a worker whose JAX makes it {array.dtype}. "
             'Set jax.config.update("jax_enable_x64", True) on every worker or on none.'
         )
     return array
+
+
+_identity = jax.jit(lambda array: array)
+_arrivals: dict[tuple[str, tuple[int, ...]], int] = {}
+
+
+def _small(host: np.ndarray, kind: tuple[str, tuple[int, ...]]) -> jax.Array:
+    seen = _arrivals.get(kind, 0)
+    if seen >= COMPILE_FROM:
+        return _identity(host)
+    if seen or len(_arrivals) < KINDS_COUNTED:
+        _arrivals[kind] = seen + 1
+    return jnp.asarray(host)

@@ -49,7 +49,7 @@ class BufferPool:
         if free:
             self._idle_bytes -= size
             return free.pop()
-        block = mmap.mmap(-1, size)
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages want it private
         if hasattr(mmap, "MADV_HUGEPAGE"):
             block.madvise(mmap.MADV_HUGEPAGE)
         return block

@@ -112,6 +112,8 @@ class Meeting:
 class LocalTransport:
     """One worker's end of a meeting."""
 
+    hands_over = True
+
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
 

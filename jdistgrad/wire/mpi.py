@@ -47,6 +47,8 @@ class Transfer:
 class MPITransport:
     """A transport between the ranks of a communicator (its own duplicate)."""
 
+    hands_over = False
+
     def __init__(self, comm: MPI.Intracomm, codec: Codec):
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._codec = comm, codec

@@ -61,6 +61,7 @@ class Progress:
         self._free = self._parked = 0
         self._counting = threading.Lock()
         self._last_activity = self._next_tick = time.monotonic()
+        self._last_wait = 0.0
         self._stopped = False
         self.idle_process = False  # nothing else in this process wants Python's lock: the primary may spin
 
@@ -85,9 +86,11 @@ class Progress:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while not future.done() and not self._stopped and (left := deadline - time.monotonic()) > 0:
             if self._baton.acquire(blocking=False):
+                self._last_wait = float("inf")
                 try:
                     self._look_until(future, deadline)
                 finally:
+                    self._last_wait = time.monotonic()
                     self._baton.release()
             else:
                 concurrent.futures.wait((future,), min(left, LONGEST))
@@ -142,8 +145,8 @@ class Progress:
             self._primary.release()
 
     def _look_once(self) -> Task | None:
-        if not self._baton.acquire(blocking=False):
-            pause(LONGEST)  # somebody who waits for an answer is looking
+        if time.monotonic() - self._last_wait < LONGEST or not self._baton.acquire(blocking=False):
+            pause(LONGEST)  # somebody who waits for an answer is looking, or will soon again
             return None
         try:
             moved, task = self._look()

@@ -42,6 +42,7 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    hands_over: bool  # messages arrive as the very objects that were sent: nothing is encoded
 
     def start(self, receiver: Receiver) -> None:
         """Begin to deliver. Nothing is delivered before."""

@@ -1,0 +1,92 @@
+"""Rank 0 measures calls to rank 1 with jdistgrad; see calls.py."""
+
+import gc
+import os
+import pathlib
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from measure import median, pipelined, report
+
+import jdistgrad as jd
+from jdistgrad.rpc.current import current_worker
+
+CALLS = 100_000
+
+
+def echo(x):
+    return x
+
+
+def round_trip(array, calls):
+    return median(lambda: jd.rpc_sync(1, echo, args=(array,)), calls)
+
+
+def in_flight(array):
+    return pipelined(lambda: jd.rpc_async(1, echo, args=(array,)), lambda future: future.result(), 3000)
+
+
+def cpu_seconds():
+    return time.process_time()
+
+
+def idle_share(seconds):
+    before = jd.rpc_sync(1, cpu_seconds)
+    time.sleep(seconds)
+    return (jd.rpc_sync(1, cpu_seconds) - before) / seconds
+
+
+def resident_mib():
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def owned():
+    return len(current_worker().owned)
+
+
+def call_and_refer(count):
+    for _ in range(count // 100):
+        for future in [jd.rpc_async(1, echo, args=(k,)) for k in range(100)]:
+            future.result()
+        for rref in [jd.remote(1, echo, args=(k,)) for k in range(100)]:
+            rref.to_here()
+
+
+def growth():
+    """MiB that the larger of both ranks grows by, over as many calls and references after a tenth of them."""
+    call_and_refer(CALLS // 10)
+    before = resident_mib(), jd.rpc_sync(1, resident_mib)
+    call_and_refer(CALLS)
+    after = resident_mib(), jd.rpc_sync(1, resident_mib)
+    time.sleep(0.1)
+    return max(b - a for a, b in zip(before, after, strict=True)), jd.rpc_sync(1, owned)
+
+
+def measure():
+    report(
+        small_numpy=round_trip(np.ones(1, np.float32), 3000),
+        small_jax=round_trip(jnp.ones(1, jnp.float32), 3000),
+        rate_numpy=in_flight(np.ones(1, np.float32)),
+        rate_jax=in_flight(jnp.ones(1, jnp.float32)),
+        large=round_trip(jnp.ones(16 << 20, jnp.float32), 15),
+    )
+    if "--long" in os.environ.get("JDISTGRAD_BENCH", ""):
+        grown, left = growth()
+        report(idle=idle_share(5), growth=grown, owned=left)
+
+
+def main():
+    me = jd.init()
+    if me.rank == 0:
+        measure()
+    jd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
