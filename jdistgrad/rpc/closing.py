@@ -62,7 +62,11 @@ class Closing:
 
     def _tell_all(self, kind: Kind) -> None:
         for peer in range(self._worker.size):
-            self._worker.post(peer, Message(kind, self._worker.rank, self._round))
+            try:
+                self._worker.post(peer, Message(kind, self._worker.rank, self._round))
+            except errors.WorkerLostError:
+                self._check(math.inf, math.inf)  # knows why it has gone
+                raise
 
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
         while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):

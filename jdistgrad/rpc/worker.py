@@ -23,6 +23,7 @@ from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
 from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.wire.ids import IdSource
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Codec, Task, Transport
 
@@ -112,7 +113,8 @@ class Worker:
         """Send a message and keep count."""
         self.traffic.sending(message.kind)
         try:
-            self.transport.send(peer, message, snapshot=snapshot)
+            with put_off_interrupt():
+                self.transport.send(peer, message, snapshot=snapshot)
         except BaseException:
             self.traffic.not_sent(message.kind)
             raise

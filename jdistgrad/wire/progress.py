@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.pacing import LONGEST, nap
 from jdistgrad.wire.transport import Task
 
@@ -84,21 +85,26 @@ class Progress:
     def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
         """Return when the future is done or the time is over."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        while not future.done() and not self._stopped and (left := deadline - time.monotonic()) > 0:
-            if self._baton.acquire(blocking=False):
-                self._last_wait = float("inf")
-                try:
-                    self._look_until(future, deadline)
-                finally:
-                    self._last_wait = time.monotonic()
-                    self._baton.release()
-            else:
-                concurrent.futures.wait((future,), min(left, LONGEST))
+        with put_off_interrupt() as interrupt:
 
-    def _look_until(self, future: concurrent.futures.Future, deadline: float) -> None:
+            def over() -> bool:
+                return future.done() or self._stopped or interrupt.seen
+
+            while not over() and (left := deadline - time.monotonic()) > 0:
+                if self._baton.acquire(blocking=False):
+                    self._last_wait = float("inf")
+                    try:
+                        self._look_until(over, deadline)
+                    finally:
+                        self._last_wait = time.monotonic()
+                        self._baton.release()
+                else:
+                    concurrent.futures.wait((future,), min(left, LONGEST))
+
+    def _look_until(self, over: Callable[[], bool], deadline: float) -> None:
         quiet_since = now = time.monotonic()
-        while not future.done() and not self._stopped and now < deadline:
-            moved, task = self._look()
+        while not over() and now < deadline:
+            moved, task = self._look_safely()
             if task is not None:
                 self._run(task)
             now = time.monotonic()
@@ -121,15 +127,11 @@ class Progress:
 
     def _serve(self) -> None:
         self._enter()
-        try:
-            while not self._stopped:
-                if not self._primary.acquire(blocking=False):
-                    self._stand_by()
-                elif (task := self._be_primary()) is not None:
-                    self._run_here(task)
-        except BaseException as error:
-            log.exception("%s cannot go on", self._name)
-            self._fail(error)
+        while not self._stopped:
+            if not self._primary.acquire(blocking=False):
+                self._stand_by()
+            elif (task := self._be_primary()) is not None:
+                self._run_here(task)
 
     def _be_primary(self) -> Task | None:
         """Look until there is a task to run."""
@@ -149,7 +151,7 @@ class Progress:
             pause(LONGEST)  # somebody who waits for an answer is looking, or will soon again
             return None
         try:
-            moved, task = self._look()
+            moved, task = self._look_safely()
         finally:
             self._baton.release()
         now = time.monotonic()
@@ -158,6 +160,15 @@ class Progress:
         else:
             pause(nap(now - self._last_activity, may_spin=self.idle_process))
         return task
+
+    def _look_safely(self) -> tuple[bool, Task | None]:
+        try:
+            return self._look()
+        except Exception as error:
+            self._stopped = True
+            log.exception("%s cannot look for messages any more", self._name)
+            self._fail(error)
+            return False, None
 
     def _tick_if_due(self) -> None:
         now = time.monotonic()
