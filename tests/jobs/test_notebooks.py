@@ -1,0 +1,56 @@
+"""Notebooks run without errors, show what they show, and can be interrupted."""
+
+import pathlib
+
+import nbclient
+import nbformat
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+pytestmark = [
+    pytest.mark.one_process,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jupyter's own code
+]
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def shown(notebook):
+    """What each code cell shows, as one text: a stream may come in several pieces."""
+    return [
+        "".join(str(output.get("text") or output.get("data", {}).get("text/plain")) for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_was_committed(path):
+    committed = nbformat.read(path, as_version=4)
+    executed = nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=50).execute()
+    assert shown(executed) == shown(committed)
+
+
+@pytest.fixture
+def kernel():
+    manager, client = start_new_kernel()
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
+    manager, client = kernel
+
+    def execute(source):
+        return client.execute_interactive(source, timeout=30, output_hook=lambda message: None)["content"]
+
+    assert execute("import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
+    identifier = client.execute("print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)")
+    while client.get_iopub_msg(timeout=30)["content"].get("text") != "waiting\n":
+        pass
+    manager.interrupt_kernel()
+    while (reply := client.get_shell_msg(timeout=30))["parent_header"]["msg_id"] != identifier:
+        pass
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert execute("assert jd.rpc_sync(1, abs, args=(-3,)) == 3")["status"] == "ok"
