@@ -20,13 +20,13 @@ import pytest
 import jdistgrad as jd
 from jdistgrad import launch
 from jdistgrad.rpc.current import find_worker
-from jdistgrad.wire import rollcall
+from jdistgrad.wire import environment
 
 TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
 
 SIZES = [1, 2, 3, 4]
 
-if not rollcall.launched():
+if not environment.launched():
     jax.config.update("jax_num_cpu_devices", 4)
 
 
@@ -44,7 +44,7 @@ class World:
 
     def run(self, main, *args):
         """``main`` on every worker; it calls ``init`` and ``shutdown`` itself. Returns the results in this process."""
-        return [main(*args)] if rollcall.launched() else jd.spawn(main, self.size, args=args)
+        return [main(*args)] if environment.launched() else jd.spawn(main, self.size, args=args)
 
     def drive(self, body, *, leftovers=0, **settings):
         """``body`` on worker 0 while the others serve; every table must be empty in the end."""
@@ -59,13 +59,13 @@ class World:
         return self.run(main)[0]
 
 
-@pytest.fixture(params=[mpi_size()] if rollcall.launched() else SIZES, ids=lambda size: f"{size}-workers")
+@pytest.fixture(params=[mpi_size()] if environment.launched() else SIZES, ids=lambda size: f"{size}-workers")
 def world(request):
     yield World(request.param)
     close_what_a_failed_test_left_open()
 
 
-@pytest.fixture(params=[mpi_size()] if rollcall.launched() else [3], ids=lambda size: f"{size}-workers")
+@pytest.fixture(params=[mpi_size()] if environment.launched() else [3], ids=lambda size: f"{size}-workers")
 def big_world(request):
     """A world for tests that have nothing to say about fewer than three workers."""
     if request.param < 3:
@@ -91,7 +91,7 @@ def time_limit():
 
 def pytest_runtest_logreport(report):
     """One rank's failure ends the job: the others would wait for it in the next test."""
-    if report.failed and rollcall.launched():
+    if report.failed and environment.launched():
         from mpi4py import MPI
 
         print(f"\nrank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}", flush=True)

@@ -73,6 +73,7 @@ def remote(
 
     Returns:
       A reference to the result, at once. If ``fn`` raises, whoever needs the value first gets the exception.
+      ``timeout`` is that of the reference's ``creation()``.
 
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))

@@ -42,9 +42,9 @@ class Caller:
         seconds = worker.timeout if timeout is None else checked_timeout(timeout)
         future = CallFuture(worker.transport.wait_for)
         pending = Pending(identifier, peer, worker.info, call[0], seconds, time.monotonic() + seconds, future)
-        worker.check_usable(pending)
         self._calls.open(pending)
         try:
+            worker.check_usable(pending)  # now: whoever closes or loses a peer later finds this call in the table
             worker.post(peer.rank, Message(kind, worker.rank, identifier, call), snapshot=snapshot)
         except BaseException as error:
             self._calls.close(identifier)
@@ -56,9 +56,7 @@ class Caller:
     def answered(self, message: Message) -> None:
         """A RESULT or FAILURE came. It is opened by whoever waits for it, not here."""
         pending = self._calls.close(message.id)
-        if pending is None:
-            self._worker.run(functools.partial(self._worker.open, message))  # too late; references in it must count
-        else:
+        if pending is not None:
             pending.future.answer(functools.partial(self._outcome, message), self._worker.run)
 
     def _outcome(self, message: Message) -> Any:

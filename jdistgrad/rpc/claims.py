@@ -1,6 +1,7 @@
 """The weight of references this worker holds, one claim for each id however many RRef objects stand for it."""
 
 import collections
+import concurrent.futures
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -16,11 +17,12 @@ Drop = tuple[int, int, Weight]  # owner, id, weight
 class Claim:
     """A share of one reference. When the last RRef that uses it dies, its weight is ready to go home."""
 
-    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "id", "owner", "worker")
+    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "created", "id", "owner", "worker")
 
     def __init__(self, identifier: int, owner: int, weight: Weight, worker: "Worker", drops: collections.deque[Drop]):
         self.id, self.owner, self.worker = identifier, owner, worker
         self._weight, self._drops = weight, drops
+        self.created: concurrent.futures.Future | None = None  # known where the call was made
         self._lock = threading.Lock()
 
     def add(self, weight: Weight) -> None:

@@ -36,13 +36,20 @@ class Closing:
           CallTimeoutError: not quiet within ``timeout`` seconds; it says for whom it waited. The world goes on.
           WorkerLostError: a worker died before.
         """
-        self._wants_to_close = True
         self._check(math.inf, timeout)
-        self._worker.transport.serve_only()
         deadline = time.monotonic() + timeout
-        if self._worker.rank == COORDINATOR:
-            self._conduct(deadline, timeout)
-        self._wait(self._told_to_close, deadline, timeout)
+        self._want_to_close(True)
+        try:
+            if self._worker.rank == COORDINATOR:
+                self._conduct(deadline, timeout)
+            self._wait(self._told_to_close, deadline, timeout)
+        except errors.CallTimeoutError:
+            self._want_to_close(False)
+            raise
+
+    def _want_to_close(self, wanted: bool) -> None:
+        self._wants_to_close = wanted
+        self._worker.transport.serve_only(wanted)
 
     def _conduct(self, deadline: float, timeout: float) -> None:
         pause = FIRST_PAUSE
@@ -100,8 +107,11 @@ class Closing:
             self._survey.add(message.source, self._worker.open(message))
             if self._survey.complete:
                 self._round_complete.set()
-        elif message.kind is Kind.CLOSE:
+        elif message.kind is Kind.CLOSE and self._wants_to_close:
             self._told_to_close.set()
+        elif message.kind is Kind.CLOSE:  # it gave up waiting just as the others found everything quiet
+            for peer in set(range(self._worker.size)) - {self._worker.rank}:
+                self._worker.lose(peer, "the world was shut down without waiting for this worker any longer")
 
     def _report(self) -> Report:
         self._worker.flush_drops()

@@ -1,10 +1,11 @@
 """How values travel between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
 
+import contextlib
 import io
 import pickle
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -12,56 +13,92 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import functions, trees
+from jdistgrad.rpc import functions
+from jdistgrad.rpc.claims import Claim, ClaimTable
+from jdistgrad.rpc.weights import Weight
 from jdistgrad.wire import arrays
+from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
 JITTED = type(jax.jit(lambda: None))
 
-_shipments = threading.local()
+_encoding = threading.local()  # the shipment of the value that this thread is encoding
+_decoding = threading.local()  # the references that came with the value that this thread is decoding
 
 
-def on_shipment(undo: Callable[[], None]) -> None:
-    """Called while a value is being encoded: ``undo`` runs if it cannot be sent after all.
+class Shipment:
+    """The references in one message: what each of them gives away travels beside the pickle stream.
 
-    Raises EncodingError outside an encoding: what needs it has no meaning in an ordinary pickle.
+    A receiver takes it over before it decodes anything, so that nothing is lost of what it cannot decode, or never
+    asks for.
     """
-    pending = getattr(_shipments, "pending", None)
-    if pending is None:
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Claim, Weight]] = []
+
+    def add(self, claim: Claim) -> int:
+        self.given.append((claim, claim.split()))
+        return len(self.given) - 1
+
+    def take_back(self) -> None:
+        for claim, weight in self.given:
+            claim.add(weight)
+
+    def attachment(self) -> bytes:
+        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+
+
+def ship(claim: Claim) -> int:
+    """Called while a value is being encoded: give a share of a reference away. Its number in the shipment.
+
+    Raises EncodingError outside an encoding: a reference has no meaning in an ordinary pickle.
+    """
+    shipment = getattr(_encoding, "shipment", None)
+    if shipment is None:
         raise EncodingError(
             "a remote reference can only travel inside a call of jdistgrad: pickled by itself nobody would know of "
             "the copy. Send it as an argument or a result, or save rref.to_here() instead."
         )
-    pending.append(undo)
+    return shipment.add(claim)
+
+
+def arrived(number: int) -> Claim:
+    """Called while a value is being decoded: the claim that came as this number of its shipment."""
+    return _decoding.claims[number]
+
+
+@contextlib.contextmanager
+def encoding(shipment: Shipment | None) -> Iterator[None]:
+    """Let references that this thread pickles join a shipment; None: refuse them."""
+    outer, _encoding.shipment = getattr(_encoding, "shipment", None), shipment
+    try:
+        yield
+    finally:
+        _encoding.shipment = outer
 
 
 class _Reducing:
     """The rules both picklers share."""
 
-    snapshot: bool = False
     last_function: Any = None
 
     def reduction(self, value: Any) -> Any:
         kind = type(value)
         if kind is np.ndarray:
-            return arrays.reduce_numpy(value, snapshot=self.snapshot)
-        if kind is types.FunctionType or kind is JITTED:
-            return self.function(value)
+            return arrays.reduce_numpy(value)
+        name = functions.registered_name(value)
+        if name is not None:
+            return functions.registered, (name,)
+        if kind is types.FunctionType:
+            return self.plain_function(value)
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(value)
         if isinstance(value, type | types.BuiltinFunctionType):
             return NotImplemented
-        path = functions.import_path(value)  # jnp.add, custom_vjp functions ...
-        return NotImplemented if path is None else (functions.by_name, path)
-
-    def function(self, function: Any) -> Any:
-        name = functions.registered_name(function)
-        if name is not None:
-            return functions.registered, (name,)
-        if isinstance(function, types.FunctionType):
-            return self.plain_function(function)
-        path = functions.import_path(function)
-        return self.jitted_code(function) if path is None else (functions.by_name, path)
+        path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
+        if path is not None:
+            return functions.by_name, path
+        return self.jitted_code(value) if kind is JITTED else NotImplemented
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
@@ -99,20 +136,16 @@ class Codec:
         self._pickler = CodePickler if allow_code else NamePickler
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
-        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        stream, buffers, shipment = io.BytesIO(), list[pickle.PickleBuffer](), Shipment()
         pickler = self._pickler(stream, protocol=5, buffer_callback=buffers.append)
-        pickler.snapshot = snapshot
-        outer, _shipments.pending = getattr(_shipments, "pending", None), []
         try:
-            pickler.dump(value)
+            with encoding(shipment):
+                pickler.dump(value)
+            raw = [_steady(buffer.raw()) if snapshot else buffer.raw() for buffer in buffers]
         except BaseException as error:
-            explained = self._explained(error, pickler.last_function, value)
-            for undo in _shipments.pending:
-                undo()
-            raise explained from error
-        finally:
-            _shipments.pending = outer
-        return Parcel(stream.getbuffer(), buffers)
+            shipment.take_back()
+            raise self._explained(error, pickler.last_function, value) from error
+        return Parcel(stream.getbuffer(), raw, shipment.attachment(), shipment.take_back)
 
     def _explained(self, error: BaseException, function: Any, value: Any) -> BaseException:
         """What the user shall see: which function, or which part of the value, and what is wrong with it."""
@@ -124,7 +157,11 @@ class Codec:
 
     def _culprit(self, value: Any) -> str:
         """The path of the first leaf that cannot be encoded by itself."""
-        for path, leaf in trees.leaves_with_path(value):
+        try:
+            leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda node: isinstance(node, Iterator))
+        except (TypeError, ValueError):  # a dict whose keys cannot be sorted
+            return ""
+        for path, leaf in leaves:
             try:
                 self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
             except Exception:  # any reason will do: the first error has been kept
@@ -132,6 +169,7 @@ class Codec:
         return ""
 
     def decode(self, parcel: Parcel) -> Any:
+        outer, _decoding.claims = getattr(_decoding, "claims", None), parcel.attached
         try:
             return pickle.loads(parcel.stream, buffers=parcel.buffers)
         except DistgradError:
@@ -143,3 +181,18 @@ class Codec:
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {type(error).__name__}: {error}") from error
+        finally:
+            _decoding.claims = outer
+
+
+def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
+    """Take over the references of a message that has arrived."""
+    if not parcel.attached:
+        return []
+    arrivals = pickle.loads(parcel.attached)
+    return [table.add(identifier, owner, Weight(units, scale)) for identifier, owner, units, scale in arrivals]
+
+
+def _steady(buffer: memoryview) -> memoryview:
+    """Bytes that nobody changes while they wait to be sent. Small ones are copied into the frame anyway."""
+    return buffer if buffer.readonly or not is_bulk(buffer.nbytes) else memoryview(bytearray(buffer))

@@ -42,10 +42,6 @@ def find_worker() -> "Worker | None":
     return worker if worker is not None or _seated.get() else _of_process
 
 
-def process_worker() -> "Worker | None":
-    return _of_process
-
-
 def seat_thread() -> None:
     """Let this thread have a worker of its own or none, whatever the process has."""
     _seated.set(True)

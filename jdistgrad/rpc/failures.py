@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 from jdistgrad.errors import RemoteError
+from jdistgrad.rpc.codec import encoding
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,9 +43,13 @@ def pack(error: BaseException, where: str) -> Failure:
 
 def _let_go_of_frames(error: BaseException | None) -> None:
     """Tracebacks keep every local variable of the failed call alive, the references among them."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    found, seen = [error], set[int]()
+    while found:
+        one = found.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            found += [one.__cause__, one.__context__]
 
 
 def _copied(error: Exception) -> Exception:
@@ -59,8 +64,9 @@ def _copied(error: Exception) -> Exception:
 
 def _pickled(error: BaseException | None) -> bytes | None:
     try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
+        with encoding(None):  # it may not hold references: the trial would count them twice
+            data = pickle.dumps(error)
+            pickle.loads(data)
     except Exception:  # whatever a user's class does in there, the caller must get an answer
         return None
     return data

@@ -32,16 +32,15 @@ def register(function: F, name: str | None = None) -> F:
       >>> double = make(2)
     """
     key = name or describe(function)
-    known = _by_name.get(key)
-    if known is not None and known is not function and name is not None:
-        del _names[id(known)]
     _by_name[key] = function
     _names[id(function)] = key
     return function
 
 
 def registered_name(function: Any) -> str | None:
-    return _names.get(id(function))
+    """The name a function is registered under: the latest, if no other has taken that name since."""
+    name = _names.get(id(function))
+    return name if name is not None and _by_name[name] is function else None
 
 
 def registered(name: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,6 @@ class CallFuture(concurrent.futures.Future):
     def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
         """Complete the future: ``opener`` returns the value or raises; ``run_elsewhere`` runs a task elsewhere."""
         if not self.set_running_or_notify_cancel():
-            run_elsewhere(opener)  # references inside must still be counted
             return
         with self._opening:
             self._open = opener
@@ -41,8 +41,7 @@ class CallFuture(concurrent.futures.Future):
         run_elsewhere(functools.partial(self.set_result, None))
 
     def result(self, timeout: float | None = None) -> Any:
-        self._wait_for(self, timeout)
-        super().result(timeout)
+        super().result(self._time_left_after_waiting(timeout))
         value, error = self._opened()
         if error is None:
             return value
@@ -52,9 +51,13 @@ class CallFuture(concurrent.futures.Future):
             error = None  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._wait_for(self, timeout)
-        error = super().exception(timeout)
+        error = super().exception(self._time_left_after_waiting(timeout))
         return error if error is not None else self._opened()[1]
+
+    def _time_left_after_waiting(self, timeout: float | None) -> float | None:
+        start = time.monotonic()
+        self._wait_for(self, timeout)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
 
     def _opened(self) -> tuple[Any, BaseException | None]:
         with self._opening:

@@ -1,5 +1,6 @@
 """Worlds inside one process: programs as threads (``spawn``), and helpers for a notebook (``local_workers``)."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from jdistgrad.rpc.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds import shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.local import Hub
+
+log = logging.getLogger("jdistgrad.rpc")
 
 
 def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list[Any]:
@@ -85,8 +88,12 @@ class LocalWorkers:
     @staticmethod
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
         worker = open_local(hub, rank, None, timeout, False)
-        worker.closing.run(float("inf"))
-        worker.close(graceful=True)
+        try:
+            worker.closing.run(float("inf"))
+        except errors.WorkerLostError:
+            log.info("%s ends: the others have left", worker.info)
+        finally:
+            worker.close(graceful=True)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:

@@ -4,30 +4,39 @@ import atexit
 import sys
 from types import TracebackType
 
-from jdistgrad.rpc import current
 from jdistgrad.rpc.worker import Worker
+from jdistgrad.wire.mpi import abort_job
 
+_latest: Worker | None = None
 _guarded = False
 
 
-def guard(worker: Worker) -> None:
-    """From now on an exception nobody catches, or leaving without ``shutdown``, ends the job with one message."""
+def guard(rank: int) -> None:
+    """From now on an exception nobody catches ends the job, with one message; so does leaving without ``shutdown``."""
     global _guarded
-    if worker.size == 1 or _guarded:
+    if _guarded:
         return
     _guarded = True
     previous = sys.excepthook
 
     def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        _abort_if_open(f"failed: {kind.__name__}: {error}")
+        abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {kind.__name__}: {error}")
 
     sys.excepthook = end_job
-    atexit.register(_abort_if_open, "ended without calling jdistgrad.shutdown()")
+    atexit.register(_check_end)
 
 
-def _abort_if_open(what: str) -> None:
-    worker = current.process_worker()
-    if worker is not None and not worker.closed:
-        sys.stdout.flush()
-        worker.transport.abort(f"{worker.info} {what}")
+def joined(worker: Worker) -> None:
+    """The process is this worker from now on."""
+    global _latest
+    _latest = worker
+
+
+def _check_end() -> None:
+    if _latest is None:
+        return
+    if not _latest.closed:
+        abort_job(f"{_latest.info} ended without calling jdistgrad.shutdown()")
+    if _latest.hung is not None:
+        abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.hung} for ever")

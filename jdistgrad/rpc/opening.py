@@ -9,7 +9,7 @@ from jdistgrad.rpc import current, devices
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.directory import Hello, agree
 from jdistgrad.rpc.worker import Worker
-from jdistgrad.wire import rollcall
+from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
@@ -33,15 +33,18 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
     from mpi4py import MPI
 
     from jdistgrad.rpc import job
+    from jdistgrad.wire import rollcall
     from jdistgrad.wire.mpi import MPITransport, require_threads
 
     require_threads()
     comm = MPI.COMM_WORLD
-    devices.take_process_device(rollcall.local_rank())
+    if comm.size > 1:
+        job.guard(comm.rank)
+    devices.take_process_device(environment.local_rank())
     hellos = rollcall.gather(comm, _hello(name, comm.rank, allow_code), timeout)
     transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
     worker = _open(hellos, comm.rank, transport, allow_code, timeout, None)
-    job.guard(worker)
+    job.joined(worker)
     return worker
 
 

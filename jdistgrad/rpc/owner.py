@@ -15,6 +15,7 @@ class Owned:
     value: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
     outstanding: Weight = WHOLE
     announced: bool = False
+    freed: bool = False
 
 
 class OwnerTable:
@@ -45,13 +46,13 @@ class OwnerTable:
         with self._lock:
             return self._entry(identifier).value
 
-    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> None:
-        """Some weight of references came back."""
-        for identifier, weight in returned:
-            with self._lock:
-                entry = self._entry(identifier)
-                entry.outstanding = entry.outstanding - weight
-                self._drop_if_free(identifier, entry)
+    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
+        """Some weight of references came back; the entries that are free now, for the caller to let go of.
+
+        Values may have destructors that call in here: they must not die under the lock.
+        """
+        with self._lock:
+            return [entry for identifier, weight in returned if (entry := self._release(identifier, weight)).freed]
 
     def identifiers(self) -> list[int]:
         with self._lock:
@@ -59,7 +60,14 @@ class OwnerTable:
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            entries, self._entries = self._entries, {}
+        entries.clear()
+
+    def _release(self, identifier: int, weight: Weight) -> Owned:
+        entry = self._entry(identifier)
+        entry.outstanding = entry.outstanding - weight
+        self._drop_if_free(identifier, entry)
+        return entry
 
     def _entry(self, identifier: int) -> Owned:
         entry = self._entries.get(identifier)
@@ -70,3 +78,4 @@ class OwnerTable:
     def _drop_if_free(self, identifier: int, entry: Owned) -> None:
         if entry.announced and not entry.outstanding:
             del self._entries[identifier]
+            entry.freed = True

@@ -2,18 +2,15 @@
 
 import concurrent.futures
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import jax
-
 from jdistgrad.errors import NotOwnerError, StaleReferenceError
-from jdistgrad.rpc import trees
+from jdistgrad.rpc import codec, trees
 from jdistgrad.rpc.claims import Claim
-from jdistgrad.rpc.codec import on_shipment
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.weights import Weight
 from jdistgrad.wire import ids
 
 if TYPE_CHECKING:
@@ -89,7 +86,10 @@ class RRef(Generic[T]):
         return worker.fetch(self._claim, None).result()
 
     def creation(self, timeout: float | None = None) -> concurrent.futures.Future:
-        """A future that is done when the value has been made on its owner, or has failed to be."""
+        """A future that is done when the value has been made on its owner, or has failed to be.
+
+        Where ``remote`` was called, it fails after the timeout given there; the value itself can still be had later.
+        """
         return self._worker("creation").creation(self._claim, timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
@@ -131,16 +131,12 @@ class RRef(Generic[T]):
         return self
 
     def __reduce__(self) -> Any:
-        claim = self._claim
         self._worker("sending")
-        given: list[Weight] = []
-        on_shipment(lambda: claim.add(given[0]) if given else None)
-        given.append(claim.split())
-        return _arrived, (claim.id, claim.owner, given[0].units, given[0].scale)
+        return _arrived, (codec.ship(self._claim),)
 
 
-def _arrived(identifier: int, owner: int, units: int, scale: int) -> RRef:
-    return RRef._of(current_worker().claims.add(identifier, owner, Weight(units, scale)))
+def _arrived(number: int) -> RRef:
+    return RRef._of(codec.arrived(number))
 
 
 class ByReference:
@@ -190,19 +186,23 @@ def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
-def delivered(worker: "Worker", tree: Any) -> Any:
-    """Arguments as the called function shall see them: references replaced by their values, fetched all at once."""
-    if trees.are_plain(tree):
-        return tree
-    leaves, treedef = trees.flatten(tree, whole=RRef)
-    if not any(isinstance(leaf, RRef | ByReference) for leaf in leaves):
-        return tree
-    fetched = {
-        k: leaf._worker("sending").fetch(leaf._claim, None) for k, leaf in enumerate(leaves) if isinstance(leaf, RRef)
-    }
-    for k, leaf in enumerate(leaves):
-        if k in fetched:
-            leaves[k] = fetched[k].result()
-        elif isinstance(leaf, ByReference):
-            leaves[k] = leaf.rref
-    return jax.tree.unflatten(treedef, leaves)
+def delivered(worker: "Worker", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments as the called function shall see them: references replaced by their values, fetched all at once.
+
+    There is no time limit here: the call has one.
+    """
+    if trees.are_plain(args, kwargs):
+        return args, kwargs
+    fetched: dict[RRef, concurrent.futures.Future] = {}
+
+    def start(leaf: Any) -> Any:
+        if isinstance(leaf, RRef) and leaf not in fetched:
+            fetched[leaf] = leaf._worker("sending").fetch(leaf._claim, math.inf)
+        return leaf
+
+    def finish(leaf: Any) -> Any:
+        if isinstance(leaf, RRef):
+            return fetched[leaf].result()
+        return leaf.rref if isinstance(leaf, ByReference) else leaf
+
+    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs), RRef), RRef)

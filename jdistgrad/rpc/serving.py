@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.failures import pack
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.failures import Failure, pack
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references import delivered
 from jdistgrad.wire.message import Kind, Message
@@ -40,7 +41,7 @@ class Served:
         try:
             function, *arguments = self.worker.open(self.message)
             self.message.body, self.function = None, function
-            args, kwargs = delivered(self.worker, arguments)
+            args, kwargs = delivered(self.worker, *arguments)
             result = function(*args, **kwargs)
             del arguments, args, kwargs
         except BaseException as error:
@@ -65,30 +66,36 @@ class Served:
         self.worker.traffic.served()
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
+        failure = None if error is None else self._failure(error)
         if self.value is not None:
-            self.value.set_result(result) if error is None else self.value.set_exception(error)
+            self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
             result = None
         try:
-            self._answer(result, error)
+            self._answer(result, failure)
         except Exception as unsent:
             log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, unsent)
         self.function = None  # a method's object may hold references
 
-    def _answer(self, result: Any, error: BaseException | None) -> None:
-        caller = self.worker.directory.workers[self.message.source]
-        if error is None:
+    def _answer(self, result: Any, failure: Failure | None) -> None:
+        if failure is None:
             try:
                 self._post(Kind.RESULT, result)
                 return
-            except errors.EncodingError as unsendable:
-                error = errors.EncodingError(
-                    f"{self.worker.info} cannot send the result of {self} to {caller}: {unsendable}"
-                )
-        failure = pack(error, f"On {self.worker.info}, in {self}, called by {caller}:")
+            except errors.WorkerLostError:
+                raise
+            except Exception as unsendable:  # whatever keeps the result from being sent, the caller must hear of it
+                text = f"{self.worker.info} cannot send the result of {self} to {self._caller()}: {unsendable}"
+                failure = self._failure(errors.EncodingError(text))
         try:
             self._post(Kind.FAILURE, failure)
         except errors.EncodingError:
             self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only what can be said in words
+
+    def _failure(self, error: BaseException) -> Failure:
+        return pack(error, f"On {self.worker.info}, in {self}, called by {self._caller()}:")
+
+    def _caller(self) -> WorkerInfo:
+        return self.worker.directory.workers[self.message.source]
 
     def _post(self, kind: Kind, body: Any) -> None:
         self.worker.post(self.message.source, Message(kind, self.worker.rank, self.message.id, body))

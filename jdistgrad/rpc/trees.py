@@ -1,45 +1,57 @@
-"""Looking into arguments and results: JAX's pytrees, minus what trips them."""
+"""Looking into arguments and results: the containers JAX knows, taken apart one level at a time.
 
-from collections.abc import Callable, Iterator, Sequence
+JAX's own flattening sorts the keys of a dict, fails on keys that cannot be sorted, and warns of iterators. Arguments of
+a remote call must arrive as they were sent.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-Path = Any
-
 PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
 
-def flatten(tree: Any, whole: type | tuple[type, ...] = ()) -> tuple[list[Any], Any]:
-    """Leaves and structure. ``whole``: types not to look into.
-
-    Iterators are leaves (JAX warns of them), and so is a tree that JAX cannot sort: a dict with keys of many kinds is
-    an opaque object to it.
-    """
-    try:
-        return jax.tree.flatten(tree, is_leaf=_opaque(whole))
-    except (TypeError, ValueError):
-        return jax.tree.flatten(tree, is_leaf=lambda node: True)
+def map_leaves(change: Callable[[Any], Any], tree: Any, whole: type | tuple[type, ...] = ()) -> Any:
+    """The tree with each leaf changed. ``whole``: types not to look into."""
+    parts = None if isinstance(tree, whole) else _apart(tree)
+    if parts is None:
+        return change(tree)
+    children, together = parts
+    return together([map_leaves(change, child, whole) for child in children])
 
 
-def leaves_with_path(tree: Any) -> list[tuple[Path, Any]]:
-    try:
-        return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_opaque(()))
-    except (TypeError, ValueError):
-        return [((), tree)]
+def leaves(tree: Any) -> Iterator[Any]:
+    parts = _apart(tree)
+    if parts is None:
+        yield tree
+    else:
+        for child in parts[0]:
+            yield from leaves(child)
 
 
-def are_plain(call: Sequence[Any]) -> bool:
-    """Whether positional and keyword arguments are, at first sight, nothing to look into: the common case, quickly."""
-    args, kwargs = call
-    return not kwargs and all(type(arg) in PLAIN or isinstance(arg, jax.Array) for arg in args)
+def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments are, at first sight, nothing to look into: the common case, quickly."""
+    return not kwargs and all(_is_plain(arg) for arg in args)
 
 
 def has_traced_leaf(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in flatten(tree)[0])
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves(tree))
 
 
-def _opaque(whole: type | tuple[type, ...]) -> Callable[[Any], bool]:
-    types = (whole if isinstance(whole, tuple) else (whole,)) + (Iterator,)
-    return lambda node: isinstance(node, types)
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or isinstance(value, jax.Array)
+
+
+def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
+    """A container's children, and how to put others in their place; None for a leaf."""
+    kind = type(node)
+    if kind is dict:
+        return node.values(), lambda children: dict(zip(node, children, strict=True))
+    if kind is list or kind is tuple:
+        return node, kind
+    if _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
+        return None
+    children, structure = jax.tree.flatten(node, is_leaf=lambda other: other is not node)
+    return children, lambda changed: jax.tree.unflatten(structure, changed)

@@ -13,8 +13,9 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import Caller, Target
 from jdistgrad.rpc.claims import Claim, ClaimTable
 from jdistgrad.rpc.closing import Closing
+from jdistgrad.rpc.codec import claims_of
 from jdistgrad.rpc.deadlines import Pending
-from jdistgrad.rpc.directory import Directory
+from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.liveness import Liveness
 from jdistgrad.rpc.owner import OwnerTable
@@ -62,6 +63,7 @@ class Worker:
         self.closing = Closing(self)
         self.failure: BaseException | None = None
         self.lost: dict[int, str] = {}
+        self.hung: WorkerInfo | None = None
         self.closed = False
 
     # Calls and references.
@@ -80,8 +82,10 @@ class Worker:
     def call_remote(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Claim:
         """Have a value made on another worker; the claim to it."""
         identifier, owner = self._ids.next(), self.directory.find(to).rank
-        self.calls.start(Kind.REMOTE, identifier, owner, (function, args, kwargs), timeout, snapshot=True)
-        return self.claims.add(identifier, owner, WHOLE)
+        future = self.calls.start(Kind.REMOTE, identifier, owner, (function, args, kwargs), timeout, snapshot=True)
+        claim = self.claims.add(identifier, owner, WHOLE)
+        claim.created = future
+        return claim
 
     def own(self, value: Any) -> Claim:
         """Keep a value here; the claim to it."""
@@ -97,6 +101,8 @@ class Worker:
 
     def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
         """None, when a claim's value has been made."""
+        if claim.created is not None and timeout is None:
+            return claim.created
         return self.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
 
     def check_usable(self, call: Pending) -> None:
@@ -120,7 +126,9 @@ class Worker:
             raise
 
     def receive(self, message: Message) -> Task | None:
-        kind = message.kind
+        kind, body = message.kind, message.body
+        if isinstance(body, Parcel):
+            body.attached = claims_of(body, self.claims)
         self.liveness.heard(message.source, time.monotonic())
         if kind is Kind.CALL or kind is Kind.REMOTE:
             self.traffic.serving()
@@ -129,7 +137,9 @@ class Worker:
         if kind is Kind.RESULT or kind is Kind.FAILURE:
             self.calls.answered(message)
         elif kind is Kind.DROP:
-            self.owned.release_all(self.open(message))
+            freed = self.owned.release_all(self.open(message))
+            if freed:
+                self.run(freed.clear)
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
@@ -163,6 +173,7 @@ class Worker:
         for peer in ask:
             self.post(peer, Message(Kind.PING, self.rank, 0))
         for peer in lost:
+            self.hung = self.hung or self.directory.workers[peer]
             self.lose(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
     def flush_drops(self) -> None:
@@ -170,7 +181,7 @@ class Worker:
         for owner, dropped in self.claims.dropped().items():
             try:
                 self.post(owner, Message(Kind.DROP, self.rank, 0, dropped))
-            except errors.WorkerLostError:
+            except (errors.WorkerLostError, errors.WorldClosedError):
                 log.debug("%s: the owner of %d dropped references has gone", self.info, len(dropped))
 
     # The end.

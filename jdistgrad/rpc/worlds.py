@@ -12,7 +12,7 @@ from jdistgrad.rpc.closing import describe_leftovers, leftovers
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.rpc.worker import Worker
-from jdistgrad.wire import rollcall
+from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -60,7 +60,7 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     if seat is not None:
         worker = open_local(*seat, name, seconds, allow_code)
         current.bind_thread(worker)
-    elif rollcall.launched():
+    elif environment.launched():
         worker = open_mpi(name, seconds, allow_code)
         current.bind_process(worker)
     else:
@@ -98,7 +98,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
             worker.leave("it left with shutdown(graceful=False)")
     except errors.CallTimeoutError:
         raise
-    except BaseException:
+    except BaseException as error:
+        worker.leave(f"its shutdown failed: {error}")
         _close(worker, graceful=False)
         raise
     found = leftovers(worker)

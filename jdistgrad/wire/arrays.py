@@ -45,11 +45,9 @@ def raw_bytes(array: np.ndarray) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def reduce_numpy(array: np.ndarray, *, snapshot: bool) -> Any:
+def reduce_numpy(array: np.ndarray) -> Any:
     if array.dtype.hasobject or array.dtype.names:
         return NotImplemented
-    if snapshot and array.flags.writeable and array.nbytes >= ALIAS_FROM:
-        array = array.copy()
     return rebuild_numpy, (raw_bytes(array), dtype_name(array.dtype), array.shape)
 
 

@@ -5,6 +5,7 @@ view of it dies, wherever that is, its memory goes back to the pool. JAX arrays 
 """
 
 import collections
+import contextlib
 import mmap
 import weakref
 
@@ -51,7 +52,8 @@ class BufferPool:
             return free.pop()
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages want it private
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            block.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them
+                block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
     def _take_back(self) -> None:

@@ -1,6 +1,7 @@
 """The bytes of a message: one frame, and the large buffers that follow it.
 
-A frame is a fixed header, a table of piece lengths, and the pieces: the pickle stream first, then its buffers.
+A frame is a fixed header, a table of piece lengths, and the pieces: the pickle stream, what is attached to
+it, and its buffers.
 Pieces of at least ``BULK_FROM`` bytes stay out of the frame and travel by themselves, uncopied.
 """
 
@@ -34,7 +35,7 @@ class Frame:
         return [k for k, piece in enumerate(self.pieces) if piece is None]
 
     def message(self, source: int) -> Message:
-        body = Parcel(self.pieces[0], self.pieces[1:]) if self.pieces else None
+        body = Parcel(self.pieces[0], self.pieces[2:], self.pieces[1]) if self.pieces else None
         return Message(self.kind, source, self.id, body)
 
 

@@ -129,11 +129,8 @@ class LocalTransport:
     def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
         """Nothing to do: the sender's thread completes it."""
 
-    def serve_only(self) -> None:
+    def serve_only(self, only: bool) -> None:
         """Nothing to do: serving threads sleep until they are called."""
 
     def close(self, *, graceful: bool) -> None:
         self.meeting.leave(self.rank)
-
-    def abort(self, cause: str) -> None:
-        self.meeting.hub.fail(errors.WorkerLostError(cause, worker=self.rank))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,10 +28,15 @@ WORK = ANSWERABLE | {Kind.DROP}
 
 @dataclasses.dataclass(slots=True)
 class Parcel:
-    """An encoded value: a pickle stream and the buffers that travel beside it."""
+    """An encoded value: a pickle stream and the buffers that travel beside it.
+
+    ``attached`` travels too; what it means is its maker's business. ``undo`` is called if the parcel cannot be sent.
+    """
 
     stream: Any
     buffers: list[Any]
+    attached: Any = b""
+    undo: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(slots=True)

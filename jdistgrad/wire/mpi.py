@@ -18,20 +18,22 @@ from mpi4py import MPI
 from jdistgrad import errors
 from jdistgrad.wire import frames
 from jdistgrad.wire.buffers import BufferPool
-from jdistgrad.wire.message import ANSWERABLE, Message
+from jdistgrad.wire.message import ANSWERABLE, Message, Parcel
 from jdistgrad.wire.progress import Progress, pause
 from jdistgrad.wire.transport import Codec, Receiver, Task
 
 FRAME_TAG = 0
-STREAM_TAGS = 1 << 20
 CHUNK = 1 << 30  # MPI counts are C ints
 PROBES = 8
 FLUSH_SECONDS = 5.0
 
 log = logging.getLogger("jdistgrad.wire")
 
+# Transports left with transfers under way: MPI still uses their memory.
+_abandoned: list["MPITransport"] = []
 
-@dataclasses.dataclass(slots=True)
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
     """MPI requests under way and the memory they use. ``frame`` is set on the receiving side."""
 
@@ -53,7 +55,7 @@ class MPITransport:
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._codec = comm, codec
         self._pool = BufferPool()
-        self._stream_tags = itertools.count()
+        self._stream_tags, self._tags = itertools.count(), int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._outgoing: collections.deque[Transfer] = collections.deque()
         self._incoming: list[Transfer] = []
         self._closed = False
@@ -73,8 +75,8 @@ class MPITransport:
     def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
         self._progress.wait_for(future, timeout)
 
-    def serve_only(self) -> None:
-        self._progress.idle_process = True
+    def serve_only(self, only: bool) -> None:
+        self._progress.idle_process = only
 
     # Sending, on the caller's thread.
 
@@ -84,11 +86,17 @@ class MPITransport:
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        pieces = []
-        if message.body is not None:
-            parcel = self._codec.encode(message.body, snapshot=snapshot)
-            pieces = [memoryview(parcel.stream), *(buffer.raw() for buffer in parcel.buffers)]
-        tag = 1 + next(self._stream_tags) % STREAM_TAGS
+        parcel = None if message.body is None else self._codec.encode(message.body, snapshot=snapshot)
+        try:
+            self._send(peer, message, parcel)
+        except BaseException:
+            if parcel is not None and parcel.undo is not None:
+                parcel.undo()
+            raise
+
+    def _send(self, peer: int, message: Message, parcel: Parcel | None) -> None:
+        pieces = [] if parcel is None else [parcel.stream, memoryview(parcel.attached), *parcel.buffers]
+        tag = 1 + next(self._stream_tags) % self._tags
         frame, bulk = frames.pack(message.kind, message.id, tag, pieces)
         requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
         for piece in bulk:
@@ -159,12 +167,10 @@ class MPITransport:
     def _advance_outgoing(self) -> bool:
         """Forget the sends that are done. Sending threads append meanwhile."""
         finished = False
-        for _ in range(len(self._outgoing)):
-            transfer = self._outgoing.popleft()
+        for transfer in self._outgoing.copy():
             if transfer.done():
+                self._outgoing.remove(transfer)
                 finished = True
-            else:
-                self._outgoing.append(transfer)
         return finished
 
     def _advance_incoming(self) -> Task | None:
@@ -187,10 +193,15 @@ class MPITransport:
         self._progress.stop()
         if graceful:
             self._comm.Free()
+        elif self._incoming or self._outgoing:
+            _abandoned.append(self)
 
-    def abort(self, cause: str) -> None:
-        print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(1)
+
+def abort_job(cause: str) -> None:
+    """End all ranks now, because this one cannot go on."""
+    sys.stdout.flush()
+    print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
+    MPI.COMM_WORLD.Abort(1)
 
 
 def require_threads() -> None:

@@ -4,7 +4,6 @@ Rank 0 collects everybody's hello and tells everybody all of them, or who did no
 duplicated: everybody is known to be there.
 """
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,6 @@ from jdistgrad.errors import WorldError
 ROLL_TAG, ROSTER_TAG = 31_071, 31_072
 NAP_SECONDS = 200e-6
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer names who is missing
-
-LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
-LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
@@ -77,13 +73,3 @@ def _poll(done: Callable[[], Any], timeout: float) -> bool:
             return False
         time.sleep(NAP_SECONDS)
     return True
-
-
-def launched() -> bool:
-    """Whether this process is part of an MPI job."""
-    return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
-
-
-def local_rank() -> int:
-    """This process's number among those of its node."""
-    return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if name in os.environ), 0)

@@ -57,11 +57,8 @@ class Transport(Protocol):
     def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
         """Return when a future that a message will complete is done, or the time is over."""
 
-    def serve_only(self) -> None:
-        """The program does nothing of its own any more on this worker: serving may take its time."""
+    def serve_only(self, only: bool) -> None:
+        """Whether the program does nothing of its own here, so that serving may take all the time there is."""
 
     def close(self, *, graceful: bool) -> None:
         """Flush what is under way and stop. Graceful means: every worker of the world closes now."""
-
-    def abort(self, cause: str) -> None:
-        """End the whole world, because this worker cannot go on."""

@@ -82,6 +82,88 @@ def test_a_hung_rank_is_noticed(mpi_job):
     assert job.seconds < SECONDS
 
 
+def test_a_hung_rank_does_not_keep_the_others_in_shutdown(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import os, signal, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        jd.shutdown()
+        """,
+        JDISTGRAD_HEARTBEAT="0.3",
+        JDISTGRAD_SILENCE="2",
+    )
+    job.expect("worker2 (rank 2) is lost: it gave no sign of life for 2 s", "ending the job", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_a_rank_that_raises_before_init_ends_the_job(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import os
+        import jdistgrad as jd
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            raise ValueError("too early")
+        jd.init()
+        jd.shutdown()
+        """,
+    )
+    job.expect("ValueError: too early", status=None)
+    assert job.seconds < SECONDS
+
+
+def test_importing_does_not_start_mpi(mpi_job):
+    mpi_job(
+        1,
+        """
+        import sys
+        import jdistgrad, jdistgrad.cli
+        assert "mpi4py.MPI" not in sys.modules
+        print("not started", flush=True)
+        """,
+    ).expect("not started")
+
+
+def test_interrupts_under_traffic_lose_nothing(mpi_job):
+    """Ctrl-C again and again while the main thread itself looks for messages: each ends one wait, and nothing else."""
+    mpi_job(
+        2,
+        """
+        import operator, os, signal, threading, time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 0:
+            stop = threading.Event()
+
+            def press():
+                while not stop.wait(0.002):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            interrupted = 0
+            presser = threading.Thread(target=press)
+            deadline = time.monotonic() + 3
+            while True:
+                try:
+                    if time.monotonic() > deadline:
+                        stop.set()
+                        presser.join()
+                        break
+                    if not presser.is_alive():
+                        presser.start()
+                    assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
+                except KeyboardInterrupt:
+                    interrupted += 1
+            print("interrupted often:", interrupted > 100, flush=True)
+        jd.shutdown(timeout=20)
+        print("quiet", flush=True)
+        """,
+    ).expect("interrupted often: True", "quiet")
+
+
 def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
     mpi_job(
         2,

@@ -12,10 +12,11 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc import functions
-from jdistgrad.wire import rollcall
+from jdistgrad.wire import environment
 
 needs_pickling = pytest.mark.skipif(
-    not rollcall.launched(), reason="local worlds hand objects over unpickled: the runs with 2, 3 and 4 ranks have it"
+    not environment.launched(),
+    reason="local worlds hand objects over unpickled: the runs with 2, 3 and 4 ranks have it",
 )
 
 
@@ -318,14 +319,122 @@ def test_a_future_inside_a_result_is_refused(wire_world):
     wire_world.drive(body)
 
 
-def test_x64_arrays_on_a_worker_without_it(world):
+def dtype_of(x):
+    return str(x.dtype)
+
+
+@needs_pickling
+def test_jax_doubles_on_a_worker_without_them(wire_world):
     """NumPy's doubles travel as they are; a JAX double arrives as one or not at all."""
 
     def body():
         assert jd.rpc_sync(last(), dtype_of, args=(np.ones(2),)) == "float64"
+        with jax.enable_x64(True):
+            double = jnp.ones(2, jnp.float64)
+            with pytest.raises(jd.EncodingError, match=r"float64 array .* whose JAX makes it float32.*jax_enable_x64"):
+                jd.rpc_sync(last(), dtype_of, args=(double,))
+        still_works()
+
+    wire_world.drive(body)
+
+
+def make_lambda():
+    return lambda: 1
+
+
+@needs_pickling
+def test_a_result_that_is_code_is_refused_at_once(wire_world):
+    def body():
+        with pytest.raises(jd.EncodingError, match=r"cannot send the result of .*make_lambda.*top level of a module"):
+            jd.rpc_sync(last(), make_lambda)
+        still_works()
+
+    wire_world.drive(body)
+
+
+def raise_from_itself():
+    try:
+        raise ValueError("circular")
+    except ValueError as error:
+        raise error from error
+
+
+def test_an_exception_that_is_its_own_cause(world):
+    def body():
+        with pytest.raises(ValueError, match="circular"):
+            jd.rpc_sync(last(), raise_from_itself)
+        still_works()
 
     world.drive(body)
 
 
-def dtype_of(x):
-    return str(x.dtype)
+class HoldingError(Exception):
+    """Its argument is a reference."""
+
+
+def raise_holding(rref):
+    raise HoldingError(rref)
+
+
+@needs_pickling
+def test_an_exception_that_holds_a_reference(wire_world):
+    """It arrives in words, and the weight of the reference stays whole."""
+
+    def body():
+        rref = jd.remote(last(), nap, args=(0,))
+        for _ in range(3):
+            with pytest.raises(jd.RemoteError, match="HoldingError: RRef"):
+                jd.rpc_sync(last(), raise_holding, args=(jd.by_reference(rref),))
+        assert rref.to_here() == 0
+
+    wire_world.drive(body)
+
+
+def test_a_failed_remote_shows_where_it_failed(world):
+    def body():
+        with pytest.raises(OwnError) as caught:
+            jd.remote(last(), raise_own_error).to_here()
+        assert any('raise OwnError(7, hint="two\\nlines")' in note for note in caught.value.__notes__)
+
+    world.drive(body)
+
+
+def kinds_of(*args):
+    return [type(arg).__name__ for arg in args]
+
+
+def keys_of(mapping, other):
+    return list(mapping), other
+
+
+def test_a_dict_that_cannot_be_sorted_keeps_nothing_from_being_delivered(world):
+    def body():
+        rref = jd.remote(last(), nap, args=(0.5,))
+        odd = {1: "a", "b": rref}
+        assert jd.rpc_sync(last(), kinds_of, args=(odd, rref, jd.by_reference(rref))) == ["dict", "float", "RRef"]
+        assert jd.rpc_sync(last(), odd_value, args=(odd,)) == 0.5
+        assert jd.rpc_sync(last(), keys_of, args=({"b": 1, "a": 2}, rref)) == (["b", "a"], 0.5)
+
+    world.drive(body)
+
+
+def odd_value(mapping):
+    return mapping["b"]
+
+
+def test_a_slow_reference_may_take_as_long_as_the_call(world):
+    def body():
+        rref = jd.remote(last(), nap, args=(0.6,), timeout=5)
+        assert jd.rpc_sync(0, abs, args=(rref,), timeout=10) == 0.6
+
+    world.drive(body, timeout=0.2)
+
+
+def test_the_timeout_of_remote_is_that_of_its_creation(world):
+    def body():
+        rref = jd.remote(last(), nap, args=(0.4,), timeout=0.1)
+        with pytest.raises(jd.CallTimeoutError, match=r"within 0\.1 s"):
+            rref.creation().result()
+        assert rref.to_here() == 0.4
+
+    world.drive(body)

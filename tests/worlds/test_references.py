@@ -12,6 +12,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.wire import environment
 
 
 def make(n):
@@ -95,14 +96,6 @@ def test_references_deep_in_a_pytree(world):
         assert jd.rpc_sync(0, tree_total, args=(tree,)) == 1 + sum(k * (k - 1) / 2 for k in range(6))
 
     world.drive(body)
-
-
-calls_for_value = []
-
-
-def noticed(value):
-    calls_for_value.append(1)
-    return value
 
 
 def is_reference(x):
@@ -335,6 +328,63 @@ def test_late_answers_still_return_their_references(world):
 def slow_reference(seconds):
     time.sleep(seconds)
     return jd.RRef(jnp.ones(3))
+
+
+def own_one():
+    return jd.RRef(jnp.ones(3))
+
+
+def test_answers_nobody_looks_at_still_return_their_references(world):
+    def body():
+        last = jd.world_size() - 1
+        for _ in range(3):
+            jd.rpc_async(last, own_one)
+        wait_until_owned(last, 0)
+
+    world.drive(body)
+
+
+def test_a_call_that_cannot_be_read_still_returns_its_references(world):
+    from jdistgrad.rpc import functions
+
+    def gone(reference):
+        return reference
+
+    def body():
+        last = jd.world_size() - 1
+        rref = jd.remote(last, make, args=(3,))
+        if last != 0 and environment.launched():
+            with pytest.raises(jd.FunctionError, match="registered as 'gone'"):
+                jd.rpc_sync(last, gone, args=(jd.by_reference(rref),))
+        del rref
+        wait_until_owned(last, 0)
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            functions.register(gone, "gone")
+            body()
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+class Necromancer:
+    """Its destructor uses references."""
+
+    def __del__(self):
+        jd.RRef("last words")
+
+
+def test_destructors_may_use_references(world):
+    def body():
+        last = jd.world_size() - 1
+        rrefs = [jd.remote(last, Necromancer) for _ in range(5)]
+        assert all(rref.creation().result() is None for rref in rrefs)
+        del rrefs
+        wait_until_owned(last, 0)
+
+    world.drive(body)
 
 
 def test_many_references_made_and_dropped(world):

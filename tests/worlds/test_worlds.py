@@ -13,7 +13,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.wire import rollcall
+from jdistgrad.wire import environment
 
 one_process = pytest.mark.one_process
 
@@ -54,7 +54,7 @@ def test_two_inits(world):
 def test_a_world_can_be_opened_again_and_again(world):
     def main():
         for k in range(5):
-            me = jd.init(name=f"round{k}-{threading.get_ident()}" if not rollcall.launched() else None)
+            me = jd.init(name=f"round{k}-{threading.get_ident()}" if not environment.launched() else None)
             assert jd.rpc_sync((me.rank + 1) % world.size, operator.add, args=(k, 1)) == k + 1
             assert jd.shutdown() == []
 
@@ -76,6 +76,23 @@ def test_shutdown_names_who_has_not_called(big_world):
             assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3  # the world still stands
         if me.rank == 2:
             time.sleep(1)
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_who_gave_up_waiting_is_waited_for(big_world):
+    """A shutdown that has run out of time does not count any more."""
+
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.2 s"):
+                jd.shutdown(timeout=0.2)
+            time.sleep(0.5)
+            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3
+        elif me.rank == 2:
+            time.sleep(0.4)
         jd.shutdown()
 
     big_world.run(main)
@@ -228,6 +245,17 @@ def test_local_workers_last_until_they_are_closed():
     again = jd.local_workers(2)
     jd.shutdown()
     again.close()
+
+
+@one_process
+def test_local_workers_end_without_grace_too():
+    before = threading.active_count()
+    jd.local_workers(3)
+    jd.shutdown(graceful=False)
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
 
 
 @one_process

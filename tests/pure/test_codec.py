@@ -1,0 +1,40 @@
+"""What the encoder promises about memory."""
+
+import numpy as np
+import pytest
+
+from jdistgrad.rpc.codec import Codec
+
+LARGE = 100_000
+
+
+def make(kind):
+    if kind == "structured":
+        return np.zeros(LARGE, dtype=[("a", "i4"), ("b", "f4")])
+    return np.zeros(LARGE)
+
+
+def set_first(array, value):
+    array[0] = (value, value) if array.dtype.names else value
+
+
+@pytest.mark.parametrize("kind", ["plain", "structured"])
+def test_a_snapshot_does_not_see_later_changes(kind):
+    codec, array = Codec(allow_code=False), make(kind)
+    parcel = codec.encode(array, snapshot=True)
+    set_first(array, 7)
+    assert codec.decode(parcel)[0] == np.zeros(1, array.dtype)[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "structured"])
+def test_without_a_snapshot_nothing_is_copied(kind):
+    codec, array = Codec(allow_code=False), make(kind)
+    (buffer,) = codec.encode(array, snapshot=False).buffers
+    assert np.shares_memory(np.asarray(buffer), array)
+
+
+def test_read_only_arrays_are_never_copied():
+    codec, array = Codec(allow_code=False), make("plain")
+    array.flags.writeable = False
+    (buffer,) = codec.encode(array, snapshot=True).buffers
+    assert np.shares_memory(np.asarray(buffer), array)

@@ -1,0 +1,67 @@
+"""Functions by name and by registration."""
+
+import functools
+import math
+
+import jax
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.rpc import functions
+from jdistgrad.rpc.codec import Codec
+
+
+def top_level(x):
+    return x
+
+
+fast = jax.jit(top_level)
+
+
+def carried(value):
+    codec = Codec(allow_code=False)
+    return codec.decode(codec.encode(value, snapshot=True))
+
+
+@pytest.mark.parametrize("function", [top_level, fast, math.sin, jax.numpy.add, str.upper])
+def test_importable_functions_arrive_as_themselves(function):
+    assert carried(function) == function
+
+
+def test_a_jitted_function_may_have_a_name_of_its_own():
+    assert functions.import_path(fast) == (__name__, "fast")
+    assert functions.import_path(lambda: 1) is None
+
+
+def test_whatever_can_be_called_can_be_registered():
+    double = jd.register(functools.partial(math.pow, 2), "double")
+    assert carried(double) is double
+    assert carried([double])[0] is double
+
+
+def test_the_latest_registration_of_a_name_counts():
+    def make(k):
+        return lambda: k
+
+    first, second, third = make(1), make(2), make(3)
+    jd.register(first, "a")
+    jd.register(first, "b")
+    jd.register(second, "a")
+    jd.register(third, "b")
+    assert carried(second) is second
+    assert functions.registered("b")() == 3
+    with pytest.raises(jd.FunctionError, match="register"):
+        carried(first)
+
+
+def test_a_function_is_not_taken_for_a_dead_one_with_its_address():
+    def make(k):
+        def closure():
+            return k
+
+        return closure
+
+    for k in range(50):
+        jd.register(make(k), "loop")
+    strangers = [make(k) for k in range(50)]
+    assert all(functions.registered_name(stranger) is None for stranger in strangers)

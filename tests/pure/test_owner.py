@@ -1,0 +1,94 @@
+"""The owner's table and the holders' claims, fed with messages in any order."""
+
+import random
+
+import pytest
+
+from jdistgrad.rpc.claims import ClaimTable
+from jdistgrad.rpc.owner import OwnerTable
+from jdistgrad.rpc.weights import WHOLE
+
+
+def test_a_value_lives_until_all_weight_is_home():
+    table = OwnerTable()
+    table.announce(1).value.set_result("value")
+    kept, given = WHOLE.split()
+    table.release_all([(1, given)])
+    assert table.value(1).result(0) == "value"
+    table.release_all([(1, kept)])
+    assert len(table) == 0
+
+
+def test_a_drop_may_overtake_the_creation():
+    table = OwnerTable()
+    table.release_all([(1, WHOLE)])
+    assert len(table) == 1  # the creation is still to come
+    table.announce(1)
+    assert len(table) == 0
+
+
+def test_a_value_filled_in_after_the_last_drop_does_not_come_back():
+    table = OwnerTable()
+    promise = table.announce(1).value
+    table.release_all([(1, WHOLE)])
+    promise.set_result("too late")
+    assert len(table) == 0
+
+
+def test_a_fetch_may_overtake_the_creation():
+    table = OwnerTable()
+    asked = table.value(1)
+    assert not asked.done()
+    table.announce(1).value.set_result("value")
+    assert asked.result(0) == "value"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_messages_ends_with_an_empty_table(seed):
+    chance = random.Random(seed)
+    parts, whole = [], WHOLE
+    for _ in range(chance.randrange(8)):
+        whole, part = whole.split()
+        parts.append(part)
+    messages = [("drop", part) for part in [whole, *parts]] + [("announce", None)]
+    chance.shuffle(messages)
+    table = OwnerTable()
+    for k, (what, weight) in enumerate(messages):
+        assert (len(table) == 1) == (k > 0)
+        if what == "drop":
+            table.release_all([(5, weight)])
+        else:
+            table.announce(5)
+    assert len(table) == 0
+
+
+def test_all_references_of_one_id_share_a_claim():
+    claims = ClaimTable(worker=None)
+    first, second = claims.add(1, 0, WHOLE), claims.add(1, 0, WHOLE)
+    assert first is second
+    assert claims.dropped() == {}
+    del first, second
+    ((identifier, weight),) = claims.dropped()[0]
+    assert identifier == 1
+    assert weight == WHOLE + WHOLE
+
+
+def test_what_is_given_away_is_not_dropped():
+    claims, table = ClaimTable(worker=None), OwnerTable()
+    table.announce(7)
+    claim = claims.add(7, 3, WHOLE)
+    given = [claim.split() for _ in range(5)]
+    del claim
+    table.release_all(claims.dropped()[3])
+    assert len(table) == 1
+    table.release_all([(7, weight) for weight in given])
+    assert len(table) == 0
+    assert claims.dropped() == {}
+
+
+def test_drops_are_sorted_by_owner():
+    claims = ClaimTable(worker=None)
+    for identifier, owner in ((1, 0), (2, 1), (3, 0)):
+        claims.add(identifier, owner, WHOLE)
+    home = claims.dropped()
+    assert {owner: [identifier for identifier, _ in drops] for owner, drops in home.items()} == {0: [1, 3], 1: [2]}
