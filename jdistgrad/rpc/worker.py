@@ -82,16 +82,18 @@ class Worker:
     def call_remote(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Claim:
         """Have a value made on another worker; the claim to it."""
         identifier, owner = self._ids.next(), self.directory.find(to).rank
-        future = self.calls.start(Kind.REMOTE, identifier, owner, (function, args, kwargs), timeout, snapshot=True)
-        claim = self.claims.add(identifier, owner, WHOLE)
-        claim.created = future
-        return claim
+        with put_off_interrupt():
+            future = self.calls.start(Kind.REMOTE, identifier, owner, (function, args, kwargs), timeout, snapshot=True)
+            claim = self.claims.add(identifier, owner, WHOLE)
+            claim.created = future
+            return claim
 
     def own(self, value: Any) -> Claim:
         """Keep a value here; the claim to it."""
         identifier = self._ids.next()
-        self.owned.announce(identifier).value.set_result(value)
-        return self.claims.add(identifier, self.rank, WHOLE)
+        with put_off_interrupt():
+            self.owned.announce(identifier).value.set_result(value)
+            return self.claims.add(identifier, self.rank, WHOLE)
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
         """A claim's value."""
@@ -117,18 +119,18 @@ class Worker:
 
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
         """Send a message and keep count."""
-        self.traffic.sending(message.kind)
-        try:
-            with put_off_interrupt():
+        with put_off_interrupt():
+            self.traffic.sending(message.kind)
+            try:
                 self.transport.send(peer, message, snapshot=snapshot)
-        except BaseException:
-            self.traffic.not_sent(message.kind)
-            raise
+            except BaseException:
+                self.traffic.not_sent(message.kind)
+                raise
 
     def receive(self, message: Message) -> Task | None:
         kind, body = message.kind, message.body
         if isinstance(body, Parcel):
-            body.attached = claims_of(body, self.claims)
+            message.body = self._take_over(body)
         self.liveness.heard(message.source, time.monotonic())
         if kind is Kind.CALL or kind is Kind.REMOTE:
             self.traffic.serving()
@@ -149,6 +151,13 @@ class Worker:
         if kind in WORK:
             self.traffic.received()
         return None
+
+    def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
+        try:
+            parcel.attached = claims_of(parcel, self.claims)
+        except Exception as error:  # garbled bytes can do anything to pickle
+            return errors.WireError(f"a message with garbled references arrived: {error}")
+        return parcel
 
     def open(self, message: Message) -> Any:
         """A message's body, decoded if it came over a wire. Raises what the wire says is wrong with it."""

@@ -81,6 +81,8 @@ def unpack(frame: bytearray) -> Frame:
         raise WireError(
             f"a message was cut short: expected {expected} bytes, got {len(frame)}", kind=Kind(kind), id=identifier
         )
+    if count == 1:
+        raise WireError("a message without what belongs to its stream arrived", kind=Kind(kind), id=identifier)
     return Frame(Kind(kind), identifier, stream_tag, lengths, _inline_pieces(frame, start, lengths))
 
 
