@@ -1,8 +1,7 @@
 """The bytes of a message: one frame, and the large buffers that follow it.
 
-A frame is a fixed header, a table of piece lengths, and the pieces: the pickle stream, what is attached to
-it, and its buffers.
-Pieces of at least ``BULK_FROM`` bytes stay out of the frame and travel by themselves, uncopied.
+A frame is a fixed header, a table of piece lengths, and the pieces: first what is attached and the pickle stream, then
+the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame and travel by themselves, uncopied.
 """
 
 import dataclasses
@@ -17,8 +16,9 @@ from jdistgrad.wire.message import Kind, Message, Parcel
 MAGIC = b"jdg1"
 BULK_FROM = ALIAS_FROM
 ALIGNMENT = 16
-HEADER = struct.Struct("<4sB3xIIQ")  # magic, kind, stream tag, number of pieces, id
+HEADER = struct.Struct("<4sB3xIIIQ")  # magic, kind, stream tag, number of pieces, bytes attached, id
 LENGTH = struct.Struct("<Q")
+KINDS = {kind.value: kind for kind in Kind}
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,6 +28,7 @@ class Frame:
     kind: Kind
     id: int
     stream_tag: int
+    attached: int
     lengths: tuple[int, ...]
     pieces: list[Any]
 
@@ -35,8 +36,11 @@ class Frame:
         return [k for k, piece in enumerate(self.pieces) if piece is None]
 
     def message(self, source: int) -> Message:
-        body = Parcel(self.pieces[0], self.pieces[2:], self.pieces[1]) if self.pieces else None
-        return Message(self.kind, source, self.id, body)
+        if not self.pieces:
+            return Message(self.kind, source, self.id)
+        first = memoryview(self.pieces[0])
+        parcel = Parcel(first[self.attached :], self.pieces[1:], first[: self.attached])
+        return Message(self.kind, source, self.id, parcel)
 
 
 def _padded(length: int) -> int:
@@ -47,20 +51,29 @@ def is_bulk(length: int) -> bool:
     return length >= BULK_FROM
 
 
-def pack(
-    kind: Kind, identifier: int, stream_tag: int, pieces: Sequence[memoryview]
-) -> tuple[bytearray, list[memoryview]]:
+def pieces_of(parcel: Parcel | None) -> list[memoryview]:
+    if parcel is None:
+        return []
+    first = parcel.stream if not parcel.attached else memoryview(b"".join([parcel.attached, parcel.stream]))
+    return [first, *parcel.buffers]
+
+
+def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
     """Write the frame of a message; also returns the pieces that must follow it."""
+    pieces = pieces_of(parcel)
     lengths = [piece.nbytes for piece in pieces]
     start = _padded(HEADER.size + LENGTH.size * len(pieces))
-    frame = bytearray(start + sum(_padded(n) for n in lengths if not is_bulk(n)))
-    HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), identifier)
+    inline = [
+        (piece, length, _padded(length)) for piece, length in zip(pieces, lengths, strict=True) if length < BULK_FROM
+    ]
+    frame = bytearray(start + sum(room for _, _, room in inline))
+    attached = len(parcel.attached) if parcel is not None else 0
+    HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), attached, identifier)
     struct.pack_into(f"<{len(lengths)}Q", frame, HEADER.size, *lengths)
-    for piece, length in zip(pieces, lengths, strict=True):
-        if not is_bulk(length):
-            frame[start : start + length] = piece
-            start += _padded(length)
-    return frame, [piece for piece, length in zip(pieces, lengths, strict=True) if is_bulk(length)]
+    for piece, length, room in inline:
+        frame[start : start + length] = piece
+        start += room
+    return frame, [piece for piece in pieces if piece.nbytes >= BULK_FROM]
 
 
 def unpack(frame: bytearray) -> Frame:
@@ -70,20 +83,19 @@ def unpack(frame: bytearray) -> Frame:
       WireError: not a frame, or cut short. Its ``id`` and ``kind`` say which message, where the header is whole.
     """
     if len(frame) < HEADER.size or frame[:4] != MAGIC:
-        raise WireError(f"{len(frame)} bytes that are no message arrived: {bytes(frame[:16])!r}...", kind=None, id=None)
-    _, kind, stream_tag, count, identifier = HEADER.unpack_from(frame)
-    if kind not in Kind._value2member_map_:
-        raise WireError(f"a message of unknown kind {kind} arrived", kind=None, id=None)
+        raise WireError(f"{len(frame)} bytes that are no message arrived: {bytes(frame[:16])!r}...")
+    _, code, stream_tag, count, attached, identifier = HEADER.unpack_from(frame)
+    kind = KINDS.get(code)
+    if kind is None:
+        raise WireError(f"a message of unknown kind {code} arrived")
     start = _padded(HEADER.size + LENGTH.size * count)
     lengths = struct.unpack_from(f"<{count}Q", frame, HEADER.size) if start <= len(frame) else ()
-    expected = start + sum(_padded(n) for n in lengths if not is_bulk(n))
+    expected = start + sum(_padded(length) for length in lengths if length < BULK_FROM)
     if expected != len(frame):
         raise WireError(
-            f"a message was cut short: expected {expected} bytes, got {len(frame)}", kind=Kind(kind), id=identifier
+            f"a message was cut short: expected {expected} bytes, got {len(frame)}", kind=kind, id=identifier
         )
-    if count == 1:
-        raise WireError("a message without what belongs to its stream arrived", kind=Kind(kind), id=identifier)
-    return Frame(Kind(kind), identifier, stream_tag, lengths, _inline_pieces(frame, start, lengths))
+    return Frame(kind, identifier, stream_tag, attached, lengths, _inline_pieces(frame, start, lengths))
 
 
 def _inline_pieces(frame: bytearray, start: int, lengths: Sequence[int]) -> list[Any]:

@@ -95,9 +95,8 @@ class MPITransport:
             raise
 
     def _send(self, peer: int, message: Message, parcel: Parcel | None) -> None:
-        pieces = [] if parcel is None else [parcel.stream, memoryview(parcel.attached), *parcel.buffers]
         tag = 1 + next(self._stream_tags) % self._tags
-        frame, bulk = frames.pack(message.kind, message.id, tag, pieces)
+        frame, bulk = frames.pack(message.kind, message.id, tag, parcel)
         requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
         for piece in bulk:
             requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]

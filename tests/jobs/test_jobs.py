@@ -229,7 +229,7 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
             comm.Send(b"", 1, 0)
 
             def send(self, peer, message, **options):  # cuts the frame of the next call short, or garbles it
-                frame, _ = frames.pack(message.kind, message.id, 1, [encode(message.body, snapshot=True).stream, memoryview(b"")])
+                frame, _ = frames.pack(message.kind, message.id, 1, encode(message.body, snapshot=True))
                 comm.Send(spoil(frame), peer, 0)
 
             genuine = type(worker.transport).send

@@ -6,11 +6,12 @@ from hypothesis import given, strategies as st
 
 from jdistgrad.errors import WireError
 from jdistgrad.wire import frames
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import Kind, Parcel
 
 
-def pack(pieces, kind=Kind.CALL):
-    return frames.pack(kind, 5, 77, [memoryview(piece) for piece in pieces])
+def pack(pieces, kind=Kind.CALL, attached=b""):
+    views = [memoryview(piece) for piece in pieces]
+    return frames.pack(kind, 5, 77, Parcel(views[0], views[1:], attached) if views else None)
 
 
 @given(st.lists(st.binary(max_size=100), max_size=6), st.sampled_from(Kind))
@@ -21,6 +22,14 @@ def test_small_pieces_travel_in_the_frame(pieces, kind):
     assert (taken.kind, taken.id, taken.stream_tag) == (kind, 5, 77)
     assert [bytes(piece) for piece in taken.pieces] == pieces
     assert taken.missing() == []
+
+
+@given(st.binary(max_size=50), st.binary(max_size=50))
+def test_what_is_attached_is_told_apart_from_the_stream(attached, stream):
+    frame, _ = pack([stream, b"buffer"], attached=attached)
+    parcel = frames.unpack(frame).message(3).body
+    assert (bytes(parcel.attached), bytes(parcel.stream)) == (attached, stream)
+    assert [bytes(buffer) for buffer in parcel.buffers] == [b"buffer"]
 
 
 def test_large_pieces_follow_uncopied():
@@ -45,7 +54,7 @@ def test_garbage_is_told_apart(garbage):
         frames.unpack(bytearray(garbage))
 
 
-@given(st.integers(24, 10_000))
+@given(st.integers(frames.HEADER.size, 10_000))
 def test_a_truncated_frame_names_its_message(length):
     frame, _ = pack([b"x" * 3000, b"y" * 5000])
     if length >= len(frame):

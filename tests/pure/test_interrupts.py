@@ -42,11 +42,29 @@ def test_it_passes_through_nested_blocks():
     assert done == [True]
 
 
-def test_the_handler_of_before_is_back():
-    before = signal.getsignal(signal.SIGINT)
-    with put_off_interrupt():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+def test_outside_of_blocks_the_programs_own_handler_is_called():
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        with put_off_interrupt():
+            press()
+            assert pressed == []
+        assert pressed == [signal.SIGINT]
+        press()
+        assert pressed == [signal.SIGINT] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_program_that_ignores_interrupts_is_let_be():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with put_off_interrupt() as interrupt:
+            press()
+        assert not interrupt.seen
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_are_let_be():
