@@ -70,9 +70,10 @@ def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) ->
     attached = len(parcel.attached) if parcel is not None else 0
     HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), attached, identifier)
     struct.pack_into(f"<{len(lengths)}Q", frame, HEADER.size, *lengths)
-    for piece, length, room in inline:
-        frame[start : start + length] = piece
-        start += room
+    for piece, length in zip(pieces, lengths, strict=True):
+        if length < BULK_FROM:
+            frame[start : start + length] = piece
+            start += _padded(length)
     return frame, [piece for piece in pieces if piece.nbytes >= BULK_FROM]
 
 

@@ -84,26 +84,26 @@ class Progress:
 
     def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
         """Return when the future is done or the time is over."""
+        if future.done():
+            return
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with put_off_interrupt() as interrupt:
-
-            def over() -> bool:
-                return future.done() or self._stopped or interrupt.seen
-
-            while not over() and (left := deadline - time.monotonic()) > 0:
+            while not (future.done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
                 if self._baton.acquire(blocking=False):
                     self._last_wait = float("inf")
                     try:
-                        self._look_until(over, deadline)
+                        self._look_until_done(future, deadline, interrupt)
                     finally:
                         self._last_wait = time.monotonic()
                         self._baton.release()
                 else:
-                    concurrent.futures.wait((future,), min(left, LONGEST))
+                    concurrent.futures.wait((future,), LONGEST)
 
-    def _look_until(self, over: Callable[[], bool], deadline: float) -> None:
+    def _look_until_done(
+        self, future: concurrent.futures.Future, deadline: float, interrupt: put_off_interrupt
+    ) -> None:
         quiet_since = now = time.monotonic()
-        while not over() and now < deadline:
+        while not (future.done() or self._stopped or interrupt.seen or now >= deadline):
             moved, task = self._look_safely()
             if task is not None:
                 self._run(task)
