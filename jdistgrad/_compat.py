@@ -1,8 +1,16 @@
 """The only file that may touch JAX internals: what is used, why, and what replaces it where it is gone."""
 
+from typing import Any
+
+import jax
 from jax._src import xla_bridge
 
 
 def backends_are_initialized() -> bool:
     """Whether JAX has opened its devices. JAX has no public question for it, and asking for devices opens them."""
     return bool(xla_bridge.backends_are_initialized())
+
+
+def configured(option: str) -> Any:
+    """What the program has set a JAX option to, as ``jax.config.update`` takes it; not all can be read as attributes."""
+    return jax.config.values[option]

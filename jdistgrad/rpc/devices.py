@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 
-from jdistgrad._compat import backends_are_initialized
+from jdistgrad._compat import backends_are_initialized, configured
 
 # Where the kernel drivers list a node's GPUs: no library has to be loaded to count them.
 NVIDIA = pathlib.Path("/proc/driver/nvidia/gpus")
@@ -27,11 +27,11 @@ def take_process_device(local_rank: int) -> None:
     """
     if backends_are_initialized():
         devices = jax.local_devices()
-        if len(devices) > 1 and jax.config.read("jax_default_device") is None:
+        if len(devices) > 1 and configured("jax_default_device") is None:
             jax.config.update("jax_default_device", devices[local_rank % len(devices)])
         return
     gpus = visible_gpus()
-    if len(gpus) > 1 and jax.config.read("jax_cuda_visible_devices") == "all":
+    if len(gpus) > 1 and configured("jax_cuda_visible_devices") == "all":
         jax.config.update("jax_cuda_visible_devices", str(local_rank % len(gpus)))
 
 
