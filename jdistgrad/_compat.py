@@ -12,5 +12,5 @@ def backends_are_initialized() -> bool:
 
 
 def configured(option: str) -> Any:
-    """What the program has set a JAX option to, as ``jax.config.update`` takes it; not all can be read as attributes."""
+    """What a JAX option is set to, as ``jax.config.update`` takes it. Not every option can be read as an attribute."""
     return jax.config.values[option]

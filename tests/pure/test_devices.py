@@ -15,7 +15,7 @@ import jax
 {before}
 from jdistgrad.rpc import devices
 devices.take_process_device({rank})
-print(jax.config.values["jax_cuda_visible_devices"], jax.config.values["jax_default_device"])
+print(jax.config.values["jax_cuda_visible_devices"], getattr(jax.config.values["jax_default_device"], "id", None))
 """
 
 
@@ -44,7 +44,7 @@ def test_the_users_choice_stands():
 
 def test_where_jax_runs_already_the_default_device_is_chosen():
     before = 'jax.config.update("jax_num_cpu_devices", 4); jax.devices()'
-    assert taken(6, before=before)[1:] == ["TFRT_CPU_2"]
+    assert taken(6, before=before)[1:] == ["2"]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("4,6", ["4", "6"]), ("GPU-a1", ["GPU-a1"])])
