@@ -9,30 +9,38 @@ put back when somebody (a notebook does it for every cell) has installed another
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_previous: Any = None
 _blocks: list["put_off_interrupt"] = []  # the main thread's, innermost last
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    if _blocks:
-        _blocks[0].seen = _blocks[-1].seen = True
-    else:
-        _previous(number, frame)
+class Handler:
+    """Around the handler that was there before: each has its own, so that programs may save and restore them."""
+
+    __slots__ = ("previous",)
+
+    def __init__(self, previous: Callable[[int, FrameType | None], Any]):
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _blocks:
+            _blocks[0].seen = _blocks[-1].seen = True
+        else:
+            self.previous(number, frame)
 
 
-def _install() -> bool:
-    """Whether interrupts can be put off: not where the program ignores them, or lets them end it."""
-    global _previous
+def _install() -> Handler | None:
+    """The handler in place; None where the program ignores interrupts, or lets them end it."""
     current = signal.getsignal(signal.SIGINT)
-    if current is not _handle:
-        if not callable(current):
-            return False
-        _previous = current
-        signal.signal(signal.SIGINT, _handle)
-    return True
+    if isinstance(current, Handler):
+        return current
+    if not callable(current):
+        return None
+    handler = Handler(current)
+    signal.signal(signal.SIGINT, handler)
+    return handler
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
@@ -42,21 +50,23 @@ class put_off_interrupt:  # noqa: N801 used like a function
     does nothing.
     """
 
-    __slots__ = ("_active", "seen")
+    __slots__ = ("_handler", "seen")
 
     def __init__(self) -> None:
-        self.seen = self._active = False
+        self.seen = False
+        self._handler: Handler | None = None
 
     def __enter__(self) -> "put_off_interrupt":
-        if threading.get_ident() == threading.main_thread().ident and _install():
-            _blocks.append(self)
-            self._active = True
+        if threading.get_ident() == threading.main_thread().ident:
+            self._handler = _install()
+            if self._handler is not None:
+                _blocks.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._active:
+        if self._handler is not None:
             _blocks.pop()
             if self.seen and not _blocks:
-                _previous(signal.SIGINT, None)
+                self._handler.previous(signal.SIGINT, None)

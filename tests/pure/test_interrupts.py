@@ -78,3 +78,18 @@ def test_other_threads_are_let_be():
     thread.start()
     thread.join()
     assert during == [before]
+
+
+def test_a_handler_that_is_put_back_calls_what_it_called_before():
+    first, second = [], []
+    original = signal.signal(signal.SIGINT, lambda number, frame: first.append(number))
+    try:
+        with put_off_interrupt():
+            saved = signal.signal(signal.SIGINT, lambda number, frame: second.append(number))
+        with put_off_interrupt():
+            pass
+        signal.signal(signal.SIGINT, saved)
+        press()
+        assert (first, second) == ([signal.SIGINT], [])
+    finally:
+        signal.signal(signal.SIGINT, original)
