@@ -1,6 +1,5 @@
 """How values travel between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
 
-import contextlib
 import io
 import pickle
 import threading
@@ -67,14 +66,20 @@ def arrived(number: int) -> Claim:
     return _decoding.claims[number]
 
 
-@contextlib.contextmanager
-def encoding(shipment: Shipment | None) -> Iterator[None]:
-    """Let references that this thread pickles join a shipment; None: refuse them."""
-    outer, _encoding.shipment = getattr(_encoding, "shipment", None), shipment
-    try:
-        yield
-    finally:
-        _encoding.shipment = outer
+class encoding:  # noqa: N801 used like a function
+    """A block in which references that this thread pickles join a shipment; None: they are refused."""
+
+    __slots__ = ("_outer", "_shipment")
+
+    def __init__(self, shipment: Shipment | None):
+        self._shipment = shipment
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_encoding, "shipment", None)
+        _encoding.shipment = self._shipment
+
+    def __exit__(self, *error: object) -> None:
+        _encoding.shipment = self._outer
 
 
 class _Reducing:
