@@ -9,6 +9,7 @@ every worker (``run``). Functions that run remotely stand at the top level of a 
 
 import os
 import pathlib
+import signal
 import subprocess
 import textwrap
 import threading
@@ -25,6 +26,9 @@ from jdistgrad.wire import environment
 TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
 
 SIZES = [1, 2, 3, 4]
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so all jobs it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not environment.launched():
     jax.config.update("jax_num_cpu_devices", 4)
