@@ -27,9 +27,6 @@ TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s 
 
 SIZES = [1, 2, 3, 4]
 
-# A shell that starts the suite in the background has it ignore Ctrl-C, and so all jobs it starts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 if not environment.launched():
     jax.config.update("jax_num_cpu_devices", 4)
 
@@ -81,6 +78,14 @@ def big_world(request):
 def close_what_a_failed_test_left_open():
     if find_worker() is not None:
         jd.shutdown(graceful=False)
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the suite was started in the background, or a test left a handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

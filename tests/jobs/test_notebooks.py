@@ -24,6 +24,13 @@ def shown(notebook):
     ]
 
 
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch, tmp_path):
+    """Jupyter's files are the test's own: the machine may have no home to keep them in."""
+    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_was_committed(path):
     committed = nbformat.read(path, as_version=4)
@@ -32,7 +39,7 @@ def test_a_notebook_runs_and_shows_what_was_committed(path):
 
 
 @pytest.fixture
-def kernel():
+def kernel(own_settings):
     manager, client = start_new_kernel()
     yield manager, client
     client.stop_channels()
