@@ -31,6 +31,11 @@ class Traffic:
             self._received += 1
             self._serving += 1
 
+    def started(self) -> None:
+        """Something that is no message keeps this worker busy until it is ``served``."""
+        with self._lock:
+            self._serving += 1
+
     def served(self) -> None:
         with self._lock:
             self._serving -= 1

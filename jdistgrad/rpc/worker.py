@@ -1,6 +1,7 @@
 """A worker: what its parts have in common. Everything that decides lives in the parts."""
 
 import concurrent.futures
+import functools
 import logging
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from jdistgrad.rpc.deadlines import Pending
 from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.liveness import Liveness
-from jdistgrad.rpc.owner import OwnerTable
+from jdistgrad.rpc.owner import Owned, OwnerTable
 from jdistgrad.rpc.serving import Served, creation_of, value_of
 from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
@@ -141,7 +142,8 @@ class Worker:
         elif kind is Kind.DROP:
             freed = self.owned.release_all(self.open(message))
             if freed:
-                self.run(freed.clear)
+                self.traffic.started()
+                self.run(functools.partial(self._let_go, freed))
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
@@ -151,6 +153,11 @@ class Worker:
         if kind in WORK:
             self.traffic.received()
         return None
+
+    def _let_go(self, freed: list[Owned]) -> None:
+        """Let values die. References among them send their weight home: until then this worker is busy."""
+        freed.clear()
+        self.traffic.served()
 
     def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
         try:
