@@ -22,9 +22,9 @@ TRACED = (
     "a traced value has no data yet and cannot be sent to another worker. Make the call outside jax.jit and jax.grad."
 )
 
-# After so many arrivals of one kind of small array, a compiled identity makes the JAX array: in 5 us instead of 10. The
-# compilation takes as long as some thousand arrivals save, so it must be likely to pay.
-COMPILE_FROM = 1000
+# After so many arrivals of one kind of small array, a compiled identity makes the JAX array, in a third of the time.
+# Compiling it takes as long as some hundred arrivals save, so it must be likely to pay.
+COMPILE_FROM = 500
 KINDS_COUNTED = 4096
 
 Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
