@@ -9,7 +9,9 @@ put back when somebody (a notebook does it for every cell) has installed another
 
 import signal
 import threading
-from _signal import getsignal  # signal's own spends 1.5 us on turning the answer into an enum
+
+# The one in signal spends 1.5 us on turning the answer into an enum.
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
