@@ -1,9 +1,18 @@
 """Gradients that cross process boundaries, in pure JAX."""
 
 from jdistgrad._version import __version__ as __version__
+from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
+from jdistgrad.autograd.gradients import (
+    RemoteGradient as RemoteGradient,
+    backward as backward,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
     CallTimeoutError as CallTimeoutError,
+    ContextError as ContextError,
+    DifferentiationError as DifferentiationError,
     DistgradError as DistgradError,
     DuplicateNameError as DuplicateNameError,
     EncodingError as EncodingError,

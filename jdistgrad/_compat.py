@@ -3,12 +3,22 @@
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
+from jax._src import core, xla_bridge
 
 
 def backends_are_initialized() -> bool:
     """Whether JAX has opened its devices. JAX has no public question for it, and asking for devices opens them."""
     return bool(xla_bridge.backends_are_initialized())
+
+
+def trace_state_clean() -> bool:
+    """Whether no transformation is under way. ``jax.core`` had it; its documented remains say no more than "jit"."""
+    return bool(core.trace_state_clean())
+
+
+def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An abstract array."""
+    return jax.core.ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def configured(option: str) -> Any:

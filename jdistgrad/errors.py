@@ -77,5 +77,13 @@ class StaleReferenceError(DistgradError, RuntimeError):
     """A reference was used after its world closed, or in a world it does not belong to."""
 
 
+class ContextError(DistgradError, RuntimeError):
+    """A context was used after it closed, where it is not known, inside another one; or one was needed and is missing."""
+
+
+class DifferentiationError(DistgradError, TypeError):
+    """What was asked of a derivative across workers cannot be had: forward mode, a root that is no scalar ..."""
+
+
 class LauncherError(DistgradError, RuntimeError):
     """The command line could not start a job (no MPI, no such script, bad number of workers)."""

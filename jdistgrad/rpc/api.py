@@ -5,7 +5,6 @@ from typing import Any
 
 from jdistgrad.rpc import references
 from jdistgrad.rpc.calling import Target
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.references import RRef
 
@@ -38,7 +37,7 @@ def rpc_sync(
     Example:
       >>> jd.rpc_sync("worker1", jnp.add, args=(x, 1))
     """
-    return current_worker().rpc_sync(to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.rpc_sync(to, fn, tuple(args), dict(kwargs or {}), timeout)
 
 
 def rpc_async(
@@ -58,7 +57,7 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    return current_worker().rpc_async(to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.rpc_async(to, fn, tuple(args), dict(kwargs or {}), timeout)
 
 
 def remote(
@@ -78,4 +77,4 @@ def remote(
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))
     """
-    return references.remote(current_worker(), to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.remote(to, fn, tuple(args), dict(kwargs or {}), timeout)

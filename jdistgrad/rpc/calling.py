@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jdistgrad import errors
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.deadlines import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.wire.arrays import TRACED
+from jdistgrad.rpc.tracing import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Target = str | int | WorkerInfo
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 
 class Caller:
@@ -45,7 +48,7 @@ class Caller:
         self._calls.open(pending)
         try:
             worker.check_usable(pending)  # now: whoever closes or loses a peer later finds this call in the table
-            worker.post(peer.rank, Message(kind, worker.rank, identifier, call), snapshot=snapshot)
+            worker.post(peer.rank, Message(kind, worker.rank, identifier, scoped(call, peer.rank)), snapshot=snapshot)
         except BaseException as error:
             self._calls.close(identifier)
             if isinstance(error, errors.EncodingError | errors.FunctionError):
@@ -87,13 +90,22 @@ class Caller:
         pending.future.answer(functools.partial(raise_error, error), self._worker.run)
 
 
+def scoped(call: Call, peer: int) -> Call | Scoped:
+    """The call as it travels: with the scope it was made in, which then includes the peer."""
+    scope = current_scope()
+    if scope is None:
+        return call
+    scope.includes(peer)
+    return *call, scope.id
+
+
 def check_call(call: Call, peer: WorkerInfo, *, handed_over: bool) -> None:
     """Raise where a call makes no sense; what travels encoded is looked at by the encoder."""
     function, *arguments = call
     if not callable(function):
         raise errors.FunctionError(f"a call needs a function, not {function!r}")
-    if handed_over and trees.has_traced_leaf(arguments):
-        raise errors.EncodingError(f"cannot call {describe(function)} on {peer}: {TRACED}")
+    if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
+        raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 
 
 def checked_timeout(seconds: Any) -> float:

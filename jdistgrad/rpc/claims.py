@@ -4,14 +4,37 @@ import collections
 import concurrent.futures
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.weights import Weight
 
 if TYPE_CHECKING:
     from jdistgrad.rpc.worker import Worker
 
 Drop = tuple[int, int, Weight]  # owner, id, weight
+
+
+class Key(NamedTuple):
+    """What identifies a reference without keeping its value alive: JAX keeps these for ever, in its caches."""
+
+    id: int
+    owner: int
+    world: str
+
+
+class Missing:
+    """In place of the claim of a reference that is not held here, or belongs to no open world."""
+
+    def __init__(self, key: Any):
+        self.key, self.created = key, None
+        self.owner, self.id = key.owner, getattr(key, "id", None)
+
+    def __getattr__(self, name: str) -> Any:
+        raise StaleReferenceError(
+            f"a reference ({self.key}) is used where nobody holds it any more: its world was closed, or the RRef it "
+            "was made from is gone. Keep that RRef while its copies are in use."
+        )
 
 
 class Claim:
@@ -24,6 +47,10 @@ class Claim:
         self._weight, self._drops = weight, drops
         self.created: concurrent.futures.Future | None = None  # known where the call was made
         self._lock = threading.Lock()
+
+    @property
+    def key(self) -> Key:
+        return Key(self.id, self.owner, self.worker.world)
 
     def add(self, weight: Weight) -> None:
         with self._lock:
@@ -61,6 +88,11 @@ class ClaimTable:
             else:
                 claim.add(weight)
             return claim
+
+    def find(self, identifier: int) -> Claim | None:
+        """The claim to a reference held here."""
+        with self._lock:
+            return self._claims.get(identifier)
 
     def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
         """What must go home since the last look, by owner."""

@@ -129,7 +129,8 @@ def leftovers(worker: "Worker") -> list[str]:
     """What a worker still holds at its end, in words."""
     held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in worker.claims.held()]
     owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in worker.owned.identifiers()]
-    return held + owned
+    scopes = [f"{worker.info} still takes part in context {spell(scope)}" for scope in worker.scopes.identifiers()]
+    return held + owned + scopes
 
 
 def describe_leftovers(found: list[str]) -> str:

@@ -98,6 +98,8 @@ class _Reducing:
             return self.plain_function(value)
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(value)
+        if isinstance(value, np.ndarray) and hasattr(value, "aval"):
+            return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX's, which is no jax.Array
         if isinstance(value, type | types.BuiltinFunctionType):
             return NotImplemented
         path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
@@ -149,7 +151,10 @@ class Codec:
             raw = [_steady(buffer.raw()) if snapshot else buffer.raw() for buffer in buffers]
         except BaseException as error:
             shipment.take_back()
-            raise self._explained(error, pickler.last_function, value) from error
+            explained = self._explained(error, pickler.last_function, value)
+            if explained is error:
+                raise
+            raise explained from error
         return Parcel(stream.getbuffer(), raw, shipment.attachment(), shipment.take_back)
 
     def _explained(self, error: BaseException, function: Any, value: Any) -> BaseException:

@@ -4,8 +4,12 @@ A process under mpirun is one worker. In a local world a thread belongs to one: 
 those ``spawn`` starts, are bound to theirs; every other thread takes the process's own, if it has one.
 """
 
+import contextlib
 import contextvars
-from typing import TYPE_CHECKING
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -13,16 +17,58 @@ from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
 
 if TYPE_CHECKING:
+    from jdistgrad.rpc.scopes import Scope
     from jdistgrad.rpc.worker import Worker
 
 _bound: contextvars.ContextVar["Worker | None"] = contextvars.ContextVar("jdistgrad_worker", default=None)
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
+_scope: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: "Worker | None" = None
 
 # Part of JAX's trace key: a function traced on one worker is traced anew on another of the same process. The value is
 # compared at every dispatch: a small number for each kind of worker, not the worker itself.
 _trace_key = jax.make_user_context(default_value=None)
 _trace_keys: dict[tuple[WorkerInfo, int], int] = {}
+
+# Host callbacks of compiled code run on threads of XLA's own. They find their worker and scope by where the code was
+# compiled: by the trace key, and by a slot that each open scope has while a thread is in it. The first slot is no part of
+# the trace key: only scopes that are open beside each other make JAX compile again.
+_slot_key = jax.make_user_context(default_value=0)
+_place: contextvars.ContextVar["Place"] = contextvars.ContextVar("jdistgrad_place")
+
+
+class Place(NamedTuple):
+    """Where code was compiled: the worker's trace key (None: the process's worker), and the scope's slot."""
+
+    key: int | None
+    slot: int
+
+
+_workers: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
+
+
+class Slots:
+    """The scopes that threads of one worker are in, each at the first free place."""
+
+    def __init__(self) -> None:
+        self._scopes: list[Scope | None] = []
+        self._lock = threading.Lock()
+
+    def take(self, scope: "Scope") -> int:
+        with self._lock:
+            if None not in self._scopes:
+                self._scopes.append(None)
+            slot = self._scopes.index(None)
+            self._scopes[slot] = scope
+            return slot
+
+    def free(self, slot: int) -> None:
+        with self._lock:
+            self._scopes[slot] = None
+
+    def at(self, slot: int) -> "Scope | None":
+        with self._lock:
+            return self._scopes[slot] if slot < len(self._scopes) else None
 
 
 def current_worker() -> "Worker":
@@ -42,6 +88,52 @@ def find_worker() -> "Worker | None":
     return worker if worker is not None or _seated.get() else _of_process
 
 
+def current_scope() -> "Scope | None":
+    """The scope that calls made by this code belong to, if any."""
+    return _scope.get()
+
+
+@contextlib.contextmanager
+def within(scope: "Scope | None") -> Iterator[None]:
+    """A block whose calls belong to a scope."""
+    if scope is None or scope is _scope.get():
+        with _setting(_scope, scope):
+            yield
+        return
+    slots, key = current_worker().slots, place().key
+    slot = slots.take(scope)
+    try:
+        with _setting(_scope, scope), _setting(_place, Place(key, slot)):
+            with _slot_key(slot) if slot else contextlib.nullcontext():
+                yield
+    finally:
+        slots.free(slot)
+
+
+@contextlib.contextmanager
+def _setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def place() -> Place:
+    """Where this code runs, for callbacks of what is compiled here."""
+    return _place.get(Place(None, 0))
+
+
+@contextlib.contextmanager
+def at(place: Place) -> Iterator[None]:
+    """A block, on whatever thread, that belongs to the worker and scope of a place."""
+    worker = _of_process if place.key is None else _workers.get(place.key)
+    if worker is None:
+        raise NotInitializedError("a compiled function is run in no world: the world it was compiled in is closed")
+    with _setting(_bound, worker), _setting(_scope, worker.slots.at(place.slot)), _setting(_place, place):
+        yield
+
+
 def seat_thread() -> None:
     """Let this thread have a worker of its own or none, whatever the process has."""
     _seated.set(True)
@@ -52,6 +144,8 @@ def bind_thread(worker: "Worker") -> None:
     _bound.set(worker)
     if worker.shares_process:
         key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
+        _workers[key] = worker
+        _place.set(Place(key, 0))
         _trace_key(key).__enter__()
     if worker.device is not None:
         jax.default_device(worker.device).__enter__()

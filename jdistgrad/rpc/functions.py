@@ -59,7 +59,10 @@ def qualified_name(function: Any) -> str | None:
 
 
 def describe(function: Any) -> str:
-    """A function's name for messages: module and qualified name."""
+    """A function's name for messages: module and qualified name; or the label of one that is made of others."""
+    label = getattr(function, "label", None)
+    if isinstance(label, str):
+        return label
     name = qualified_name(function)
     if name is None:
         return type(function).__name__

@@ -46,6 +46,14 @@ class OwnerTable:
         with self._lock:
             return self._entry(identifier).value
 
+    def share(self, identifier: int) -> bool:
+        """Give a new reference its whole weight; False where the value is gone."""
+        with self._lock:
+            entry = self._entries.get(identifier)
+            if entry is not None:
+                entry.outstanding = entry.outstanding + WHOLE
+            return entry is not None
+
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
         """Some weight of references came back; the entries that are free now, for the caller to let go of.
 

@@ -1,15 +1,18 @@
 """Remote references: a value that stays where it was made, and can be named from everywhere."""
 
 import concurrent.futures
-import functools
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import jax
+import numpy as np
+
 from jdistgrad.errors import NotOwnerError, StaleReferenceError
-from jdistgrad.rpc import codec, trees
-from jdistgrad.rpc.claims import Claim
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc import codec, tracing, trees
+from jdistgrad.rpc.claims import Claim, Key, Missing
+from jdistgrad.rpc.current import current_worker, find_worker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.wire import ids
 
@@ -18,12 +21,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HANDLE = np.zeros((), np.float32)
+
 
 class RRef(Generic[T]):
     """A reference to a value on some worker, its owner.
 
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
     sends the reference itself. The value lives as long as any worker holds a reference to it.
+
+    To JAX it is a pytree with one leaf, a float32 that stands for the value, so that derivatives can be taken with
+    respect to it.
 
     Arguments:
       value: what to refer to; it stays on this worker.
@@ -34,18 +42,27 @@ class RRef(Generic[T]):
       >>> params.to_here()                                           # a copy of it here
     """
 
-    __slots__ = ("__weakref__", "_claim")
+    __slots__ = ("__weakref__", "_claim", "handle", "token")
     _claim: Claim
 
     def __init__(self, value: T):
         worker = current_worker()
-        self._claim = worker.own(value)
+        boundary = tracing.boundary_for(value)
+        made = self if boundary is None else boundary.own(value)
+        self._claim = worker.own(value) if made is self else made._claim
+        self.handle: Any = HANDLE if made is self else made.handle
+        self.token: Any = None if made is self else made.token
 
     @classmethod
-    def _of(cls, claim: Claim) -> "RRef":
+    def _of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef":
         reference = object.__new__(cls)
-        reference._claim = claim
+        reference._claim, reference.handle, reference.token = claim, handle, token
         return reference
+
+    @property
+    def traced_part(self) -> Any:
+        """What JAX may be tracing of it."""
+        return self.handle
 
     @property
     def id(self) -> int:
@@ -55,7 +72,7 @@ class RRef(Generic[T]):
     @property
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
-        return self._claim.worker.directory.workers[self._claim.owner]
+        return self._worker("owner").directory.workers[self._claim.owner]
 
     def is_owner(self) -> bool:
         """Whether this worker holds the value."""
@@ -68,7 +85,11 @@ class RRef(Generic[T]):
           CallTimeoutError: not within ``timeout`` seconds (default: the world's).
           Exception: what ``remote``'s function raised.
         """
-        return self._worker("to_here").fetch(self._claim, timeout).result()
+        worker = self._worker("to_here")
+        boundary = tracing.boundary_for(self)
+        if boundary is not None:
+            return boundary.fetch(self, timeout)
+        return worker.fetch(self._claim, timeout).result()
 
     def local_value(self) -> T:
         """The value, on its owner only; no copy.
@@ -83,7 +104,7 @@ class RRef(Generic[T]):
                 "value. Use to_here() for a copy.",
                 owner=self.owner,
             )
-        return worker.fetch(self._claim, None).result()
+        return self.to_here()
 
     def creation(self, timeout: float | None = None) -> concurrent.futures.Future:
         """A future that is done when the value has been made on its owner, or has failed to be.
@@ -94,29 +115,33 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""
-        return MethodCaller(self, self._worker("rpc_sync").rpc_sync, timeout)
+        return MethodCaller(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> "MethodCaller":
         """Like ``rpc_sync``; the method returns a future."""
-        return MethodCaller(self, self._worker("rpc_async").rpc_async, timeout)
+        return MethodCaller(self, rpc_async, timeout)
 
     def remote(self, timeout: float | None = None) -> "MethodCaller":
         """Like ``rpc_sync``; the method returns a reference to its result."""
-        return MethodCaller(self, functools.partial(remote, self._worker("remote")), timeout)
+        return MethodCaller(self, remote, timeout)
 
     def _worker(self, what: str) -> "Worker":
         worker = current_worker()
-        if worker.world != self._claim.worker.world:
+        if worker.world != self._claim.key.world:
             raise StaleReferenceError(
                 f"{what}: {self} belongs to a world that has been shut down, not to the one that is open now. "
                 "Make the value again in this world."
             )
         return worker
 
+    def value_future(self, timeout: float | None) -> concurrent.futures.Future:
+        """The value, when it has come."""
+        return self._worker("fetching").fetch(self._claim, timeout)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
             return NotImplemented
-        return (self.id, self._claim.worker.world) == (other.id, other._claim.worker.world)
+        return self._claim.key == other._claim.key
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -135,6 +160,42 @@ class RRef(Generic[T]):
         return _arrived, (codec.ship(self._claim),)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RuntimeKey:
+    """The key of a reference made in code that JAX stages: which one it is, an array (its token) says at run time.
+
+    ``results``: what is known of its value's shapes, for the layer that staged it.
+    """
+
+    owner: int
+    world: str
+    results: Any
+
+
+def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
+    """A reference to what staged code will make; or has made, where the token is known."""
+    return _unflatten(RuntimeKey(owner, current_worker().world, results), (handle, token))
+
+
+def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
+    children = (rref.handle,) if rref.token is None else (rref.handle, rref.token)
+    return children, rref._claim.key
+
+
+def _unflatten(key: Any, children: Any) -> RRef:
+    handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
+    if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
+        (identifier,) = ids.from_token(token)
+        key, token = Key(identifier, key.owner, key.world), None
+    worker = find_worker()
+    claim = None if worker is None or not isinstance(key, Key) else worker.find_claim(key)
+    return RRef._of(claim or Missing(key), handle, token)
+
+
+jax.tree_util.register_pytree_node(RRef, _flatten, _unflatten)
+trees.WHOLE.add(RRef)
+
+
 def _arrived(number: int) -> RRef:
     return RRef._of(codec.arrived(number))
 
@@ -144,8 +205,12 @@ class ByReference:
 
     __slots__ = ("rref",)
 
-    def __init__(self, rref: RRef):
+    def __init__(self, rref: Any):
         self.rref = rref
+
+    @property
+    def traced_part(self) -> Any:
+        return getattr(self.rref, "traced_part", None)
 
 
 def by_reference(rref: RRef) -> Any:
@@ -160,8 +225,23 @@ def by_reference(rref: RRef) -> Any:
     return ByReference(rref)
 
 
-def remote(worker: "Worker", to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+    """Call a function on a worker and wait for its result."""
+    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    return (boundary or worker).rpc_sync(to, function, args, kwargs, timeout)
+
+
+def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+    """Call a function on a worker; a future of its result."""
+    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    return (boundary or worker).rpc_async(to, function, args, kwargs, timeout)
+
+
+def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
     """Run a function on a worker and refer to its result."""
+    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    if boundary is not None:
+        return boundary.remote(to, function, args, kwargs, timeout)
     return RRef._of(worker.call_remote(to, function, args, kwargs, timeout))
 
 
@@ -171,6 +251,7 @@ class MethodCaller:
     __slots__ = ("_call", "_rref", "_timeout")
 
     def __init__(self, rref: RRef, call: Callable[..., Any], timeout: float | None):
+        rref._worker("calling a method")
         self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -186,7 +267,7 @@ def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
-def delivered(worker: "Worker", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Arguments as the called function shall see them: references replaced by their values, fetched all at once.
 
     There is no time limit here: the call has one.
@@ -197,7 +278,7 @@ def delivered(worker: "Worker", args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     def start(leaf: Any) -> Any:
         if isinstance(leaf, RRef) and leaf not in fetched:
-            fetched[leaf] = leaf._worker("sending").fetch(leaf._claim, math.inf)
+            fetched[leaf] = leaf.value_future(math.inf)
         return leaf
 
     def finish(leaf: Any) -> Any:
@@ -205,4 +286,4 @@ def delivered(worker: "Worker", args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return fetched[leaf].result()
         return leaf.rref if isinstance(leaf, ByReference) else leaf
 
-    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs), RRef), RRef)
+    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs)))

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.current import current_worker, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import Failure, pack
 from jdistgrad.rpc.functions import describe
@@ -39,11 +39,13 @@ class Served:
 
     def _run(self) -> bool:
         try:
-            function, *arguments = self.worker.open(self.message)
+            function, args, kwargs, *scope = self.worker.open(self.message)
             self.message.body, self.function = None, function
-            args, kwargs = delivered(self.worker, *arguments)
-            result = function(*args, **kwargs)
-            del arguments, args, kwargs
+            with within(self.worker.scopes.enter(*scope) if scope else None):
+                if not getattr(function, "takes_references", False):
+                    args, kwargs = delivered(args, kwargs)
+                result = function(*args, **kwargs)
+            del args, kwargs
         except BaseException as error:
             self._finish(None, error)
             return True
@@ -67,6 +69,10 @@ class Served:
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         failure = None if error is None else self._failure(error)
+        if self.message.kind is Kind.CAST:
+            if failure is not None:
+                log.warning("%s: %s failed: %s", self.worker.info, self, failure.spelled)
+            return
         if self.value is not None:
             self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
             result = None
@@ -107,6 +113,11 @@ class Served:
 def value_of(identifier: int) -> concurrent.futures.Future:
     """A reference's value, when there is one."""
     return current_worker().owned.value(identifier)
+
+
+def release_scope(identifier: int) -> None:
+    """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
+    current_worker().close_scope(identifier)
 
 
 def creation_of(identifier: int) -> concurrent.futures.Future:

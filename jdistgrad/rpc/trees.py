@@ -10,16 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+# Types that JAX would look into and calls must not.
+WHOLE: set[type] = set()
+
 PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
 
-def map_leaves(change: Callable[[Any], Any], tree: Any, whole: type | tuple[type, ...] = ()) -> Any:
-    """The tree with each leaf changed. ``whole``: types not to look into."""
-    parts = None if isinstance(tree, whole) else _apart(tree)
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with each leaf changed."""
+    parts = _apart(tree)
     if parts is None:
         return change(tree)
     children, together = parts
-    return together([map_leaves(change, child, whole) for child in children])
+    return together([map_leaves(change, child) for child in children])
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -36,10 +39,6 @@ def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return not kwargs and all(_is_plain(arg) for arg in args)
 
 
-def has_traced_leaf(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves(tree))
-
-
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, jax.Array)
 
@@ -51,7 +50,7 @@ def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None
         return node.values(), lambda children: dict(zip(node, children, strict=True))
     if kind is list or kind is tuple:
         return node, kind
-    if _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
+    if kind in WHOLE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
         return None
     children, structure = jax.tree.flatten(node, is_leaf=lambda other: other is not node)
     return children, lambda changed: jax.tree.unflatten(structure, changed)

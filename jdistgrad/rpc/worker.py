@@ -1,5 +1,6 @@
 """A worker: what its parts have in common. Everything that decides lives in the parts."""
 
+import collections
 import concurrent.futures
 import functools
 import logging
@@ -12,7 +13,7 @@ from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import Caller, Target
-from jdistgrad.rpc.claims import Claim, ClaimTable
+from jdistgrad.rpc.claims import Claim, ClaimTable, Key
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.codec import claims_of
 from jdistgrad.rpc.deadlines import Pending
@@ -20,7 +21,8 @@ from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.liveness import Liveness
 from jdistgrad.rpc.owner import Owned, OwnerTable
-from jdistgrad.rpc.serving import Served, creation_of, value_of
+from jdistgrad.rpc.scopes import ScopeTable
+from jdistgrad.rpc.serving import Served, creation_of, release_scope, value_of
 from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
 from jdistgrad.rpc.weights import WHOLE
@@ -60,6 +62,8 @@ class Worker:
         self.traffic = Traffic()
         self.calls = Caller(self)
         self.owned, self.claims = OwnerTable(), ClaimTable(self)
+        self.scopes, self.messages = ScopeTable(rank), IdSource(rank)
+        self.slots, self._abandoned = current.Slots(), collections.deque[int]()
         self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.closing = Closing(self)
         self.failure: BaseException | None = None
@@ -91,22 +95,58 @@ class Worker:
 
     def own(self, value: Any) -> Claim:
         """Keep a value here; the claim to it."""
-        identifier = self._ids.next()
         with put_off_interrupt():
-            self.owned.announce(identifier).value.set_result(value)
-            return self.claims.add(identifier, self.rank, WHOLE)
+            claim = self.claim_new(self.rank)
+            self.owned.announce(claim.id).value.set_result(value)
+            return claim
+
+    def share(self, identifier: int) -> Claim | None:
+        """A claim to a value this worker owns; None where it is gone."""
+        with put_off_interrupt():
+            return self.claims.add(identifier, self.rank, WHOLE) if self.owned.share(identifier) else None
+
+    def claim_new(self, owner: int) -> Claim:
+        """A claim to a value that somebody is about to announce to its owner."""
+        return self.claims.add(self._ids.next(), owner, WHOLE)
+
+    def find_claim(self, key: Key) -> Claim | None:
+        """The claim a reference stands for, if it is of this world and held here."""
+        return self.claims.find(key.id) if key.world == self.world else None
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
         """A claim's value."""
         if claim.owner == self.rank and self.owned.value(claim.id).done():
             return self.owned.value(claim.id)
-        return self.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
+        with current.within(None):
+            return self.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
 
     def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
         """None, when a claim's value has been made."""
         if claim.created is not None and timeout is None:
             return claim.created
-        return self.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
+        with current.within(None):
+            return self.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
+
+    def cast(self, to: int, function: Any, args: tuple) -> None:
+        """Have a function run on another worker. Nobody answers."""
+        self.post(to, Message(Kind.CAST, self.rank, self._ids.next(), (function, args, {})))
+
+    def abandon_scope(self, identifier: int) -> None:
+        """Close a scope soon. Safe where garbage is collected."""
+        self._abandoned.append(identifier)
+
+    def close_scope(self, identifier: int) -> None:
+        """Let go of a scope, here and on every worker that was called in it."""
+        scope = self.scopes.release(identifier)
+        if scope is None:
+            return
+        peers, contents = scope.close()
+        for peer in peers - {self.rank, *self.lost}:
+            try:
+                self.cast(peer, release_scope, (identifier,))
+            except (errors.WorkerLostError, errors.WorldClosedError):
+                log.debug("%s: rank %d has gone before context %d closed", self.info, peer, identifier)
+        contents.clear()
 
     def check_usable(self, call: Pending) -> None:
         if self.failure is not None:
@@ -133,7 +173,7 @@ class Worker:
         if isinstance(body, Parcel):
             message.body = self._take_over(body)
         self.liveness.heard(message.source, time.monotonic())
-        if kind is Kind.CALL or kind is Kind.REMOTE:
+        if kind is Kind.CALL or kind is Kind.REMOTE or kind is Kind.CAST:
             self.traffic.serving()
             value = self.owned.announce(message.id).value if kind is Kind.REMOTE else None
             return Served(self, message, value).serve
@@ -193,7 +233,9 @@ class Worker:
             self.lose(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
     def flush_drops(self) -> None:
-        """Send dropped weights home."""
+        """Close abandoned scopes, and send dropped weights home."""
+        while self._abandoned:
+            self.close_scope(self._abandoned.popleft())
         for owner, dropped in self.claims.dropped().items():
             try:
                 self.post(owner, Message(Kind.DROP, self.rank, 0, dropped))

@@ -4,9 +4,11 @@ Reading a JAX CPU array is free of copies, and so is making one of a large buffe
 support copies extension dtypes (bfloat16 and its kin) and non-contiguous arrays in band; this one never does.
 """
 
+import contextlib
 import functools
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,8 +77,23 @@ def rebuild_key(data: jax.Array, impl: str) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=impl)
 
 
-def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> jax.Array:
+_rebuilding = threading.local()
+
+
+@contextlib.contextmanager
+def as_numpy() -> Iterator[None]:
+    """A block in which this thread rebuilds JAX arrays as NumPy ones: in XLA's callbacks no JAX may run."""
+    _rebuilding.plain = True
+    try:
+        yield
+    finally:
+        _rebuilding.plain = False
+
+
+def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     host = rebuild_numpy(data, dtype, shape)
+    if getattr(_rebuilding, "plain", False):
+        return host
     array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else _small(host, (dtype, shape))
     if array.dtype != host.dtype:
         raise EncodingError(

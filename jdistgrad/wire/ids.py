@@ -1,6 +1,9 @@
 """64-bit identifiers: the worker that made them in the top 16 bits, its own counter in the low 48."""
 
 import itertools
+from typing import Any
+
+import numpy as np
 
 COUNTER_BITS = 48
 MAX_WORKERS = 1 << 16
@@ -21,6 +24,16 @@ class IdSource:
 def worker_of(identifier: int) -> int:
     """The rank of the worker that made an identifier."""
     return identifier >> COUNTER_BITS
+
+
+def as_token(*identifiers: int) -> np.ndarray:
+    """Identifiers as an array: JAX has no 64-bit integers by default."""
+    return np.array([part for one in identifiers for part in (one >> 32, one & 0xFFFFFFFF)], np.uint32)
+
+
+def from_token(token: Any) -> tuple[int, ...]:
+    parts = [int(part) for part in np.asarray(token)]
+    return tuple(high << 32 | low for high, low in zip(parts[::2], parts[1::2], strict=True))
 
 
 def spell(identifier: int) -> str:

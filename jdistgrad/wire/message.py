@@ -20,10 +20,11 @@ class Kind(enum.IntEnum):
     REPORT = 9
     CLOSE = 10
     LEAVE = 11
+    CAST = 12
 
 
 ANSWERABLE = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE})
-WORK = ANSWERABLE | {Kind.DROP}
+WORK = ANSWERABLE | {Kind.DROP, Kind.CAST}
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,134 @@
+"""Pullbacks on the callee: compiled once per shape for functions that were jitted, run as written for all others."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.autograd.derived import differentiable, is_compiled
+from jdistgrad.autograd.layout import Hole, Layout, is_array, split
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.references import RRef
+
+VARIABLE, ARRAY = "variable", "array"
+STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
+
+
+@dataclasses.dataclass
+class Differentiated:
+    """A function's result, and its pullback."""
+
+    result: Any
+    pullback: Any
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]  # of the differentiable results
+    compiled: bool
+
+    def pull(self, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
+        """Cotangents of the operands, from those of the live results; the others are zero."""
+        pull = _compiled_pull if self.compiled else _pull
+        return list(pull(self.pullback, live, cotangents, self.shapes, maps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """A batch that a pullback is mapped over: which cotangents have it as a dimension, which one, and its size."""
+
+    flags: tuple[bool, ...]
+    axis: int
+    size: int
+
+
+def differentiate(function: Any, layout: Layout, operands: Sequence[Any]) -> Differentiated:
+    """Run a function on the arguments that the layout makes of the operands; its pullback is to these."""
+    compiled = _compiled_for(function, layout) if is_compiled(function) else None
+    if compiled is not None:
+        result, pullback = compiled.forward(list(operands), compiled.constants(layout))
+    else:
+        result, pullback = _as_written(function, layout, operands)
+    found, _ = differentiable(result)
+    return Differentiated(result, pullback, tuple((one.shape, one.dtype) for one in found), compiled is not None)
+
+
+def _as_written(function: Any, layout: Layout, operands: Sequence[Any]) -> tuple[Any, Any]:
+    found: list[Layout] = []
+
+    def primal(*variables: Any) -> tuple[list[Any], list[Any]]:
+        args, kwargs = layout.fill(variables)
+        result = function(*args, **kwargs)
+        results, arrays = split(result, is_array)
+        found.append(results)
+        return differentiable(result)[0], arrays
+
+    _, pullback, arrays = jax.vjp(primal, *operands, has_aux=True)
+    return found[0].fill(arrays), pullback
+
+
+def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Any) -> list[Any]:
+    known = dict(zip(live, cotangents, strict=True))
+    return [known[k] if k in known else jnp.zeros(*shape) for k, shape in enumerate(shapes)]
+
+
+def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
+    def pull(*cotangents: Any) -> Any:
+        return pullback(_with_zeros(live, cotangents, shapes))
+
+    for one in maps:
+        axes = [one.axis if flag else None for flag in one.flags]
+        pull = jax.vmap(pull, axes, one.axis, axis_size=one.size)
+    return pull(*cotangents)
+
+
+_compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
+
+
+class Compiled:
+    """The compiled pullback of one function, for one structure of arguments."""
+
+    def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...]):
+        self._structure, self._kinds = structure, kinds
+
+        def forward(variables: list[Any], constants: list[Any]) -> tuple[Any, Any]:
+            def primal(*variables: Any) -> tuple[list[Any], Any]:
+                args, kwargs = self._arguments(variables, constants)
+                return differentiable(function(*args, **kwargs))
+
+            _, pullback, result = jax.vjp(primal, *variables, has_aux=True)
+            return result, pullback
+
+        self.forward = jax.jit(forward)
+
+    def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
+        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
+        leaves = [next(parts[kind]) if isinstance(kind, str) else kind[1] for kind in self._kinds]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def constants(self, layout: Layout) -> list[Any]:
+        leaves = jax.tree.leaves(layout.tree)
+        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind is ARRAY]
+
+
+_compiled = functools.lru_cache(maxsize=1024)(Compiled)
+_statics: dict[int, set[Hashable]] = {}
+
+
+def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
+    """None where compiling makes no sense: references inside, or arguments that are no arrays and ever different."""
+    if any(isinstance(leaf, RRef) for leaf in trees.leaves(layout.tree)):
+        return None
+    try:
+        leaves, structure = jax.tree.flatten(layout.tree)
+        kinds = tuple(_kind(leaf) for leaf in leaves)
+        seen = _statics.setdefault(id(function), set())
+        seen.add(kinds)
+    except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
+        return None
+    return _compiled(function, structure, kinds) if len(seen) <= STATICS_COMPILED else None
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Hole):
+        return VARIABLE
+    return ARRAY if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)

@@ -1,0 +1,157 @@
+"""Functions made of functions, run by the callee: a pullback, a batched function, one whose result stays there.
+
+Each is itself a function that can be called, recorded and derived from: that makes derivatives of any order.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.autograd.layout import Layout, has_gradient, is_array, split
+from jdistgrad.autograd.tape import replaying_number
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import HANDLE, ByReference, RRef
+from jdistgrad.rpc.tracing import is_traced
+
+JITTED = type(jax.jit(lambda: None))
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function is pure by contract: it was jitted, or is derived from one that was."""
+    return isinstance(function, JITTED) or (
+        isinstance(function, PullbackOf | BatchedOf) and is_compiled(function.function)
+    )
+
+
+def delivered(tree: Any) -> Any:
+    """References replaced by their values, so that derivatives pass through."""
+
+    def deliver(leaf: Any) -> Any:
+        if isinstance(leaf, RRef):
+            return leaf.to_here()
+        return leaf.rref if isinstance(leaf, ByReference) else leaf
+
+    return trees.map_leaves(deliver, tree)
+
+
+def numbered(tree: Any, positions: Sequence[int]) -> tuple[Layout, list[Any]]:
+    """Holes at the leaves with these numbers; of a reference, its handle is the operand."""
+    chosen, numbers = set(positions), iter(range(1 << 30))
+    return split(tree, lambda leaf: next(numbers) in chosen)
+
+
+def differentiable(result: Any) -> tuple[list[Any], Any]:
+    """The arrays of a result that have derivatives, in order (a reference's handle is one), and the whole of it."""
+    _, arrays = split(result, is_array)
+    return [one for one in arrays if jnp.issubdtype(one.dtype, jnp.inexact)], result
+
+
+@dataclasses.dataclass(frozen=True)
+class PullbackOf:
+    """The pullback of a function. ``wanted``: numbers of the leaves of its arguments; ``live``: of its results."""
+
+    function: Any
+    wanted: tuple[int, ...]
+    live: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {describe(self.function)}"
+
+    def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
+        layout, operands = numbered((args, kwargs), self.wanted)
+
+        def primal(*variables: Any) -> list[Any]:
+            args, kwargs = delivered(layout.fill(variables))
+            results, _ = differentiable(self.function(*args, **kwargs))
+            return [results[k] for k in self.live]
+
+        _, pullback = jax.vjp(primal, *operands)
+        with replaying_number(number):
+            return list(pullback(list(cotangents)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedOf:
+    """A function over a batch. ``batched``: the numbers of the leaves that have a batch dimension, the first."""
+
+    function: Any
+    batched: tuple[int, ...]
+    size: int
+
+    @property
+    def label(self) -> str:
+        return f"{describe(self.function)} in a batch of {self.size}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layout, operands = numbered((args, kwargs), self.batched)
+        found: list[Layout] = []
+
+        def each(*operands: Any) -> list[Any]:
+            args, kwargs = layout.fill(operands)
+            results, arrays = split(self.function(*args, **kwargs), is_array)
+            found.append(results)
+            return arrays
+
+        arrays = jax.vmap(each, axis_size=self.size)(*operands)
+        return found[0].fill(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Publishing:
+    """A function whose result stays on the worker that runs it, under an id its caller has chosen."""
+
+    function: Any
+    id: int
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owned = current_worker().owned.announce(self.id)
+        try:
+            value = self.function(*args, **kwargs)
+            if any(is_traced(leaf) for leaf in trees.leaves(value)):
+                raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
+        except BaseException as error:
+            owned.value.set_exception(error)
+            raise
+        owned.value.set_result(value)
+        return HANDLE
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapesOf:
+    """What a function's results look like, found by tracing it where it would run. Takes references as they are."""
+
+    function: Any
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return f"{describe(self.function)} (traced for the shapes of its results)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
+        layout, operands = split((args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        found: list[Layout] = []
+
+        def trace(*operands: Any) -> list[Any]:
+            args, kwargs = delivered(layout.fill(operands))
+            results, arrays = split(self.function(*args, **kwargs), is_array)
+            found.append(results)
+            return arrays
+
+        shapes = jax.eval_shape(trace, *operands)
+        return found[0], list(shapes)
+
+
+def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
+    """A value's differentiable arrays: what its gradient is made of."""
+    return split(value, has_gradient)

@@ -1,0 +1,207 @@
+"""Gradients of functions that call other workers: ``grad``, ``value_and_grad``, ``backward``."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.contexts import Context, find_context, open_context
+from jdistgrad.autograd.exchange import gradient_of
+from jdistgrad.autograd.layout import has_gradient, is_array, split
+from jdistgrad.errors import ContextError, DifferentiationError
+from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.scopes import Scope
+from jdistgrad.wire.ids import spell
+
+
+class RemoteGradient:
+    """The gradient of a reference's value. It stays with the value, on its owner; ``to_here`` fetches a copy.
+
+    To JAX it is a pytree with one leaf: how many parts it was made of.
+    """
+
+    def __init__(self, rref: RRef, parts: Any, scope: Scope | None, lease: Any = None):
+        self.rref, self.parts = rref, parts
+        self._scope, self._lease = scope, lease
+
+    @property
+    def owner(self) -> WorkerInfo:
+        return self.rref.owner
+
+    def to_here(self, timeout: float | None = None) -> Any:
+        """The gradient: a pytree of the structure of the reference's value."""
+        if self._scope is None:
+            raise ContextError(f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`")
+        worker = current_worker()
+        worker.scopes.find(self._scope.id)
+        with within(self._scope):
+            return worker.rpc_sync(self.owner, gradient_of, (self.rref.id,), {}, timeout)
+
+    def __repr__(self) -> str:
+        return f"gradient of {self.rref}"
+
+
+def _unflatten(reference: Any, children: Any) -> RemoteGradient:
+    return RemoteGradient(jax.tree.unflatten(reference, (0.0,)), children[0], current_scope())
+
+
+def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
+    return (gradient.parts,), jax.tree.structure(gradient.rref)
+
+
+jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Like ``jax.value_and_grad``, of functions that call other workers.
+
+    An RRef may be differentiated like any argument: its gradient stays on its owner, in the context, and what is
+    returned for it is a ``RemoteGradient``. Outside any context, the function opens one of its own; it closes when the
+    last RemoteGradient of it is gone.
+
+    Arguments:
+      fun: a function of arrays, pytrees and RRefs that returns a scalar, or with ``has_aux`` a scalar and anything.
+      argnums: which arguments to differentiate.
+      has_aux: whether ``fun`` returns a pair.
+
+    Raises:
+      DifferentiationError: ``fun`` returned a reference, or something that is no scalar.
+
+    Example:
+      >>> with jd.context() as ctx:
+      ...     loss, (enc_grad, head_grad) = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, head)
+    """
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        with _some_context() as lease:
+            transformed = jax.value_and_grad(_rooted(fun, has_aux), argnums, has_aux)
+            value, gradients = transformed(*args, **kwargs)
+            return value, _with_remote(gradients, lease)
+
+    return differentiated
+
+
+def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Like ``jax.grad``, of functions that call other workers. See ``value_and_grad``.
+
+    Example:
+      >>> gradient = jd.grad(loss_fn)(params)
+    """
+    both = value_and_grad(fun, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return differentiated
+
+
+def backward(ctx: Context | int, loss_fn: Callable[..., Any], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Run a function and take the gradients of what it returns, gathering them in a context.
+
+    Arguments:
+      ctx: an open context of this worker.
+      loss_fn: returns a scalar, or several in a list or tuple (roots: their sum is differentiated).
+      args: what to call it with: every reference and every float array in them is differentiated.
+
+    Returns:
+      What ``loss_fn`` returned, and for each argument its gradient: RemoteGradients where it holds references.
+      Gradients of references add up in the context over several calls.
+
+    Raises:
+      ContextError: the context is closed, not known here, or not the one this thread is in.
+      DifferentiationError: nothing to differentiate, or a root that is no local float scalar.
+
+    Example:
+      >>> with jd.context() as ctx:
+      ...     loss, (enc_grad, head_grad) = jd.backward(ctx, loss_fn, enc, head)
+      ...     jd.get_gradients(ctx)
+    """
+    found = find_context(ctx)
+    outer = current_scope()
+    if outer is not None and outer is not found.scope:
+        raise ContextError(f"backward in {found}: this thread is in context {spell(outer.id)}", context=found.id)
+    layout, operands = split(args, lambda leaf: has_gradient(leaf) or isinstance(leaf, float | complex))
+    if not operands:
+        raise DifferentiationError("backward: none of the arguments has a reference or a float array to differentiate")
+
+    def roots(operands: Sequence[Any]) -> tuple[Any, Any]:
+        value = loss_fn(*layout.fill(operands))
+        several = value if isinstance(value, list | tuple) else [value]
+        if not several:
+            raise DifferentiationError("backward: the function returned no roots")
+        return sum(_scalar(root) for root in several), value
+
+    with within(found.scope):
+        (_, value), gradients = jax.value_and_grad(roots, has_aux=True)(operands)
+        return value, _with_remote(layout.fill(gradients), None)
+
+
+def _rooted(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The function, with a clear error where its result cannot be differentiated."""
+
+    @functools.wraps(fun)
+    def rooted(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise DifferentiationError(
+                f"with has_aux a function returns (scalar, anything), not {type(result).__name__}"
+            )
+        root, rest = result if has_aux else (result, None)
+        return (_scalar(root), rest) if has_aux else _scalar(root)
+
+    return rooted
+
+
+def _scalar(root: Any) -> Any:
+    if isinstance(root, RRef):
+        raise DifferentiationError(
+            f"a root of a derivative must be local, not {root}. Fetch it first: return rref.to_here().", root=root
+        )
+    if not (is_array(root) or isinstance(root, float | complex)) or jnp.shape(root) != ():
+        what = f"{root.dtype}{list(root.shape)}" if is_array(root) else f"a {type(root).__name__}"
+        raise DifferentiationError(f"a root of a derivative must be a scalar, not {what}. Sum it, or take its mean.")
+    if not jnp.issubdtype(jnp.result_type(root), jnp.inexact):
+        raise DifferentiationError(f"a root of a derivative must be a float, not {root.dtype}")
+    return root
+
+
+def _with_remote(gradients: Any, lease: Any) -> Any:
+    """References in gradients are what JAX makes of the count of parts: say what they are."""
+
+    def convert(leaf: Any) -> Any:
+        return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf
+
+    return jax.tree.map(convert, gradients, is_leaf=lambda leaf: isinstance(leaf, RRef))
+
+
+class _Lease:
+    """A context that ends when nobody needs its gradients any more."""
+
+    def __init__(self, opened: Context):
+        self._worker, self._id = current_worker(), opened.id
+
+    def __del__(self) -> None:
+        self._worker.abandon_scope(self._id)
+
+
+@contextlib.contextmanager
+def _some_context() -> Iterator[Any]:
+    """The context this thread is in; or one of its own, where calls may need it."""
+    if current_scope() is not None or find_worker() is None or not trace_state_clean():
+        yield None
+        return
+    opened = open_context()
+    lease = _Lease(opened)
+    with within(opened.scope):
+        yield lease

@@ -1,0 +1,128 @@
+"""Trees with holes: which parts of a call's arguments or results are arrays JAX may trace, and all the rest."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.references import ByReference, RRef
+from jdistgrad.rpc.tracing import is_traced, staging
+
+
+class Hole:
+    """Where an array goes."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReferenceHole:
+    """Where a reference goes that has operands.
+
+    ``kept`` keeps the value alive for backward passes. Where code is staged only its key stays: JAX keeps that for ever.
+    """
+
+    structure: Any
+    wraps: int
+    kept: Any
+
+    @property
+    def width(self) -> int:
+        return self.structure.num_leaves
+
+    def refill(self, operands: Iterator[Any]) -> Any:
+        children = [next(operands) for _ in range(self.width)]
+        filled = jax.tree.unflatten(self.structure, children)
+        for _ in range(self.wraps):
+            filled = ByReference(filled)
+        return filled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A tree whose picked leaves are holes; ``positions``: for each operand, the number of the leaf it is of."""
+
+    tree: Any
+    positions: tuple[int, ...]
+
+    def fill(self, operands: Iterable[Any]) -> Any:
+        """The tree with operands in its holes."""
+        rest = iter(operands)
+
+        def refill(leaf: Any) -> Any:
+            if isinstance(leaf, Hole):
+                return next(rest)
+            return leaf.refill(rest) if isinstance(leaf, ReferenceHole) else leaf
+
+        return trees.map_leaves(refill, self.tree)
+
+    def holes(self) -> list[Any]:
+        """For each operand, its hole."""
+        found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
+        return [hole for hole in found for _ in range(getattr(hole, "width", 1))]
+
+    def by_reference(self) -> Any:
+        """The tree, holes and all, with every reference to be passed as one more than it was."""
+
+        def wrap(leaf: Any) -> Any:
+            if isinstance(leaf, ReferenceHole):
+                return dataclasses.replace(leaf, wraps=leaf.wraps + 1)
+            return ByReference(leaf) if isinstance(leaf, RRef | ByReference) else leaf
+
+        return trees.map_leaves(wrap, self.tree)
+
+
+def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:
+    """Take the picked leaves out of a tree."""
+    operands: list[Any] = []
+    positions: list[int] = []
+    numbers = iter(range(1 << 30))
+
+    def dig(leaf: Any) -> Any:
+        number = next(numbers)
+        if not pick(leaf):
+            return leaf
+        hole, found = _dig(leaf)
+        operands.extend(found)
+        positions.extend([number] * len(found))
+        return hole
+
+    holed = trees.map_leaves(dig, tree)
+    return Layout(holed, tuple(positions)), operands
+
+
+def _dig(leaf: Any) -> tuple[Any, list[Any]]:
+    reference, wraps = leaf, 0
+    while isinstance(reference, ByReference):
+        reference, wraps = reference.rref, wraps + 1
+    if isinstance(reference, RRef):
+        children, structure = jax.tree.flatten(reference)
+        return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
+    return Hole(), [leaf]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is one JAX can compute with; a reference is, by its handle."""
+    if isinstance(leaf, jax.Array | RRef):
+        return True
+    return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extended(leaf.dtype))
+
+
+def _is_extended(dtype: np.dtype) -> bool:
+    return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, np.number)
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether an array has a derivative."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def has_gradient(leaf: Any) -> bool:
+    """Whether a leaf of a value can have a gradient: a float array, or a reference by its handle."""
+    return isinstance(leaf, RRef) or (is_array(leaf) and is_differentiable(leaf))
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)

@@ -1,0 +1,84 @@
+"""The one JAX primitive of the wire: it performs an operation.
+
+Run at once where everything is concrete, batched by the operation itself, and a host callback in compiled code. It has
+no side effect in JAX's eyes: what nobody uses may be dropped, and ``jax.checkpoint`` may repeat it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jdistgrad._compat import shaped, trace_state_clean
+from jdistgrad.autograd.operations import Operation
+from jdistgrad.rpc import current
+from jdistgrad.wire.arrays import as_numpy
+
+wire_p = Primitive("wire")
+wire_p.multiple_results = True
+
+
+def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """An operation's outputs: now, or as part of what JAX traces."""
+    if trace_state_clean() and not any(isinstance(one, jax.core.Tracer) for one in operands):
+        return tuple(run(*operands, operation=operation))
+    return tuple(wire_p.bind(*operands, operation=operation))
+
+
+def run(*operands: Any, operation: Operation) -> list[Any]:
+    """Perform an operation on concrete operands."""
+    return operation.start([_as_array(one) for one in operands]).outputs()
+
+
+def _as_array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.asarray(value)
+
+
+def _shapes(*operands: Any, operation: Operation) -> list[Any]:
+    shapes = operation.shapes([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands])
+    return [shaped(one.shape, one.dtype) for one in shapes]
+
+
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
+    (size,) = {one.shape[dim] for one, dim in zip(operands, dims, strict=True) if dim is not None}
+    batch = operation.batched(size, [dim is not None for dim in dims])
+    first = [
+        _batch_first(one, dim, size, k in batch.spread) for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
+    ]
+    outputs = wire_p.bind(*first, operation=batch.operation)
+    return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
+
+
+def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
+    if dim is not None:
+        return jnp.moveaxis(operand, dim, 0)
+    return jnp.broadcast_to(operand, (size, *jnp.shape(operand))) if spread else operand
+
+
+def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
+    place = current.place()
+
+    def call_back(*operands: Any) -> tuple[Any, ...]:
+        callback = functools.partial(_called_back, operation, place, len(operands))
+        return tuple(jax.pure_callback(callback, shapes, *operands))
+
+    return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
+
+
+def _called_back(operation: Operation, place: Any, count: int, *operands: Any) -> list[np.ndarray]:
+    """On a thread of XLA's. No JAX here: it can deadlock."""
+    with current.at(place), as_numpy():
+        outputs = operation.start([np.asarray(one) for one in operands]).outputs()
+    return [np.asarray(one) for one in outputs]
+
+
+wire_p.def_impl(run)
+wire_p.def_abstract_eval(_shapes)
+batching.primitive_batchers[wire_p] = _batched
+mlir.register_lowering(wire_p, _lowered)

@@ -1,0 +1,146 @@
+"""The callee's side: run a function and keep its pullback in the context; pull it when the cotangents come."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.autograd.compiling import Map, differentiate
+from jdistgrad.autograd.derived import Publishing, gradient_layout
+from jdistgrad.autograd.exchange import contribute
+from jdistgrad.autograd.layout import Layout, split
+from jdistgrad.autograd.ledger import REFERENCE, Contribution, Node, total
+from jdistgrad.autograd.tape import Tape, current_tape, serving
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import HANDLE, ByReference, RRef
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A function whose pullback is kept. ``wanted``: the numbers of the leaves of its arguments to pull back to.
+
+    It takes references as they are: gradients of their values go to their owners.
+    """
+
+    function: Any
+    message: int
+    wanted: tuple[int, ...]
+    lanes: tuple[tuple[int, tuple[int, ...]], ...] = ()  # wanted leaves to be given batch dimensions
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with serving(self.message):
+            tape = current_tape(lambda: self.label)
+            recording = Recording(self.function, Arguments(args, kwargs, self.wanted, dict(self.lanes)))
+            tape.keep(self.message, recording)
+            return recording.result
+
+
+class Arguments:
+    """Arguments with references delivered, and where among their arrays the wanted ones are."""
+
+    def __init__(self, args: Any, kwargs: Any, wanted: tuple[int, ...], lanes: dict[int, tuple[int, ...]]):
+        leaves = list(trees.leaves((args, kwargs)))
+        values = self._fetch(leaves)
+        self.operands: list[Any] = []
+        self.wanted: list[tuple[RRef | None, slice]] = []
+        holed = []
+        for number, leaf in enumerate(leaves):
+            item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
+            if number in wanted:
+                layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
+                start, item = len(self.operands), layout.tree
+                if not isinstance(item, RRef) and not isinstance(leaf, RRef) and number in lanes:
+                    operands = [jnp.broadcast_to(one, lanes[number] + one.shape) for one in operands]
+                self.operands += operands
+                reference = leaf if isinstance(leaf, RRef) else None
+                self.wanted.append((reference, slice(start, len(self.operands))))
+            holed.append(item)
+        rest = iter(holed)
+        self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
+
+    def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
+        worker = current_worker()
+        references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
+        return {reference: future.result() for reference, future in references.items()}
+
+
+class Recording:
+    """One recorded call: its result, and everything its pullback needs."""
+
+    def __init__(self, function: Any, arguments: Arguments):
+        self._wanted = arguments.wanted
+        self._published = function.id if isinstance(function, Publishing) else None
+        inner = function.function if isinstance(function, Publishing) else function
+        if self._published is None:
+            self._pullback = differentiate(inner, arguments.layout, arguments.operands)
+            self.result = self._pullback.result
+        else:
+            self._publish(inner, arguments)
+            self.result = HANDLE
+
+    def _publish(self, function: Any, arguments: Arguments) -> None:
+        owned = current_worker().owned.announce(self._published)
+        try:
+            self._pullback = differentiate(function, arguments.layout, arguments.operands)
+        except BaseException as error:
+            owned.value.set_exception(error)
+            raise
+        owned.value.set_result(self._pullback.result)
+        self._pullback.result = None
+
+    def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
+        """Cotangents of the wanted leaves the message asks for, from those of the live results."""
+        if self._published is None:
+            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
+        (count,) = cotangents
+        lanes = np.shape(count)
+        taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
+        sums = total(taken, lanes)
+        live = tuple(k for k, one in enumerate(sums) if one is not None)
+        maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
+        return self._pull(pulled, live, [sums[k] for k in live], maps)
+
+    def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
+        flat = self._pullback.pull(live, cotangents, maps)
+        lanes = tuple(one.size for one in reversed(maps))
+        return [self._deliver(flat, *self._wanted[number], pulled.number, lanes) for number in pulled.numbers]
+
+    def _deliver(
+        self, flat: list[Any], reference: RRef | None, part: slice, number: int, lanes: tuple[int, ...]
+    ) -> Any:
+        """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane."""
+        if reference is None:
+            return flat[part.start]
+        contribute(reference.owner.rank, REFERENCE, reference.id, Contribution(number, lanes, flat[part]))
+        return np.ones(lanes, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulled:
+    """The pullback of a recorded call, called with the cotangents of its live results."""
+
+    what: str
+    message: int
+    number: int  # of the contributions it makes
+    numbers: tuple[int, ...]  # of the wanted leaves, among those recorded
+    live: tuple[int, ...]
+    last: bool
+    maps: tuple[Map, ...]
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {self.what}"
+
+    def __call__(self, cotangents: list[Any]) -> list[Any]:
+        with serving(self.message):
+            tape = current_tape(lambda: self.label)
+            return tape.recording(self.message, last=self.last).pull(tape, self, cotangents)

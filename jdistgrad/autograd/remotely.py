@@ -1,0 +1,85 @@
+"""Calls whose result stays on the callee, with a derivative: the owner pulls when the whole gradient has come."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.autograd import boundary
+from jdistgrad.autograd.derived import Publishing, ShapesOf, delivered, differentiable, numbered
+from jdistgrad.autograd.ledger import REFERENCE
+from jdistgrad.autograd.operations import Batched, Call, Shapes, Started
+from jdistgrad.autograd.tape import current_tape, replaying_number
+from jdistgrad.autograd.values import TOKEN, Take
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.ids import as_token
+
+REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
+HANDLE_SHAPE = jax.ShapeDtypeStruct((), np.float32)
+
+
+@dataclasses.dataclass(eq=False)
+class CallRemote(Call):
+    """A call that makes a reference. Outputs: its handle and its token; before them the tag, where it is recorded.
+
+    ``staged``: it runs in compiled code, where nobody holds the reference: the context does. ``results`` are those of
+    the function: the value's.
+    """
+
+    staged: bool = False
+    made: list[Any] = dataclasses.field(default_factory=list)  # shared with the recorded one
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        claim = current_worker().claim_new(self.to)
+        if self.staged:
+            current_tape(lambda: f"{describe(self.function)}, called remotely in jax.jit,").kept.append(claim)
+        else:
+            self.made.append(claim)
+        function, outputs = Publishing(self.function, claim.id), [as_token(claim.id)]
+        if self.wanted is None:
+            return Started(self.send(function, operands), lambda handle: [handle, *outputs])
+        recorded, tag = self.recorded(function)
+        return Started(self.send(recorded, operands), lambda handle: [as_token(*tag, claim.id), handle, *outputs])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        if not self.results.known:
+            args, kwargs = self.arguments.fill(operands)
+            self.results.learn(current_worker().rpc_sync(self.to, ShapesOf(self.function), args, kwargs, None))
+        return [*([REMOTE_TAG] if self.wanted is not None else []), HANDLE_SHAPE, TOKEN]
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
+
+    def pullback(self, wanted: tuple[int, ...], live: tuple[int, ...]) -> Any:
+        return PullbackAtOwner(self.function, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class PullbackAtOwner:
+    """The pullback of a function whose result stayed here; its cotangent comes from those who used the reference."""
+
+    function: Any
+    wanted: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {describe(self.function)}"
+
+    def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, handle: Any) -> list[Any]:
+        layout, operands = numbered((args, kwargs), self.wanted)
+
+        def primal(*variables: Any) -> list[Any]:
+            args, kwargs = delivered(layout.fill(variables))
+            return differentiable(self.function(*args, **kwargs))[0]
+
+        results, pullback = jax.vjp(primal, *operands)
+        shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
+        numbers = tuple(range(len(shapes)))
+        gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
+        with replaying_number(number):
+            *cotangents, _ = boundary.take(gradient)(handle, tag[4:])
+            return list(pullback(cotangents))

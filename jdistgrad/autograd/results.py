@@ -1,0 +1,56 @@
+"""The results of a remote function: which of them are arrays, and what surrounds them."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.autograd.layout import Layout, is_array, shape_of, split
+from jdistgrad.errors import DifferentiationError
+
+
+class Results:
+    """What is known of one call's results: everything after it has run once, or its shapes have been asked for."""
+
+    def __init__(self, outer: "Results | None" = None):
+        self._outer = outer  # the same without a batch dimension
+        self._known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def known(self) -> bool:
+        return self._known is not None
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        assert self._known is not None
+        return self._known[1]
+
+    def learn(self, known: tuple[Layout, list[jax.ShapeDtypeStruct]]) -> None:
+        self._known = known
+        if self._outer is not None:
+            layout, shapes = known
+            self._outer.learn((layout, [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in shapes]))
+
+    def flatten(self, value: Any) -> list[Any]:
+        """A result's arrays."""
+        layout, arrays = split(value, is_array)
+        if self._known is None:
+            self.learn((layout, [shape_of(one) for one in arrays]))
+        elif len(arrays) != len(self.shapes):
+            raise DifferentiationError(
+                f"a remote function returned {len(arrays)} arrays; when it was traced, it returned {len(self.shapes)}. "
+                "A function called inside jax.jit must return the same structure each time."
+            )
+        return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]
+
+    def rebuild(self, arrays: Any) -> Any:
+        """The result that has these arrays."""
+        assert self._known is not None
+        return self._known[0].fill(arrays)
+
+    def batched(self) -> "Results":
+        """The same with a batch dimension."""
+        return Results(self)

@@ -1,0 +1,155 @@
+"""What one worker keeps for one context: pullbacks waiting to be pulled, gradients, and the graph for a picture."""
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
+from jdistgrad.errors import ContextError
+from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.wire.ids import from_token, spell
+
+_serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
+
+
+@contextlib.contextmanager
+def serving(message: int) -> Iterator[None]:
+    """A block that runs because of this message."""
+    token = _serving.set(message)
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """One crossing of the boundary, as its sender knows it: a send/recv pair."""
+
+    message: int
+    source: int
+    target: int
+    what: str
+    backward: bool = False
+    caused_by: int | None = None  # the call this worker served when it sent this
+
+
+class Tape:
+    """One worker's part of a context."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.links: list[Link] = []
+        self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
+        self._recordings: dict[int, Any] = {}
+        self._taken: dict[int, list[Contribution]] = {}
+        self._replayed: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
+
+    def link(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
+        self.links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
+
+    def keep(self, message: int, recording: Any) -> None:
+        with self._lock:
+            self._recordings[message] = recording
+
+    def recording(self, message: int, *, last: bool) -> Any:
+        """What was recorded for a message; ``last``: nobody will ask again."""
+        with self._lock:
+            found = self._recordings.pop(message, None) if last else self._recordings.get(message)
+        if found is None:
+            raise ContextError(
+                f"nothing is recorded for message {spell(message)} in this context, or it has been pulled back for the "
+                "last time: differentiate the whole computation again."
+            )
+        return found
+
+    def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
+        """Add to the gradient of a value, of a contribution, or of all the contributions somebody has taken."""
+        if kind == TAKEN:
+            with self._lock:
+                contributions = self._taken[identifier]
+            for one in contributions:
+                self.ledger.put(Node(CONTRIBUTION, one.number), contribution)
+        else:
+            self.ledger.put(Node(kind, identifier), contribution)
+
+    def taken(self, identifier: int, contributions: list[Contribution]) -> None:
+        """Remember what was summed, for derivatives of the sum."""
+        with self._lock:
+            self._taken[identifier] = contributions
+
+    def taken_before(self, identifier: int) -> list[Contribution] | None:
+        with self._lock:
+            return self._taken.get(identifier)
+
+    def replayed(self, number: int, turn: int) -> int:
+        """The number that a block of this number gets in its turn."""
+        with self._lock:
+            if (number, turn) not in self._replayed:
+                self._replayed[number, turn] = next_message()
+            return self._replayed[number, turn]
+
+    def gradients(self) -> dict[int, list[Any]]:
+        """By reference: the sum of what was contributed and not pulled on."""
+        nodes = [node for node in self.ledger.nodes() if node.kind == REFERENCE]
+        return {node.id: total(self.ledger.read(node)) for node in nodes}
+
+    def statistics(self) -> dict[str, int]:
+        with self._lock:
+            return {"recordings": len(self._recordings), "links": len(self.links)}
+
+
+def next_message() -> int:
+    """A new message id of this worker."""
+    return current_worker().messages.next()
+
+
+_replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.ContextVar(
+    "jdistgrad_replay", default=None
+)
+
+
+@contextlib.contextmanager
+def replaying(number: int) -> Iterator[None]:
+    """A block that gets the same numbers each time it runs: derivatives run a pullback again, gradients count once."""
+    token = _replay.set((number, itertools.count()))
+    try:
+        yield
+    finally:
+        _replay.reset(token)
+
+
+def replaying_number(token: Any) -> contextlib.AbstractContextManager[None]:
+    """``replaying``, by a token. Compiled code makes no contributions of its own: its token may be traced."""
+    if isinstance(token, jax.core.Tracer):
+        return contextlib.nullcontext()
+    return replaying(*from_token(token))
+
+
+def next_number() -> int:
+    """What the next contribution to a gradient, or the next sum of them, is known by."""
+    replay = _replay.get()
+    if replay is None:
+        return next_message()
+    return current_tape(lambda: "a gradient").replayed(replay[0], next(replay[1]))
+
+
+def current_tape(what: Callable[[], str]) -> Tape:
+    """This worker's part of the context this code runs in."""
+    scope = current_scope()
+    if scope is None:
+        raise ContextError(
+            f"{what()} is differentiated outside any context. Put it inside `with jdistgrad.context() as ctx:`, or use "
+            "jdistgrad.value_and_grad, which opens one itself."
+        )
+    return scope.content(Tape)

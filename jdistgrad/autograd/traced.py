@@ -1,0 +1,63 @@
+"""Calls of which JAX traces something: what ``rpc_sync`` and the others do inside grad, vmap, jit."""
+
+import concurrent.futures
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd import boundary
+from jdistgrad.autograd.layout import is_array, split
+from jdistgrad.autograd.operations import Call
+from jdistgrad.autograd.remotely import CallRemote
+from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.values import Fetch, Publish
+from jdistgrad.rpc import tracing
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.references import RRef, made_when_run
+from jdistgrad.wire.ids import as_token
+
+
+class TracedCalls:
+    """The ``Boundary`` that the layer of calls hands over to."""
+
+    def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+        peer, results = current_worker().directory.find(to), Results()
+        arguments, operands = split((args, kwargs))
+        operation = Call(peer.rank, function, arguments, results, timeout)
+        return results.rebuild(boundary.call(operation)(*operands))
+
+    def rpc_async(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+        """Traced code has no time of its own: the future is done. The staged step sends calls out together."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        try:
+            future.set_result(self.rpc_sync(to, function, args, kwargs, timeout))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+        peer, results = current_worker().directory.find(to), Results()
+        arguments, operands = split((args, kwargs))
+        operation = CallRemote(peer.rank, function, arguments, results, timeout, staged=tracing.staging())
+        handle, token = boundary.call(operation)(*operands)
+        if operation.made:  # run at once: the reference is known
+            return RRef._of(operation.made.pop(), handle)
+        return made_when_run(peer.rank, results, handle, token)
+
+    def fetch(self, rref: RRef, timeout: float | None) -> Any:
+        children, structure = jax.tree.flatten(rref)
+        results = Results() if rref.token is None else rref._claim.key.results
+        token = as_token(rref.id) if rref.token is None else None
+        operation = Fetch(structure, results, timeout)
+        return results.rebuild(boundary.fetch(operation, rref.owner.rank, token)(*children))
+
+    def own(self, value: Any) -> RRef:
+        worker = current_worker()
+        layout, operands = split(value, is_array)
+        claim = worker.claim_new(worker.rank)
+        rule = boundary.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
+        (handle,) = rule(*operands)
+        return RRef._of(claim, handle)
+
+
+tracing.install(TracedCalls())

@@ -1,0 +1,151 @@
+"""Operations on values and their gradients: fetch a value, publish one, put a contribution to a gradient, take their sum.
+
+``put`` and ``take`` are each other's derivatives, as ``fetch`` and ``put`` are, and ``publish`` and ``take``, through the
+owner's ledger. Each returns or needs a handle: a one for each contribution, which JAX adds up to the count that the owner
+has to wait for.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.autograd.exchange import accept, take, value_layout
+from jdistgrad.autograd.layout import Layout
+from jdistgrad.autograd.ledger import Contribution
+from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done
+from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.tape import current_tape, next_number
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.references import HANDLE, by_reference
+from jdistgrad.wire.ids import as_token, from_token
+
+
+class _Unbatched:
+    """What is not changed by a batch."""
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        raise DifferentiationError(
+            f"{type(self).__name__.lower()} cannot be batched: a reference is one value, not a batch of them. Make it "
+            "outside jax.vmap."
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Fetch(_Unbatched):
+    """A reference's value. Operands: the reference's leaves. Outputs: the arrays of the value."""
+
+    reference: Any  # its tree structure
+    results: Results
+    timeout: float | None
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        rref = jax.tree.unflatten(self.reference, operands)
+        return Started(rref.value_future(self.timeout), self.results.flatten)
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        if not self.results.known:
+            rref = jax.tree.unflatten(self.reference, operands)
+            args = (by_reference(rref),)
+            self.results.learn(current_worker().rpc_sync(rref.owner, value_layout, args, {}, self.timeout))
+        return self.results.shapes
+
+
+@dataclasses.dataclass(eq=False)
+class Publish(_Unbatched):
+    """Keep a value here, under an id that others know. Operands: the value's arrays. Output: its handle."""
+
+    value: Layout
+    id: int
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        owned = current_worker().owned.announce(self.id)
+        owned.value.set_result(self.value.fill(operands))
+        return done([HANDLE])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        raise DifferentiationError(
+            "a value is given to a reference inside jax.jit (or scan, checkpoint ...), where it has no data. Call "
+            "jdistgrad.RRef outside of it."
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Put:
+    """Add to the gradient of something. Operands: its token, and the leaves that are not zero (``live`` of ``count``).
+
+    Outputs: the handle, and the token of this contribution.
+    """
+
+    owner: int
+    kind: str
+    live: tuple[int, ...]
+    count: int
+    lanes: tuple[int, ...] = ()
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        (identifier,), number = from_token(operands[0]), next_number()
+        leaves: list[Any] = [None] * self.count
+        for k, leaf in zip(self.live, operands[1:], strict=True):
+            leaves[k] = leaf
+        handle, contribution = np.ones(self.lanes, np.float32), Contribution(number, self.lanes, leaves)
+        worker = current_worker()
+        if self.owner == worker.rank:
+            accept(self.kind, identifier, contribution)
+            return done([handle, as_token(number)])
+        current_tape(lambda: "a gradient").link(number, self.owner, "gradient of a reference", backward=True)
+        future = worker.rpc_async(self.owner, accept, (self.kind, identifier, contribution), {}, None)
+        return Started(future, lambda _: [handle, as_token(number)])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [jax.ShapeDtypeStruct(self.lanes, np.float32), TOKEN]
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        put = dataclasses.replace(self, lanes=(size, *self.lanes))
+        return Batched(put, lambda count: [True, False], range(1, len(batched)))
+
+
+@dataclasses.dataclass(eq=False)
+class Take:
+    """The sum of the contributions to something. Operands: the handle, which says how many, and its token.
+
+    Outputs: the wanted leaves, and a token of what was taken.
+    """
+
+    owner: int
+    kind: str
+    wanted: tuple[int, ...]
+    count: int  # leaves in all
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # those wanted
+    lanes: tuple[int, ...] = ()
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        count, (identifier,), taken = int(np.ravel(operands[0])[0]), from_token(operands[1]), next_number()
+        worker, args = current_worker(), (self.kind, identifier, count, self.lanes, taken)
+        future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
+        return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
+
+    def _wanted_of(self, leaves: list[Any]) -> list[Any]:
+        return [self._leaf(leaves[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)]
+
+    def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN]
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        take = dataclasses.replace(self, lanes=(size, *self.lanes))
+        return Batched(take, lambda count: [True] * (count - 1) + [False])

@@ -1,0 +1,121 @@
+"""Scopes: what several workers hold for one purpose, under one id, until whoever opened it closes it.
+
+Every call made inside a scope carries its id. A worker that is called so takes part: it keeps things in the scope (the
+layers above decide what), and passes the id on with its own calls. Closing reaches all of them.
+"""
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jdistgrad.errors import ContextError
+from jdistgrad.wire.ids import IdSource, spell
+
+T = TypeVar("T")
+
+REMEMBERED = 4096  # closed scopes that late messages are told of
+
+
+class Scope:
+    """One worker's part of a scope."""
+
+    def __init__(self, identifier: int):
+        self.id = identifier
+        self.closed = False
+        self._peers: set[int] = set()
+        self._contents: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def content(self, make: Callable[[], T]) -> T:
+        """What a layer keeps here: one object for each ``make``, made on first use."""
+        with self._lock:
+            self._check()
+            if make not in self._contents:
+                self._contents[make] = make()
+            return self._contents[make]
+
+    def includes(self, peer: int) -> None:
+        """A call goes to this peer: it must hear when the scope closes."""
+        with self._lock:
+            self._check()
+            self._peers.add(peer)
+
+    def peers(self) -> set[int]:
+        """The workers that were called from here."""
+        with self._lock:
+            return set(self._peers)
+
+    def close(self) -> tuple[set[int], list[Any]]:
+        """Whom to tell, and what was kept, for the caller to let go of."""
+        with self._lock:
+            self.closed = True
+            peers, contents = self._peers, list(self._contents.values())
+            self._peers, self._contents = set(), {}
+            return peers, contents
+
+    def _check(self) -> None:
+        if self.closed:
+            raise closed_error(self.id)
+
+
+class ScopeTable:
+    """The scopes one worker takes part in."""
+
+    def __init__(self, rank: int):
+        self._ids = IdSource(rank)
+        self._open: dict[int, Scope] = {}
+        self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self) -> Scope:
+        """A new scope of this worker's own."""
+        return self.enter(self._ids.next())
+
+    def enter(self, identifier: int) -> Scope:
+        """The scope a message names: known, or new here. Raises ContextError when it has been closed."""
+        with self._lock:
+            scope = self._open.get(identifier)
+            if scope is None:
+                if identifier in self._closed:
+                    raise closed_error(identifier)
+                scope = self._open[identifier] = Scope(identifier)
+            return scope
+
+    def find(self, identifier: int) -> Scope:
+        """A scope that must be open here. Raises ContextError when it is not."""
+        scope = self._open.get(identifier)
+        if scope is None:
+            raise closed_error(identifier) if identifier in self._closed else unknown_error(identifier)
+        return scope
+
+    def release(self, identifier: int) -> Scope | None:
+        """Take a scope out; None where it has been before. It will not be entered again."""
+        with self._lock:
+            self._closed[identifier] = None
+            if len(self._closed) > REMEMBERED:
+                self._closed.popitem(last=False)
+            return self._open.pop(identifier, None)
+
+    def identifiers(self) -> list[int]:
+        with self._lock:
+            return list(self._open)
+
+
+def closed_error(identifier: int) -> ContextError:
+    return ContextError(
+        f"context {spell(identifier)} has been closed. Calls, gradients and optimizer steps that use it belong inside "
+        "its `with jdistgrad.context()` block.",
+        context=identifier,
+    )
+
+
+def unknown_error(identifier: int) -> ContextError:
+    return ContextError(
+        f"there is no context {spell(identifier)} on this worker: no call made in it has come here. Use the object that "
+        "`with jdistgrad.context() as ctx` gives.",
+        context=identifier,
+    )
