@@ -8,6 +8,7 @@ from jdistgrad.autograd.gradients import (
     grad as grad,
     value_and_grad as value_and_grad,
 )
+from jdistgrad.autograd.staged import jit as jit
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
     CallTimeoutError as CallTimeoutError,
@@ -28,6 +29,7 @@ from jdistgrad.errors import (
     WorldClosedError as WorldClosedError,
     WorldError as WorldError,
 )
+from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register

@@ -78,7 +78,7 @@ class StaleReferenceError(DistgradError, RuntimeError):
 
 
 class ContextError(DistgradError, RuntimeError):
-    """A context was used after it closed, where it is not known, inside another one; or one was needed and is missing."""
+    """A context was used after it closed, where it is not known, or inside another one; or one is missing."""
 
 
 class DifferentiationError(DistgradError, TypeError):
@@ -87,3 +87,27 @@ class DifferentiationError(DistgradError, TypeError):
 
 class LauncherError(DistgradError, RuntimeError):
     """The command line could not start a job (no MPI, no such script, bad number of workers)."""
+
+
+class CollectiveError(DistgradError, RuntimeError):
+    """A collective operation could not be carried out, or was used where it has no meaning."""
+
+
+class MissingRanksError(CollectiveError, TimeoutError):
+    """Some ranks did not come to a step that others have taken; ``missing`` names them."""
+
+
+class DisagreementError(CollectiveError, ValueError):
+    """The ranks do not do the same: other leaves, other settings, another step. Nothing was reduced."""
+
+
+class LeafError(DistgradError, TypeError):
+    """A leaf of a tree is of a kind that cannot be averaged, or was given twice; ``path`` names it."""
+
+
+class HookError(DistgradError, TypeError):
+    """A communication hook returned something that is not its bucket, reduced."""
+
+
+class NonFiniteError(DistgradError, ArithmeticError):
+    """A gradient held NaN or infinity when asked to check; ``rank`` and ``path`` say where."""

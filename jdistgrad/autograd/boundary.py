@@ -1,8 +1,8 @@
 """Derivatives of remote calls: the rules JAX is given.
 
-A call's rule records it where it runs and pulls the recorded pullback back. Both are differentiable themselves: what is
-recorded has the same derivative as the call, and a pullback is the call of a function (``PullbackOf``). So derivatives of
-any order are exact.
+A call's rule records it where it runs and pulls the recorded pullback back. Both are differentiable themselves: what
+is recorded has the same derivative as the call, and a pullback is the call of a function (``PullbackOf``): derivatives
+of any order are exact.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
 
     def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
         assert operation.wanted is not None
-        both = operation.recording({*operation.wanted, *wanted})
+        both = operation.recording([*{*operation.wanted, *wanted}])
         outputs = recorded(both)(*operands)
         return outputs, (Fixed((both, wanted)), outputs[0], operands)
 
@@ -110,7 +110,8 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
-        return fetch(operation, owner, token)(*operands), residuals
+        recorded = dataclasses.replace(operation, recorded=True)
+        return fetch(recorded, owner, token)(*operands), residuals
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         token, count = residuals

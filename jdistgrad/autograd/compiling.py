@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.derived import differentiable, is_compiled
-from jdistgrad.autograd.layout import Hole, Layout, is_array, split
+from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole, is_array, split
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references import ByReference, RRef
 
 VARIABLE, ARRAY = "variable", "array"
 STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
@@ -101,13 +101,14 @@ class Compiled:
         self.forward = jax.jit(forward)
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
-        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
-        leaves = [next(parts[kind]) if isinstance(kind, str) else kind[1] for kind in self._kinds]
+        arrays = iter(constants)
+        known = {VARIABLE: lambda number: variables[number], ARRAY: lambda _: next(arrays)}
+        leaves = [known[kind](value) if kind in known else value for kind, value in self._kinds]
         return jax.tree.unflatten(self._structure, leaves)
 
     def constants(self, layout: Layout) -> list[Any]:
         leaves = jax.tree.leaves(layout.tree)
-        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind is ARRAY]
+        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
 
 
 _compiled = functools.lru_cache(maxsize=1024)(Compiled)
@@ -116,11 +117,13 @@ _statics: dict[int, set[Hashable]] = {}
 
 def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
     """None where compiling makes no sense: references inside, or arguments that are no arrays and ever different."""
-    if any(isinstance(leaf, RRef) for leaf in trees.leaves(layout.tree)):
+    if any(isinstance(leaf, RRef | ByReference | ReferenceHole) for leaf in trees.leaves(layout.tree)):
         return None
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
-        kinds = tuple(_kind(leaf) for leaf in leaves)
+        holes = [leaf for leaf in trees.leaves(layout.tree) if isinstance(leaf, Hole)]
+        numbers = {id(hole): number for number, hole in enumerate(holes)}  # JAX sorts dicts, layouts do not
+        kinds = tuple(_kind(leaf, numbers) for leaf in leaves)
         seen = _statics.setdefault(id(function), set())
         seen.add(kinds)
     except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
@@ -128,7 +131,7 @@ def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
     return _compiled(function, structure, kinds) if len(seen) <= STATICS_COMPILED else None
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Any, numbers: dict[int, int]) -> tuple[Any, Any]:
     if isinstance(leaf, Hole):
-        return VARIABLE
-    return ARRAY if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)
+        return VARIABLE, numbers[id(leaf)]
+    return (ARRAY, None) if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)

@@ -4,11 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd import traced  # noqa: F401 installs what calls do inside grad and jit
 from jdistgrad.autograd.exchange import gradient_tree
+from jdistgrad.autograd.graph import Graph, gather
 from jdistgrad.autograd.tape import Tape
 from jdistgrad.errors import ContextError
-from jdistgrad.rpc.current import current_scope, current_worker, within
+from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
 from jdistgrad.rpc.references import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import Worker
@@ -43,6 +45,17 @@ class Context:
         """The ranks of the workers that were called from here in it."""
         return self._scope.peers()
 
+    def graph(self) -> Graph:
+        """What has been recorded in it so far on every worker it reached, for a picture: see ``Graph``.
+
+        Raises:
+          ContextError: it is closed, or not known here.
+        """
+        return gather(self._worker.scopes.find(self.id))
+
+    def _repr_svg_(self) -> str | None:
+        return None if self.closed else self.graph()._repr_svg_()
+
     def close(self) -> None:
         """Let go of everything, on every worker. Done by the end of the block."""
         self._worker.close_scope(self.id)
@@ -55,8 +68,8 @@ class Context:
 def context() -> Iterator[Context]:
     """Open a context: derivatives of remote calls in the block leave their gradients in it.
 
-    Every worker that takes part makes its own part of it when the first message that names it comes, and lets it go when
-    the block ends, normally or by an exception.
+    Every worker that takes part makes its own part of it when the first message that names it comes, and lets it go
+    when the block ends, normally or by an exception.
 
     Raises:
       ContextError: this thread is in a context already.
@@ -120,3 +133,25 @@ def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
         for identifier, claim in claims.items()
         if claim is not None
     }
+
+
+class Lease:
+    """A context that ends when nobody needs its gradients any more."""
+
+    def __init__(self, opened: Context):
+        self._worker, self._id = current_worker(), opened.id
+
+    def __del__(self) -> None:
+        self._worker.abandon_scope(self._id)
+
+
+@contextlib.contextmanager
+def some_context(*, needed: bool = True) -> Iterator[Any]:
+    """The context this thread is in; or one of its own, where calls may need it: gives what keeps that open."""
+    if not needed or current_scope() is not None or find_worker() is None or not trace_state_clean():
+        yield None
+        return
+    opened = open_context()
+    lease = Lease(opened)
+    with within(opened.scope):
+        yield lease

@@ -79,10 +79,13 @@ class PullbackOf:
 
 @dataclasses.dataclass(frozen=True)
 class BatchedOf:
-    """A function over a batch. ``batched``: the numbers of the leaves that have a batch dimension, the first."""
+    """A function over a batch. ``batched``: the paths of the leaves that have a batch dimension, the first.
+
+    References among its arguments are delivered: the numbers of leaves are not what its caller has counted.
+    """
 
     function: Any
-    batched: tuple[int, ...]
+    batched: tuple[tuple[int, ...], ...]
     size: int
 
     @property
@@ -90,7 +93,8 @@ class BatchedOf:
         return f"{describe(self.function)} in a batch of {self.size}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layout, operands = numbered((args, kwargs), self.batched)
+        positions = [number for number, path in enumerate(trees.paths((args, kwargs))) if path in self.batched]
+        layout, operands = numbered((args, kwargs), positions)
         found: list[Layout] = []
 
         def each(*operands: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from jdistgrad.autograd.layout import Layout, has_gradient, is_array, shape_of, 
 from jdistgrad.autograd.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape import current_tape
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.wire.ids import spell
 
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
@@ -18,7 +19,8 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     if owner == worker.rank:
         accept(kind, identifier, contribution)
         return
-    current_tape(lambda: "a gradient").link(contribution.number, owner, "gradient of a reference", backward=True)
+    tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
+    tape.link(contribution.number, owner, what, backward=True, reference=identifier)
     worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
 
 
@@ -51,6 +53,12 @@ def take(kind: str, identifier: int, count: int, lanes: tuple[int, ...], taken: 
 def gradient_of(identifier: int) -> Any:
     """The gradient of a value owned here, in the context this code runs in: zero where nothing was contributed."""
     return gradient_tree(identifier, current_tape(lambda: "a gradient").gradients().get(identifier))
+
+
+def value_gradient(identifier: int) -> Any | None:
+    """Like ``gradient_of``; None where nothing was contributed."""
+    leaves = current_tape(lambda: "a gradient").gradients().get(identifier)
+    return None if leaves is None else gradient_tree(identifier, leaves)
 
 
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:

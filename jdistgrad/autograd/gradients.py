@@ -1,19 +1,17 @@
 """Gradients of functions that call other workers: ``grad``, ``value_and_grad``, ``backward``."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.contexts import Context, find_context, open_context
+from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.exchange import gradient_of
 from jdistgrad.autograd.layout import has_gradient, is_array, split
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
+from jdistgrad.rpc.current import current_scope, current_worker, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references import RRef
 from jdistgrad.rpc.scopes import Scope
@@ -28,7 +26,7 @@ class RemoteGradient:
 
     def __init__(self, rref: RRef, parts: Any, scope: Scope | None, lease: Any = None):
         self.rref, self.parts = rref, parts
-        self._scope, self._lease = scope, lease
+        self._scope, self.lease = scope, lease
 
     @property
     def owner(self) -> WorkerInfo:
@@ -82,7 +80,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        with _some_context() as lease:
+        with some_context() as lease:
             transformed = jax.value_and_grad(_rooted(fun, has_aux), argnums, has_aux)
             value, gradients = transformed(*args, **kwargs)
             return value, _with_remote(gradients, lease)
@@ -185,23 +183,10 @@ def _with_remote(gradients: Any, lease: Any) -> Any:
     return jax.tree.map(convert, gradients, is_leaf=lambda leaf: isinstance(leaf, RRef))
 
 
-class _Lease:
-    """A context that ends when nobody needs its gradients any more."""
-
-    def __init__(self, opened: Context):
-        self._worker, self._id = current_worker(), opened.id
-
-    def __del__(self) -> None:
-        self._worker.abandon_scope(self._id)
-
-
-@contextlib.contextmanager
-def _some_context() -> Iterator[Any]:
-    """The context this thread is in; or one of its own, where calls may need it."""
-    if current_scope() is not None or find_worker() is None or not trace_state_clean():
-        yield None
-        return
-    opened = open_context()
-    lease = _Lease(opened)
-    with within(opened.scope):
-        yield lease
+def hold(results: Any, lease: Any) -> Any:
+    """Let the RemoteGradients among some results keep their context open."""
+    if lease is not None:
+        for leaf in jax.tree.leaves(results, is_leaf=lambda leaf: isinstance(leaf, RemoteGradient)):
+            if isinstance(leaf, RemoteGradient):
+                leaf.lease = lease
+    return results

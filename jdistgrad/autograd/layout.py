@@ -21,7 +21,7 @@ class Hole:
 class ReferenceHole:
     """Where a reference goes that has operands.
 
-    ``kept`` keeps the value alive for backward passes. Where code is staged only its key stays: JAX keeps that for ever.
+    ``kept`` keeps the value alive for backward passes. Staged code has only its key: JAX keeps that for ever.
     """
 
     structure: Any

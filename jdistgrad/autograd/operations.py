@@ -1,7 +1,7 @@
 """What crosses the boundary: a call, recorded or not, and the pull of its pullback.
 
-An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and knows the shapes of
-its outputs and how it is batched. It keeps no value alive: JAX caches what is traced, and these with it.
+An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and knows the shapes
+of its outputs and how it is batched.
 """
 
 import concurrent.futures
@@ -14,12 +14,14 @@ import numpy as np
 
 from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole
-from jdistgrad.autograd.recording import Map, Pulled, Recorded
+from jdistgrad.autograd.compiling import Map
+from jdistgrad.autograd.recording import Lane, Pulled, Recorded
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.tape import Tape, current_tape, next_message, next_number
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker, within
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import standing_in
 from jdistgrad.wire.ids import as_token, from_token
 
 Shapes = list[jax.ShapeDtypeStruct]
@@ -76,7 +78,10 @@ class Call:
     results: Results
     timeout: float | None = None
     wanted: tuple[int, ...] | None = None
-    lanes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    lanes: tuple[Lane, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{describe(self.function)} to rank {self.to}{'' if self.wanted is None else ', recorded'}"
 
     def recording(self, wanted: Sequence[int]) -> "Call":
         return dataclasses.replace(self, wanted=tuple(sorted(wanted)))
@@ -97,7 +102,8 @@ class Call:
         message, tape = next_message(), current_tape(lambda: f"{describe(self.function)} on worker {self.to}")
         tape.link(message, self.to, describe(self.function))
         scope = current_scope()
-        assert scope is not None and self.wanted is not None
+        assert scope is not None
+        assert self.wanted is not None
         positions = tuple(self.arguments.positions[k] for k in self.wanted)
         return Recorded(function, message, positions, self.lanes), (scope.id, message)
 
@@ -110,20 +116,31 @@ class Call:
         return PullbackOf(self.function, wanted, live)
 
     def shapes(self, operands: Shapes) -> Shapes:
-        if not self.results.known:
-            args, kwargs = self.arguments.fill(operands)
+        if self.results.known is None:
+            args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
             self.results.learn(current_worker().rpc_sync(self.to, ShapesOf(self.function), args, kwargs, None))
         return [TAG, *self.results.shapes] if self.wanted is not None else self.results.shapes
+
+    def _with_lanes(self, operands: Shapes) -> Shapes:
+        found = list(operands)
+        for lane in self.lanes:
+            found = [
+                jax.ShapeDtypeStruct(lane.shape(one.shape), one.dtype) if where == lane.leaf else one
+                for where, one in zip(self.arguments.positions, found, strict=True)
+            ]
+        return found
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Of what is recorded, each lane has a pullback of its own: the wanted operands get lanes at the callee."""
-        positions = self.arguments.positions
-        function = BatchedOf(self.function, tuple(positions[k] for k, flag in enumerate(batched) if flag), size)
-        unbatched = tuple(positions[k] for k in self.wanted or () if not batched[k])
-        lanes = (*((where, (size, *sizes)) for where, sizes in self.lanes), *((where, (size,)) for where in unbatched))
+        positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
+        given = {positions[k] for k, flag in enumerate(batched) if flag}
+        spread = sorted({positions[k] for k in {*(self.wanted or ())} - self.handles()} - given)
+        function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
+        behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
+        lanes = (*behind, *(Lane(where, 0, size) for where in spread))
         call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
         plain = 0 if self.wanted is None else 1
         return Batched(call, lambda count: [k >= plain for k in range(count)])
@@ -139,7 +156,7 @@ class Pull:
     live: tuple[int, ...]
     last: bool = False
     maps: tuple[Map, ...] = ()
-    sizes: tuple[int, ...] = ()  # of the batches it was recorded in
+    batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped)
 
     def start(self, operands: Sequence[Any]) -> Started:
         tag, cotangents = operands[0], operands[len(operands) - len(self.live) :]
@@ -153,22 +170,35 @@ class Pull:
             pulled = Pulled(describe(call.function), message, next_number(), numbers, self.live, self.last, self.maps)
             return Started(worker.rpc_async(call.to, pulled, (list(cotangents),), {}, None), list)
 
+    def __str__(self) -> str:
+        return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
+
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return [operands[0], *operands[len(operands) - len(self.live) :]]
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [operands[1 + k] for k in self.wanted]
+        handles = self.call.handles()
+        return [self._cotangent(1 + k, operands[1 + k], k in handles) for k in self.wanted]
+
+    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, is_handle: bool) -> jax.ShapeDtypeStruct:
+        """Every batch is a dimension of it, the latest first; of a handle's, only those that are mapped."""
+        own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
+        sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
+        return jax.ShapeDtypeStruct((*sizes, *own), operand.dtype)
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Where operands are batched, so is what was recorded. Else the recorded pullback is mapped over a batch."""
         first = len(batched) - len(self.live)
-        if any(batched[1:first]):
+        own = (False, *batched[1:first])
+        batches = (*self.batches, (size, own))
+        if any(own):
             maps = tuple(dataclasses.replace(one, axis=one.axis + 1) for one in self.maps)
-            pull = dataclasses.replace(self, maps=maps, sizes=(size, *self.sizes))
+            pull = dataclasses.replace(self, maps=maps, batches=batches)
             handles = self.call.handles()
             outputs = [k not in handles for k in self.wanted]
             return Batched(pull, lambda count: outputs, tuple(range(first, len(batched))))
-        pull = dataclasses.replace(self, maps=(*self.maps, Map(tuple(batched[first:]), 0, size)))
+        maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
+        pull = dataclasses.replace(self, maps=maps, batches=batches)
         return Batched(pull, lambda count: [True] * count)
 
     def functional(self) -> Call:
@@ -181,7 +211,7 @@ class Pull:
         positions = tuple(arguments.positions[k] for k in self.wanted)
         args, kwargs = arguments.by_reference()
         first = 2 + len(list(trees.leaves(arguments.tree)))
-        tree = ((Hole(), Hole(), args, kwargs, *(Hole() for _ in self.live)), {})
+        tree: Any = ((Hole(), Hole(), args, kwargs, *(Hole() for _ in self.live)), {})
         layout = Layout(tree, (0, 1, *(2 + k for k in arguments.positions), *range(first, first + count)))
         return Call(self.call.to, self.call.pullback(positions, self.live), layout, Results())
 
@@ -189,6 +219,9 @@ class Pull:
 @dataclasses.dataclass(eq=False)
 class Number:
     """A new number of this worker's. Its operands only say when it is made."""
+
+    def __str__(self) -> str:
+        return "nothing: a number"
 
     def start(self, operands: Sequence[Any]) -> Started:
         return done([as_token(next_number())])

@@ -32,10 +32,10 @@ def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
     """Perform an operation on concrete operands."""
-    return operation.start([_as_array(one) for one in operands]).outputs()
+    return operation.start([as_array(one) for one in operands]).outputs()
 
 
-def _as_array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.asarray(value)
 
 

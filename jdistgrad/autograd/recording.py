@@ -12,11 +12,26 @@ from jdistgrad.autograd.derived import Publishing, gradient_layout
 from jdistgrad.autograd.exchange import contribute
 from jdistgrad.autograd.layout import Layout, split
 from jdistgrad.autograd.ledger import REFERENCE, Contribution, Node, total
-from jdistgrad.autograd.tape import Tape, current_tape, serving
+from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references import HANDLE, ByReference, RRef
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A batch dimension that a leaf gets at the callee: the same in all of it, but with a cotangent for each."""
+
+    leaf: int
+    axis: int
+    size: int
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[: self.axis], self.size, *shape[self.axis :])
+
+    def insert(self, array: Any) -> Any:
+        return jnp.broadcast_to(jnp.expand_dims(array, self.axis), self.shape(array.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Recorded:
     function: Any
     message: int
     wanted: tuple[int, ...]
-    lanes: tuple[tuple[int, tuple[int, ...]], ...] = ()  # wanted leaves to be given batch dimensions
+    lanes: tuple[Lane, ...] = ()  # to be given to wanted leaves, in this order
     takes_references = True
 
     @property
@@ -39,15 +54,17 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with serving(self.message):
             tape = current_tape(lambda: self.label)
-            recording = Recording(self.function, Arguments(args, kwargs, self.wanted, dict(self.lanes)))
+            recording = Recording(self.function, Arguments(args, kwargs, self.wanted, self.lanes))
             tape.keep(self.message, recording)
+            if not isinstance(self.function, Publishing):
+                tape.link_answer(self.message, self.label)
             return recording.result
 
 
 class Arguments:
     """Arguments with references delivered, and where among their arrays the wanted ones are."""
 
-    def __init__(self, args: Any, kwargs: Any, wanted: tuple[int, ...], lanes: dict[int, tuple[int, ...]]):
+    def __init__(self, args: Any, kwargs: Any, wanted: tuple[int, ...], lanes: tuple[Lane, ...]):
         leaves = list(trees.leaves((args, kwargs)))
         values = self._fetch(leaves)
         self.operands: list[Any] = []
@@ -58,17 +75,18 @@ class Arguments:
             if number in wanted:
                 layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
                 start, item = len(self.operands), layout.tree
-                if not isinstance(item, RRef) and not isinstance(leaf, RRef) and number in lanes:
-                    operands = [jnp.broadcast_to(one, lanes[number] + one.shape) for one in operands]
+                for lane in lanes:
+                    operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
                 self.operands += operands
                 reference = leaf if isinstance(leaf, RRef) else None
+                if reference is not None and reference not in leaves[:number]:
+                    note_fetched(reference.id, reference.owner.rank)
                 self.wanted.append((reference, slice(start, len(self.operands))))
             holed.append(item)
         rest = iter(holed)
         self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
 
     def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
-        worker = current_worker()
         references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
         return {reference: future.result() for reference, future in references.items()}
 
@@ -88,6 +106,7 @@ class Recording:
             self.result = HANDLE
 
     def _publish(self, function: Any, arguments: Arguments) -> None:
+        assert self._published is not None
         owned = current_worker().owned.announce(self._published)
         try:
             self._pullback = differentiate(function, arguments.layout, arguments.operands)

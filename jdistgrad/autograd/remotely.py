@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from jdistgrad.autograd import boundary
-from jdistgrad.autograd.derived import Publishing, ShapesOf, delivered, differentiable, numbered
+from jdistgrad.autograd.derived import Publishing, delivered, differentiable, numbered
 from jdistgrad.autograd.ledger import REFERENCE
-from jdistgrad.autograd.operations import Batched, Call, Shapes, Started
+from jdistgrad.autograd.operations import TOKEN, Batched, Call, Shapes, Started
 from jdistgrad.autograd.tape import current_tape, replaying_number
-from jdistgrad.autograd.values import TOKEN, Take
+from jdistgrad.autograd.values import Take
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
@@ -46,9 +46,7 @@ class CallRemote(Call):
         return Started(self.send(recorded, operands), lambda handle: [as_token(*tag, claim.id), handle, *outputs])
 
     def shapes(self, operands: Shapes) -> Shapes:
-        if not self.results.known:
-            args, kwargs = self.arguments.fill(operands)
-            self.results.learn(current_worker().rpc_sync(self.to, ShapesOf(self.function), args, kwargs, None))
+        super().shapes(operands)
         return [*([REMOTE_TAG] if self.wanted is not None else []), HANDLE_SHAPE, TOKEN]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:

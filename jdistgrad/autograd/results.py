@@ -20,8 +20,9 @@ class Results:
         self._lock = threading.Lock()
 
     @property
-    def known(self) -> bool:
-        return self._known is not None
+    def known(self) -> tuple[Layout, list[jax.ShapeDtypeStruct]] | None:
+        """The layout, and the shapes of the arrays in it."""
+        return self._known
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:

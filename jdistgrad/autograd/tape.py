@@ -13,7 +13,7 @@ import jax
 from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker
-from jdistgrad.wire.ids import from_token, spell
+from jdistgrad.wire.ids import from_token, spell, worker_of
 
 _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
 
@@ -38,6 +38,8 @@ class Link:
     what: str
     backward: bool = False
     caused_by: int | None = None  # the call this worker served when it sent this
+    answers: int | None = None  # the call whose results these are
+    reference: int | None = None  # the one whose value, or gradient, this is
 
 
 class Tape:
@@ -55,8 +57,19 @@ class Tape:
     def __del__(self) -> None:
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
-    def link(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
-        self.links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
+    def link(self, message: int, to: int, what: str, *, backward: bool = False, reference: int | None = None) -> None:
+        self.links.append(Link(message, current_worker().rank, to, what, backward, _serving.get(), None, reference))
+
+    def link_answer(self, call: int, what: str) -> None:
+        """The results of a call go back to who made it."""
+        self.links.append(Link(next_message(), current_worker().rank, worker_of(call), what, False, call, call))
+
+    def link_fetched(self, reference: int, owner: int) -> None:
+        """A value has come from its owner: known here, not there."""
+        here = current_worker().rank
+        if owner != here:
+            value = f"value of {spell(reference)}"
+            self.links.append(Link(next_message(), owner, here, value, False, _serving.get(), None, reference))
 
     def keep(self, message: int, recording: Any) -> None:
         with self._lock:
@@ -153,3 +166,10 @@ def current_tape(what: Callable[[], str]) -> Tape:
             "jdistgrad.value_and_grad, which opens one itself."
         )
     return scope.content(Tape)
+
+
+def note_fetched(reference: int, owner: int) -> None:
+    """A value whose gradient will be wanted has come from its owner. The context is asked for when it is needed."""
+    scope = current_scope()
+    if scope is not None:
+        scope.content(Tape).link_fetched(reference, owner)

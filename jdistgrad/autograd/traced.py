@@ -12,6 +12,7 @@ from jdistgrad.autograd.remotely import CallRemote
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.values import Fetch, Publish
 from jdistgrad.rpc import tracing
+from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import RRef, made_when_run
 from jdistgrad.wire.ids import as_token
@@ -46,7 +47,10 @@ class TracedCalls:
 
     def fetch(self, rref: RRef, timeout: float | None) -> Any:
         children, structure = jax.tree.flatten(rref)
-        results = Results() if rref.token is None else rref._claim.key.results
+        key: Any = rref._claim.key
+        results = Results() if rref.token is None else key.results
+        if isinstance(rref._claim, StandIn):
+            results.learn((rref._claim.layout, rref._claim.shapes))
         token = as_token(rref.id) if rref.token is None else None
         operation = Fetch(structure, results, timeout)
         return results.rebuild(boundary.fetch(operation, rref.owner.rank, token)(*children))

@@ -1,8 +1,8 @@
-"""Operations on values and their gradients: fetch a value, publish one, put a contribution to a gradient, take their sum.
+"""Operations on values and their gradients: fetch one, publish one, put a contribution to a gradient, take their sum.
 
-``put`` and ``take`` are each other's derivatives, as ``fetch`` and ``put`` are, and ``publish`` and ``take``, through the
-owner's ledger. Each returns or needs a handle: a one for each contribution, which JAX adds up to the count that the owner
-has to wait for.
+``put`` and ``take`` are each other's derivatives, as ``fetch`` and ``put`` are, and ``publish`` and ``take``, through
+the owner's ledger. Each returns or needs a handle: a one for each contribution, which JAX adds up to the count that the
+owner has to wait for.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from jdistgrad.autograd.layout import Layout
 from jdistgrad.autograd.ledger import Contribution
 from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done
 from jdistgrad.autograd.results import Results
-from jdistgrad.autograd.tape import current_tape, next_number
+from jdistgrad.autograd.tape import current_tape, next_number, note_fetched
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import HANDLE, by_reference
-from jdistgrad.wire.ids import as_token, from_token
+from jdistgrad.wire.ids import as_token, from_token, spell
 
 
 class _Unbatched:
@@ -44,13 +44,19 @@ class Fetch(_Unbatched):
     reference: Any  # its tree structure
     results: Results
     timeout: float | None
+    recorded: bool = False
+
+    def __str__(self) -> str:
+        return "a fetch of a reference's value"
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = jax.tree.unflatten(self.reference, operands)
+        if self.recorded:
+            note_fetched(rref.id, rref.owner.rank)
         return Started(rref.value_future(self.timeout), self.results.flatten)
 
     def shapes(self, operands: Shapes) -> Shapes:
-        if not self.results.known:
+        if self.results.known is None:
             rref = jax.tree.unflatten(self.reference, operands)
             args = (by_reference(rref),)
             self.results.learn(current_worker().rpc_sync(rref.owner, value_layout, args, {}, self.timeout))
@@ -89,6 +95,9 @@ class Put:
     count: int
     lanes: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return f"a contribution to the gradient of a {self.kind} on rank {self.owner}"
+
     def start(self, operands: Sequence[Any]) -> Started:
         (identifier,), number = from_token(operands[0]), next_number()
         leaves: list[Any] = [None] * self.count
@@ -99,7 +108,8 @@ class Put:
         if self.owner == worker.rank:
             accept(self.kind, identifier, contribution)
             return done([handle, as_token(number)])
-        current_tape(lambda: "a gradient").link(number, self.owner, "gradient of a reference", backward=True)
+        tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
+        tape.link(number, self.owner, what, backward=True, reference=identifier)
         future = worker.rpc_async(self.owner, accept, (self.kind, identifier, contribution), {}, None)
         return Started(future, lambda _: [handle, as_token(number)])
 
@@ -127,6 +137,9 @@ class Take:
     count: int  # leaves in all
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # those wanted
     lanes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"for the sum of contributions on rank {self.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
         count, (identifier,), taken = int(np.ravel(operands[0])[0]), from_token(operands[1]), next_number()

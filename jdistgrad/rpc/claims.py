@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.weights import Weight
 
@@ -35,6 +37,23 @@ class Missing:
             f"a reference ({self.key}) is used where nobody holds it any more: its world was closed, or the RRef it "
             "was made from is gone. Keep that RRef while its copies are in use."
         )
+
+
+class StandIn:
+    """In place of a claim where a function is traced for its shapes and the value does not exist yet: zeros do."""
+
+    created = None
+    id = 0
+
+    def __init__(self, owner: int, world: str, layout: Any, shapes: Any):
+        self.owner, self.world, self.layout, self.shapes = owner, world, layout, shapes
+
+    @property
+    def key(self) -> "StandIn":
+        return self
+
+    def value(self) -> Any:
+        return self.layout.fill([np.zeros(one.shape, one.dtype) for one in self.shapes])
 
 
 class Claim:

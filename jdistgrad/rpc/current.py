@@ -31,8 +31,8 @@ _trace_key = jax.make_user_context(default_value=None)
 _trace_keys: dict[tuple[WorkerInfo, int], int] = {}
 
 # Host callbacks of compiled code run on threads of XLA's own. They find their worker and scope by where the code was
-# compiled: by the trace key, and by a slot that each open scope has while a thread is in it. The first slot is no part of
-# the trace key: only scopes that are open beside each other make JAX compile again.
+# compiled: by the trace key, and by a slot that each open scope has while a thread is in it. The first slot is no part
+# of the trace key: only scopes that are open beside each other make JAX compile again.
 _slot_key = jax.make_user_context(default_value=0)
 _place: contextvars.ContextVar["Place"] = contextvars.ContextVar("jdistgrad_place")
 
@@ -103,9 +103,9 @@ def within(scope: "Scope | None") -> Iterator[None]:
     slots, key = current_worker().slots, place().key
     slot = slots.take(scope)
     try:
-        with _setting(_scope, scope), _setting(_place, Place(key, slot)):
-            with _slot_key(slot) if slot else contextlib.nullcontext():
-                yield
+        compiling = _slot_key(slot) if slot else contextlib.nullcontext()
+        with _setting(_scope, scope), _setting(_place, Place(key, slot)), compiling:
+            yield
     finally:
         slots.free(slot)
 

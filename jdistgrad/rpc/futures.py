@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -16,7 +16,7 @@ class CallFuture(concurrent.futures.Future):
     waiting, a serving thread completes it.
     """
 
-    def __init__(self, wait_for: Callable[[concurrent.futures.Future, float | None], None]):
+    def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future], float | None], None]):
         super().__init__()
         self._wait_for = wait_for
         self._open: Callable[[], Any] | None = None
@@ -56,7 +56,7 @@ class CallFuture(concurrent.futures.Future):
 
     def _time_left_after_waiting(self, timeout: float | None) -> float | None:
         start = time.monotonic()
-        self._wait_for(self, timeout)
+        self._wait_for((self,), timeout)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
 
     def _opened(self) -> tuple[Any, BaseException | None]:

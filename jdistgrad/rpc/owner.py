@@ -54,6 +54,15 @@ class OwnerTable:
                 entry.outstanding = entry.outstanding + WHOLE
             return entry is not None
 
+    def replace(self, identifier: int, value: object) -> None:
+        """Give an owned value's place to another. Whoever has fetched the old one keeps it."""
+        made: concurrent.futures.Future = concurrent.futures.Future()
+        made.set_result(value)
+        with self._lock:
+            entry = self._entries.get(identifier)
+            if entry is not None:
+                entry.value = made
+
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
         """Some weight of references came back; the entries that are free now, for the caller to let go of.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad.errors import NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import codec, tracing, trees
-from jdistgrad.rpc.claims import Claim, Key, Missing
+from jdistgrad.rpc.claims import Claim, Key, Missing, StandIn
 from jdistgrad.rpc.current import current_worker, find_worker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.wire import ids
@@ -85,11 +85,11 @@ class RRef(Generic[T]):
           CallTimeoutError: not within ``timeout`` seconds (default: the world's).
           Exception: what ``remote``'s function raised.
         """
-        worker = self._worker("to_here")
+        self._worker("to_here")
         boundary = tracing.boundary_for(self)
         if boundary is not None:
             return boundary.fetch(self, timeout)
-        return worker.fetch(self._claim, timeout).result()
+        return self.value_future(timeout).result()
 
     def local_value(self) -> T:
         """The value, on its owner only; no copy.
@@ -136,6 +136,10 @@ class RRef(Generic[T]):
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future:
         """The value, when it has come."""
+        if isinstance(self._claim, StandIn):
+            future: concurrent.futures.Future = concurrent.futures.Future()
+            future.set_result(self._claim.value())
+            return future
         return self._worker("fetching").fetch(self._claim, timeout)
 
     def __eq__(self, other: object) -> bool:
@@ -157,6 +161,8 @@ class RRef(Generic[T]):
 
     def __reduce__(self) -> Any:
         self._worker("sending")
+        if isinstance(self._claim, StandIn):
+            return RRef._of, (self._claim,)
         return _arrived, (codec.ship(self._claim),)
 
 
@@ -177,12 +183,24 @@ def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
     return _unflatten(RuntimeKey(owner, current_worker().world, results), (handle, token))
 
 
+def standing_in(leaf: Any) -> Any:
+    """A leaf of a call's arguments as it is sent where only shapes are asked for."""
+    if isinstance(leaf, ByReference):
+        return ByReference(standing_in(leaf.rref))
+    if isinstance(leaf, RRef) and leaf.token is not None:
+        key: Any = leaf._claim.key
+        return RRef._of(StandIn(key.owner, key.world, *key.results.known))
+    return leaf
+
+
 def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
     children = (rref.handle,) if rref.token is None else (rref.handle, rref.token)
     return children, rref._claim.key
 
 
 def _unflatten(key: Any, children: Any) -> RRef:
+    if isinstance(key, StandIn):
+        return RRef._of(key, *children)
     handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
         (identifier,) = ids.from_token(token)

@@ -115,7 +115,7 @@ def closed_error(identifier: int) -> ContextError:
 
 def unknown_error(identifier: int) -> ContextError:
     return ContextError(
-        f"there is no context {spell(identifier)} on this worker: no call made in it has come here. Use the object that "
-        "`with jdistgrad.context() as ctx` gives.",
+        f"there is no context {spell(identifier)} on this worker: no call made in it has come here. Use the object "
+        "that `with jdistgrad.context() as ctx` gives.",
         context=identifier,
     )

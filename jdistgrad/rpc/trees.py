@@ -1,7 +1,7 @@
 """Looking into arguments and results: the containers JAX knows, taken apart one level at a time.
 
-JAX's own flattening sorts the keys of a dict, fails on keys that cannot be sorted, and warns of iterators. Arguments of
-a remote call must arrive as they were sent.
+JAX's own flattening forgets the order of a dict, fails on keys that cannot be sorted, and warns of iterators. Arguments
+of a remote call must arrive as they were sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +34,16 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
+def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """For each leaf, which child to take at each step. The same for a leaf when others are replaced by trees."""
+    parts = _apart(tree)
+    if parts is None:
+        yield path
+    else:
+        for number, child in enumerate(parts[0]):
+            yield from paths(child, (*path, number))
+
+
 def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether arguments are, at first sight, nothing to look into: the common case, quickly."""
     return not kwargs and all(_is_plain(arg) for arg in args)
@@ -43,11 +53,25 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, jax.Array)
 
 
+def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any]], Any]]:
+    """Children in the order of the keys, as in JAX, where they have one: two dicts of one meaning are one tree."""
+    try:
+        keys = sorted(node)
+    except TypeError:
+        keys = list(node)
+
+    def together(children: list[Any]) -> dict[Any, Any]:
+        changed = dict(zip(keys, children, strict=True))
+        return {key: changed[key] for key in node}
+
+    return [node[key] for key in keys], together
+
+
 def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
     """A container's children, and how to put others in their place; None for a leaf."""
     kind = type(node)
     if kind is dict:
-        return node.values(), lambda children: dict(zip(node, children, strict=True))
+        return _apart_dict(node)
     if kind is list or kind is tuple:
         return node, kind
     if kind in WHOLE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):

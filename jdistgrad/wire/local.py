@@ -3,6 +3,7 @@
 import concurrent.futures
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import errors
@@ -126,8 +127,10 @@ class LocalTransport:
         if task is not None:
             receiver.run(task)
 
-    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
-        """Nothing to do: the sender's thread completes it."""
+    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+        """The senders' threads complete them; a future can be waited for by itself."""
+        if len(futures) > 1:
+            concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
 
     def serve_only(self, only: bool) -> None:
         """Nothing to do: serving threads sleep until they are called."""

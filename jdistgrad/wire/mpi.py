@@ -11,6 +11,7 @@ import itertools
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -72,8 +73,8 @@ class MPITransport:
         )
         self._progress.start()
 
-    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
-        self._progress.wait_for(future, timeout)
+    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+        self._progress.wait_for(futures, timeout)
 
     def serve_only(self, only: bool) -> None:
         self._progress.idle_process = only

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.pacing import LONGEST, nap
@@ -82,28 +82,27 @@ class Progress:
 
     # Waiting for an answer, on any thread.
 
-    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
-        """Return when the future is done or the time is over."""
-        if future.done():
+    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+        """Return when one of the futures is done or the time is over."""
+        done = futures[0].done if len(futures) == 1 else lambda: any(future.done() for future in futures)
+        if done():
             return
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with put_off_interrupt() as interrupt:
-            while not (future.done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
+            while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
                 if self._baton.acquire(blocking=False):
                     self._last_wait = float("inf")
                     try:
-                        self._look_until_done(future, deadline, interrupt)
+                        self._look_until(done, deadline, interrupt)
                     finally:
                         self._last_wait = time.monotonic()
                         self._baton.release()
                 else:
-                    concurrent.futures.wait((future,), LONGEST)
+                    concurrent.futures.wait(futures, LONGEST, concurrent.futures.FIRST_COMPLETED)
 
-    def _look_until_done(
-        self, future: concurrent.futures.Future, deadline: float, interrupt: put_off_interrupt
-    ) -> None:
+    def _look_until(self, done: Callable[[], bool], deadline: float, interrupt: put_off_interrupt) -> None:
         quiet_since = now = time.monotonic()
-        while not (future.done() or self._stopped or interrupt.seen or now >= deadline):
+        while not (done() or self._stopped or interrupt.seen or now >= deadline):
             moved, task = self._look_safely()
             if task is not None:
                 self._run(task)

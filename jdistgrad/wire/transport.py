@@ -1,7 +1,7 @@
 """The protocol every transport speaks. It moves messages; what they mean is no concern of it."""
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jdistgrad.wire.message import Message, Parcel
@@ -54,8 +54,11 @@ class Transport(Protocol):
         they are until the message has gone, and large ones are not copied.
         """
 
-    def wait_for(self, future: concurrent.futures.Future, timeout: float | None) -> None:
-        """Return when a future that a message will complete is done, or the time is over."""
+    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+        """Return when one of some futures that messages will complete is done, or the time is over.
+
+        Of a single one, this may leave the waiting to the future itself.
+        """
 
     def serve_only(self, only: bool) -> None:
         """Whether the program does nothing of its own here, so that serving may take all the time there is."""

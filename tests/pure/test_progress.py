@@ -65,7 +65,7 @@ def test_tasks_run_without_anybody_waiting(mailbox):
 def test_who_waits_looks_and_runs_nothing_itself(mailbox):
     for _ in range(200):
         future = mailbox.future()
-        mailbox.progress.wait_for(future, 30)
+        mailbox.progress.wait_for((future,), 30)
         assert future.result(0) != threading.current_thread().name
     assert mailbox.most_lookers == 1
 
@@ -74,7 +74,7 @@ def test_many_waiters_and_one_baton(mailbox):
     def waiter(k):
         for _ in range(50):
             future = mailbox.future()
-            mailbox.progress.wait_for(future, 30)
+            mailbox.progress.wait_for((future,), 30)
             future.result(0)
         return k
 
@@ -94,21 +94,21 @@ def test_a_task_that_waits_for_the_next_does_not_stop_the_next(mailbox):
 
 def test_waiting_ends_with_its_time(mailbox):
     never = concurrent.futures.Future()
-    mailbox.progress.wait_for(never, 0.05)
+    mailbox.progress.wait_for((never,), 0.05)
     assert not never.done()
     future = mailbox.future()
     assert future.result(30)  # the baton was given back
 
 
 def test_housekeeping_goes_on_while_somebody_waits(mailbox):
-    mailbox.progress.wait_for(concurrent.futures.Future(), 0.1)
+    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.1)
     assert mailbox.ticks > 2
 
 
 def test_a_broken_transport_is_told(mailbox, caplog):
     error = mailbox.broken = RuntimeError("the network is gone")
     future = concurrent.futures.Future()
-    mailbox.progress.wait_for(future, 5)
+    mailbox.progress.wait_for((future,), 5)
     assert not future.done()
     assert mailbox.failures == [error]
     assert "the network is gone" in caplog.text

@@ -1,0 +1,65 @@
+"""What must be the same on all ranks before gradients are reduced, its digest, and the first difference in words."""
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jdistgrad.data_parallel.leaves import Leaf
+from jdistgrad.errors import DisagreementError
+
+Settings = tuple[tuple[str, str], ...]
+
+
+class Terms(NamedTuple):
+    """One rank's tree of gradients and settings."""
+
+    leaves: tuple[Leaf, ...]
+    settings: Settings
+
+    def digest(self) -> int:
+        facts = ([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in self.leaves], self.settings)
+        return int.from_bytes(hashlib.blake2b(pickle.dumps(facts, 5), digest_size=8).digest(), "little")
+
+
+def require_agreement(terms: Mapping[int, Terms]) -> None:
+    """Compare the terms of several ranks with those of the lowest.
+
+    Raises:
+      DisagreementError: naming the rank, the leaf and both values.
+    """
+    first = min(terms)
+    for rank in sorted(terms):
+        difference = _difference(terms[first], terms[rank], first, rank)
+        if difference:
+            raise DisagreementError(
+                f"the ranks do not agree on what is to be reduced, so nothing was: {difference}. Give every rank the "
+                "same parameters and the same settings.",
+                rank=rank,
+            )
+
+
+def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None:
+    for (name, value), (_, other) in zip(ours.settings, theirs.settings, strict=True):
+        if value != other:
+            return f"{name} is {value} on rank {first}, {other} on rank {rank}"
+    for mine, its in zip(ours.leaves, theirs.leaves, strict=False):
+        if mine.path != its.path:
+            return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{_counts(ours, theirs)}"
+        if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+            return f"the leaf {mine.path} is {mine} on rank {first}, {its} on rank {rank}"
+    if len(ours.leaves) != len(theirs.leaves):
+        more, here, there = (ours, first, rank) if len(ours.leaves) > len(theirs.leaves) else (theirs, rank, first)
+        extra = more.leaves[min(len(ours.leaves), len(theirs.leaves))]
+        return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{_counts(ours, theirs)}"
+    return None
+
+
+def _counts(ours: Terms, theirs: Terms) -> str:
+    a, b = len(ours.leaves), len(theirs.leaves)
+    return f" ({a} leaves against {b})" if a != b else ""
+
+
+def order_or_reverse(order: Sequence[int] | None, count: int) -> list[int]:
+    """The order in which gradients become ready, or a guess: the last parameters' come first."""
+    return list(range(count))[::-1] if order is None else list(order)

@@ -1,0 +1,6 @@
+"""Operations that all ranks do together: over MPI, over an axis of a device mesh, among the workers of a local world."""
+
+from jdistgrad.data_parallel.collectives.base import Collectives as Collectives
+from jdistgrad.data_parallel.collectives.local import Local as Local
+from jdistgrad.data_parallel.collectives.mesh import Mesh as Mesh
+from jdistgrad.data_parallel.collectives.mpi import MPI as MPI

@@ -1,0 +1,79 @@
+"""Where the threads of a local world meet: everybody pins something up and takes everything down."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdistgrad.errors import DisagreementError, MissingRanksError
+
+LOOK_SECONDS = 0.05  # how soon a wait notices that its world has failed
+
+
+class Board:
+    """Rounds of exchanges among ``size`` threads; each rank's k-th exchange belongs to the k-th round."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._turns = [0] * size
+        self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._taken: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+
+    def exchange(self, rank: int, what: str, value: Any, timeout: float, check: Callable[[], None]) -> list[Any]:
+        """Everybody's value, by rank, once all have come.
+
+        Raises:
+          MissingRanksError: some have not come in time.
+          DisagreementError: not all are in the same kind of exchange.
+        """
+        with self._changed:
+            turn, self._turns[rank] = self._turns[rank], self._turns[rank] + 1
+            pinned = self._rounds.setdefault(turn, {})
+            pinned[rank] = (what, value)
+            if len(pinned) == self.size:
+                self._changed.notify_all()
+            self._wait(pinned, what, timeout, check)
+            self._take(turn)
+        _require_one_kind(pinned)
+        return [pinned[other][1] for other in range(self.size)]
+
+    def _wait(self, pinned: dict, what: str, timeout: float, check: Callable[[], None]) -> None:
+        start = time.monotonic()
+        while len(pinned) < self.size:
+            check()
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() - start > timeout:
+                missing = sorted(set(range(self.size)) - set(pinned))
+                self._failure = missing_ranks(what, missing, timeout)
+                self._changed.notify_all()
+                raise self._failure
+            self._changed.wait(min(LOOK_SECONDS, timeout))
+
+    def _take(self, turn: int) -> None:
+        self._taken[turn] = self._taken.get(turn, 0) + 1
+        if self._taken[turn] == self.size:
+            del self._taken[turn], self._rounds[turn]
+
+
+def missing_ranks(what: str, missing: list[int], seconds: float) -> MissingRanksError:
+    who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+    return MissingRanksError(
+        f"{what}: {who} not come within {seconds:g} s. Every rank must take the same steps; ranks with fewer inputs need "
+        "DataParallel.join(), slow ones a longer timeout.",
+        missing=missing,
+        seconds=seconds,
+    )
+
+
+def _require_one_kind(pinned: dict[int, tuple[str, Any]]) -> None:
+    kinds = {rank: pinned[rank][0] for rank in sorted(pinned)}
+    other = next((rank for rank, kind in kinds.items() if kind != kinds[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"the ranks are not in the same operation: rank 0 is in {kinds[0]}, rank {other} in {kinds[other]}. "
+            "Every rank must call the same operations in the same order.",
+            rank=other,
+        )

@@ -1,0 +1,128 @@
+"""The workers of a local world: threads of one process that hand each other their arrays."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.board import Board
+from jdistgrad.data_parallel.world import Seat, seat
+
+_boards: "weakref.WeakValueDictionary[tuple[str, int], Board]" = weakref.WeakValueDictionary()
+_made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class Local(Collectives):
+    """The ranks are the workers of the local world this code runs in.
+
+    Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
+    """
+
+    def __init__(self) -> None:
+        self._sit(seat())
+
+    def _sit(self, place: Seat) -> None:
+        self._seat, self.rank, self.size = place, place.rank, place.size
+        with _lock:
+            turn = _made[place.owner] = _made.get(place.owner, 0) + 1
+            self._board = _boards.setdefault((place.world, turn), Board(place.size))
+
+    def __repr__(self) -> str:
+        return f"Local(rank={self.rank}, size={self.size})"
+
+    def twin(self) -> "Local":
+        other = object.__new__(Local)
+        other.timeout = self.timeout
+        other._sit(self._seat)
+        return other
+
+    def _exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
+        self._seat.check()
+        return self._board.exchange(self.rank, what, value, timeout or self.timeout, self._seat.check)
+
+    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+        self._seat.check()
+        words = self._board.exchange(self.rank, "a meeting", (word, what), timeout, self._seat.check)
+        return [word for word, _ in words]
+
+    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
+        flat = memory.reshape(-1)
+        shared = self._exchange(f"a {op} of {memory.dtype}[{flat.size}]", (flat, _Lazy(flat)))
+        total = shared[0][1].memory
+        mine = slice(flat.size * self.rank // self.size, flat.size * (self.rank + 1) // self.size)
+        total[mine] = _combined([theirs[mine] for theirs, _ in shared], op)
+        self._exchange("the end of a reduction", None)
+        flat[:] = total
+
+    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
+        shared = self._exchange(f"a broadcast of {memory.dtype}{list(memory.shape)}", memory)
+        if self.rank != root:
+            memory[...] = shared[root]
+        self._exchange("the end of a broadcast", None)
+
+    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
+        stacked = np.stack(self._exchange(f"a gather of {memory.dtype}{list(memory.shape)}", memory))
+        self._exchange("the end of a gather", None)
+        return stacked
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._exchange("a gather of objects", value)
+
+    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        return _calls_back(self, name, root)(x)
+
+
+class _Lazy:
+    """Memory for a result, made by whoever asks first: only rank 0's is asked for."""
+
+    def __init__(self, like: np.ndarray):
+        self._like, self._lock, self._memory = like, threading.Lock(), None
+
+    @property
+    def memory(self) -> np.ndarray:
+        with self._lock:
+            if self._memory is None:
+                self._memory = np.empty_like(self._like)
+            return self._memory
+
+
+def _combined(parts: list[np.ndarray], op: str) -> np.ndarray:
+    """In rank order, so that all ranks get the same bits; 16-bit floats in 32 bits."""
+    wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
+    result = parts[0].astype(wide)
+    for part in parts[1:]:
+        _COMBINE[op](result, part.astype(wide, copy=False), out=result)
+    return result
+
+
+def _calls_back(collectives: Local, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
+    """The operation as a host callback; under vmap, one operation on the whole batch."""
+
+    def on_host(x: Any) -> np.ndarray:
+        memory = np.array(x)
+        if name == "allgather":
+            return collectives.gather_arrays(memory)
+        if name == "broadcast":
+            collectives.broadcast_in_place(memory, root)
+        else:
+            collectives.reduce_in_place(memory, name)  # type: ignore[arg-type]
+        return memory
+
+    @jax.custom_batching.custom_vmap
+    def call(x: jax.Array) -> jax.Array:
+        shape = (collectives.size, *x.shape) if name == "allgather" else x.shape
+        return io_callback(on_host, jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
+
+    @call.def_vmap
+    def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        y = call(x)
+        return (jax.numpy.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
+
+    return call

@@ -1,0 +1,102 @@
+"""The devices along an axis of a mesh, inside ``jax.shard_map``: XLA's own collectives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdistgrad.data_parallel.collectives.base import Collectives, Op, _checked, on_no_mesh
+from jdistgrad.errors import CollectiveError
+
+
+class Mesh(Collectives):
+    """The ranks are the devices along a mesh axis, or several.
+
+    Derivatives are those of ``lax.psum`` and friends. Under ``check_vma=False``, and wherever a rank's loss is typed as
+    varying over the axis, that is the rule of the other bodies: of the sum of all ranks' losses.
+
+    Arguments:
+      axis_name: the axis of the mesh, as given to ``jax.shard_map`` or ``jax.pmap``.
+    """
+
+    def __init__(self, axis_name: Any):
+        self.axis_name = axis_name
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.axis_name!r})"
+
+    @property
+    def rank(self) -> jax.Array:  # type: ignore[override]
+        return self._within(lax.axis_index)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._within(lax.axis_size)
+
+    def _within(self, question: Any) -> Any:
+        try:
+            return question(self.axis_name)
+        except NameError as error:
+            raise CollectiveError(
+                f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
+            ) from error
+
+    def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
+        return self.traced(op, _checked(x, op))
+
+    def broadcast(self, x: Any, root: int = 0) -> jax.Array:
+        return self.traced("broadcast", jnp.asarray(x), self._checked_root(root))
+
+    def allgather(self, x: Any) -> jax.Array:
+        return self.traced("allgather", jnp.asarray(x))
+
+    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        index = self.rank
+        if name == "allgather":
+            return lax.all_gather(x, self.axis_name)
+        if name == "broadcast":
+            kept = jnp.where(index == root, x, jnp.zeros_like(x))
+            if x.dtype == bool:
+                return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
+            return lax.psum(kept, self.axis_name)
+        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+
+    def localize(self, x: jax.Array) -> jax.Array:
+        """A replicated value as this rank's own, so that its gradient is of this rank's loss alone."""
+        axes = [axis for axis in self._axes() if axis not in self._varying(x)] if self._typed() else []
+        return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+    def is_summed(self, gradient: jax.Array) -> bool:
+        """Whether JAX has summed this gradient over the axis: it does so for parameters typed as replicated."""
+        return self._typed() and not set(self._axes()) & self._varying(gradient)
+
+    def _axes(self) -> tuple[Any, ...]:
+        return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+
+    def _typed(self) -> bool:
+        return bool(self._varying(self.rank))
+
+    @staticmethod
+    def _varying(x: jax.Array) -> set[Any]:
+        kind: Any = jax.typeof(x)
+        return set(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+    def twin(self) -> Collectives:
+        return self
+
+    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+        raise on_no_mesh(what)
+
+    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
+        raise on_no_mesh("a reduction of host memory")
+
+    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
+        raise on_no_mesh("a broadcast of host memory")
+
+    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
+        raise on_no_mesh("a gather of host memory")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        raise on_no_mesh("a gather of objects")

@@ -1,0 +1,143 @@
+"""The ranks of an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.board import missing_ranks
+from jdistgrad.errors import CollectiveError
+from jdistgrad.wire.pacing import nap
+from jdistgrad.wire.progress import pause
+
+CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the ranks
+HERE_TAG = 31_073
+GRACE_SECONDS = 1.0
+
+_abandoned: list[Any] = []  # meetings that were given up: MPI still uses their memory
+
+
+class MPI(Collectives):
+    """The ranks are those of a communicator, of which a duplicate is made. Every rank of it must make one.
+
+    Arguments:
+      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
+    """
+
+    def __init__(self, comm: Any = None):
+        from mpi4py import MPI as mpi
+
+        whole = mpi.COMM_WORLD if comm is None else _checked(comm)
+        twin, request = whole.Idup()
+        if not poll(request.Test, self.timeout):
+            raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
+        self.comm, self.rank, self.size = twin, twin.rank, twin.size
+
+    def __repr__(self) -> str:
+        return f"MPI(rank={self.rank}, size={self.size})"
+
+    def twin(self) -> "MPI":
+        other = MPI(self.comm)
+        other.timeout = self.timeout
+        return other
+
+    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+        everybody = bytearray(len(word) * self.size)
+        request = self.comm.Iallgather(word, everybody)
+        if not poll(request.Test, timeout):
+            _abandoned.append((word, everybody, request))
+            raise missing_ranks(what, self._missing(), timeout)
+        return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
+
+    def _missing(self) -> list[int]:
+        """Who else waits, by asking everybody to say so: those who do not are missing."""
+        from mpi4py import MPI as mpi
+
+        others = set(range(self.size)) - {self.rank}
+        for rank in others:
+            self.comm.Isend(b"", rank, HERE_TAG)
+        heard: set[int] = set()
+
+        def all_heard() -> bool:
+            status = mpi.Status()
+            while (found := self.comm.Improbe(mpi.ANY_SOURCE, HERE_TAG, status)) is not None:
+                found.Recv(bytearray())
+                heard.add(status.source)
+            return heard == others
+
+        poll(all_heard, GRACE_SECONDS)
+        return sorted(others - heard)
+
+    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
+        from jdistgrad.data_parallel.collectives import arithmetic
+
+        arithmetic.allreduce(self.comm, memory, op, CHUNK)
+
+    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
+        octets = memory.reshape(-1).view(np.uint8)
+        for start in range(0, octets.size, CHUNK):
+            self.comm.Bcast(octets[start : start + CHUNK], root)
+
+    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
+        octets = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
+        everybody = np.empty((self.size, octets.size), np.uint8)
+        step = max(1, CHUNK // self.size)
+        for start in range(0, octets.size, step):
+            part = octets[start : start + step]
+            received = np.empty((self.size, part.size), np.uint8)
+            self.comm.Allgather(part, received)
+            everybody[:, start : start + step] = received
+        return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.comm.allgather(value)
+
+    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        """With what MPI has no type for carried in another dtype."""
+        if x.size == 0:
+            return jnp.zeros((self.size, *x.shape), x.dtype) if name == "allgather" else x
+        carrier = _carrier(x.dtype)
+        return x if self.size == 1 and name != "allgather" else self._run(name, x.astype(carrier), root).astype(x.dtype)
+
+    def _run(self, name: str, x: jax.Array, root: int) -> jax.Array:
+        import mpi4jax
+        from mpi4py import MPI as mpi
+
+        if name == "allgather":
+            return mpi4jax.allgather(x, comm=self.comm)
+        if name == "broadcast":
+            return mpi4jax.bcast(x, root, comm=self.comm)
+        return mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
+
+
+def poll(done: Callable[[], Any], timeout: float) -> bool:
+    """Wait without spinning: whoever computes beside needs the core. False when it took too long."""
+    start = time.monotonic()
+    while not done():
+        quiet = time.monotonic() - start
+        if quiet > timeout:
+            return False
+        pause(nap(quiet, may_spin=False))
+    return True
+
+
+def _carrier(dtype: Any) -> Any:
+    """The dtype that carries another through mpi4jax, exactly."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
+        return jnp.float32
+    return jnp.int8 if dtype == bool else dtype
+
+
+def _checked(comm: Any) -> Any:
+    from mpi4py import MPI as mpi
+
+    if not isinstance(comm, mpi.Comm) or comm == mpi.COMM_NULL or comm.Is_inter():
+        raise CollectiveError(
+            f"MPI: comm must be an intracommunicator this rank belongs to, not {comm!r}. Ranks outside a group "
+            "(MPI.COMM_NULL) take no part in its collectives."
+        )
+    return comm

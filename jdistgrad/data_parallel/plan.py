@@ -1,0 +1,113 @@
+"""Which gradient goes into which bucket: a pure function of shapes, dtypes and an order.
+
+The rule is that of PyTorch's Reducer, walked leaf by leaf: a bucket closes once it holds its limit, so that it may
+hold up to one leaf more.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+MIB = 1 << 20
+FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
+
+
+def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
+    """The limits in bytes that a cap in MiB means: by default 25, and 1 for the first bucket, which is ready soonest."""
+    if bucket_cap_mb is None:
+        return FIRST_LIMIT, CAP
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be a number of MiB above zero, or None for {CAP // MIB}; not {bucket_cap_mb!r}")
+    return (max(1, int(min(bucket_cap_mb, 1 << 40) * MIB)),)
+
+
+def plan_buckets(
+    leaves: Sequence[Any],
+    limits: Sequence[int],
+    *,
+    sparse: Iterable[int] = (),
+    order: Sequence[int] | None = None,
+    large_alone: bool = False,
+) -> list[list[int]]:
+    """Plan the buckets that gradients are reduced in.
+
+    Arguments:
+      leaves: arrays, or anything with a ``shape`` and a ``dtype``.
+      limits: bytes after which a bucket of a dtype closes: the first for its first bucket and so on; the last one stays.
+      sparse: indices of leaves that get a bucket each.
+      order: the indices in the order to walk them, each once; by default as they stand. Without it buckets are sorted
+        by their smallest index.
+      large_alone: give a leaf of its limit or more a bucket to itself, which then needs no copy.
+
+    Returns:
+      The leaf indices of each bucket. No bucket mixes dtypes.
+
+    Example:
+      >>> plan_buckets([jnp.zeros(50)] * 4, [400])
+      [[0, 1], [2, 3]]
+    """
+    checked = _checked_limits(limits)
+    walk = range(len(leaves)) if order is None else _checked_order(order, len(leaves))
+    alone, walker = frozenset(sparse), _Walker(checked, large_alone)
+    for index in walk:
+        leaf = leaves[index]
+        if index in alone:
+            walker.closed.append([index])
+        else:
+            walker.add(index, leaf.dtype, math.prod(leaf.shape) * _itemsize(leaf.dtype))
+    buckets = walker.finish()
+    return sorted(buckets, key=min) if order is None else buckets
+
+
+class _Walker:
+    """The buckets still open, one for each dtype, and those closed."""
+
+    def __init__(self, limits: Sequence[int], large_alone: bool):
+        self.closed: list[list[int]] = []
+        self._limits, self._large_alone = limits, large_alone
+        self._open: dict[Any, list[int]] = {}
+        self._bytes: dict[Any, int] = {}
+        self._turn: dict[Any, int] = {}
+
+    def add(self, index: int, key: Any, size: int) -> None:
+        if self._large_alone and self._open.get(key) and size >= self._limit(key):
+            self._close(key)
+        self._open.setdefault(key, []).append(index)
+        self._bytes[key] = self._bytes.get(key, 0) + size
+        if self._bytes[key] >= self._limit(key):
+            self._close(key)
+
+    def finish(self) -> list[list[int]]:
+        return self.closed + list(self._open.values())
+
+    def _limit(self, key: Any) -> int:
+        return self._limits[min(self._turn.get(key, 0), len(self._limits) - 1)]
+
+    def _close(self, key: Any) -> None:
+        self.closed.append(self._open.pop(key))
+        self._bytes[key] = 0
+        self._turn[key] = self._turn.get(key, 0) + 1
+
+
+@functools.lru_cache
+def _itemsize(dtype: Any) -> int:
+    return np.dtype(dtype).itemsize
+
+
+def _checked_limits(limits: Sequence[int]) -> Sequence[int]:
+    if not limits or any(not limit > 0 for limit in limits):
+        raise ValueError(f"plan_buckets: limits are numbers of bytes above zero, at least one; not {list(limits)}")
+    return limits
+
+
+def _checked_order(order: Sequence[int], count: int) -> Sequence[int]:
+    if len(order) != count or set(order) != set(range(count)):
+        missing = sorted(set(range(count)) - set(order))[:5]
+        raise ValueError(
+            f"plan_buckets: order must name each of the {count} leaves once; it has {len(order)} entries, "
+            f"{len(set(order))} of them different, without {missing}."
+        )
+    return order

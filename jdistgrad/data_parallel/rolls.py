@@ -1,0 +1,86 @@
+"""What the ranks tell each other before each collective, and what follows from it: a pure function.
+
+A few dozen bytes from everybody, before a single gradient moves: that all are there, at the same bucket of the same
+plan, with finite numbers if asked to check, and who has run out of inputs. What does not match is told on every rank.
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jdistgrad.errors import DisagreementError
+
+_FORMAT = struct.Struct("<4qQ")
+
+
+class Act(enum.IntEnum):
+    """What a rank is about to do."""
+
+    SHADOW = 0  # it has run out of inputs and does what the others do, with zeros
+    AGREE = 1
+    REDUCE = 2
+    USED = 3
+    BROADCAST = 4
+    VERIFY = 5
+
+
+class Roll(NamedTuple):
+    """One rank's word. ``fault``: 0, or one more than the place in its bucket of a leaf that is not finite."""
+
+    act: Act
+    step: int
+    bucket: int
+    fault: int
+    digest: int
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(*self)
+
+    def __str__(self) -> str:
+        doing = {
+            Act.SHADOW: "has joined",
+            Act.AGREE: "meets a new tree of gradients",
+            Act.REDUCE: f"reduces bucket {self.bucket}",
+            Act.USED: "shares which parameters it used",
+            Act.BROADCAST: "broadcasts",
+            Act.VERIFY: "verifies parameters",
+        }[self.act]
+        return f"{doing} in step {self.step}"
+
+
+class Call(NamedTuple):
+    """What everybody said, where it fits together. ``leader`` speaks for the ranks still active (None: nobody is)."""
+
+    rolls: tuple[Roll, ...]
+    active: tuple[int, ...]
+
+    @property
+    def leader(self) -> int | None:
+        return self.active[0] if self.active else None
+
+
+def unpack(word: bytes) -> Roll:
+    act, *rest = _FORMAT.unpack(word)
+    return Roll(Act(act), *rest)
+
+
+def call(words: Sequence[bytes]) -> Call:
+    """Read everybody's words.
+
+    Raises:
+      DisagreementError: ranks that are active are not at the same place.
+    """
+    rolls = tuple(unpack(word) for word in words)
+    active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
+    if active:
+        first = rolls[active[0]]
+        for rank in active:
+            if (rolls[rank].act, rolls[rank].bucket) != (first.act, first.bucket):
+                raise DisagreementError(
+                    f"the ranks have come apart: rank {active[0]} {first}, rank {rank} {rolls[rank]}. Nothing of it was "
+                    "reduced. Every rank must take the same steps on the same trees of gradients; ranks with fewer inputs "
+                    "need DataParallel.join().",
+                    rank=rank,
+                )
+    return Call(rolls, active)

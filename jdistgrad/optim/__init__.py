@@ -1,0 +1,1 @@
+"""Optimizers: optax, where the parameters live."""

@@ -1,0 +1,130 @@
+"""The optimizer of parameters that live on other workers: one optax state on each owner, one step for all."""
+
+import collections
+import concurrent.futures
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import optax
+
+from jdistgrad.autograd.contexts import Context, find_context
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.optim import owner
+from jdistgrad.rpc import api
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.references import RRef, by_reference
+
+
+class DistributedOptimizer:
+    """Applies an optax transformation to values on their owners.
+
+    Each owner keeps one state for all its values. ``step`` updates everywhere at once, each owner under a lock, so that
+    trainers with contexts of their own may share parameters (each with an optimizer of its own, or one that was passed
+    on). A local value takes part as ``jdistgrad.RRef(value)``.
+
+    Arguments:
+      tx: any optax transformation. It must not depend on which values share an owner; to clip by a norm over all of them,
+        use ``max_global_norm``.
+      rrefs: the values to optimize. Leaves that are no float arrays stay as they are.
+      max_global_norm: scale gradients down so that their norm, over all owners, is at most this.
+      refuse_nan: raise, and change nothing anywhere, where a gradient is not finite.
+
+    Example:
+      >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [enc, dec])
+      >>> with jd.context() as ctx:
+      ...     loss, _ = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, dec)
+      ...     optimizer.step(ctx)
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        rrefs: Sequence[RRef],
+        *,
+        max_global_norm: float | None = None,
+        refuse_nan: bool = False,
+    ):
+        self._rrefs = _checked(rrefs)
+        if max_global_norm is not None and not max_global_norm > 0:
+            raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
+        self._max_norm, self._refuse_nan = max_global_norm, refuse_nan
+        packed = cloudpickle.dumps(tx)
+        numbers: dict[int, list[int]] = collections.defaultdict(list)
+        for number, rref in enumerate(self._rrefs):
+            numbers[rref.owner.rank].append(number)
+        self._numbers = dict(numbers)
+        self._owned = {
+            rank: api.remote(rank, owner.own_parameters, (packed, [by_reference(self._rrefs[k]) for k in mine]))
+            for rank, mine in self._numbers.items()
+        }
+        _all([owned.creation() for owned in self._owned.values()])
+
+    def step(self, ctx: Context | int) -> None:
+        """Update every value with its gradient in a context; return when all owners have.
+
+        Raises:
+          DifferentiationError: a value has no gradient there, or one that is not finite; nothing was changed.
+          ContextError: the context is closed, or not known here.
+        """
+        with within(find_context(ctx).scope):
+            scale = self._scale()
+            self._everywhere(owner.step, scale)
+
+    def state(self) -> dict[str, Any]:
+        """Values and optimizer states, as a pytree that can be saved: ``{"values": [...], "states": [...]}``."""
+        found = self._everywhere(owner.state)
+        values: list[Any] = [None] * len(self._rrefs)
+        for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
+            for number, value in zip(mine, here, strict=True):
+                values[number] = value
+        return {"values": values, "states": [state for _, state in found]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what ``state`` of an optimizer of the same values, on the same owners, gave.
+
+        Raises:
+          ValueError: it is of another structure.
+        """
+        if len(state["values"]) != len(self._rrefs) or len(state["states"]) != len(self._owned):
+            raise ValueError(
+                f"restore: {len(state['values'])} values on {len(state['states'])} owners, but this optimizer has "
+                f"{len(self._rrefs)} on {len(self._owned)}"
+            )
+        each = zip(self._owned.values(), self._numbers.values(), state["states"], strict=True)
+        calls = [(owned, ([state["values"][k] for k in mine], one)) for owned, mine, one in each]
+        _all([api.rpc_async(owned.owner, owner.restore, (owned, *args)) for owned, args in calls])
+
+    def _scale(self) -> float:
+        """What gradients are multiplied by; raises, before anything is changed, where a step cannot be made."""
+        if len(self._owned) == 1 and self._max_norm is None and not self._refuse_nan:
+            return 1.0  # the only owner checks for itself
+        found = self._everywhere(owner.look)
+        if self._refuse_nan and not all(one.finite for one in found):
+            bad = [str(owned.owner) for owned, one in zip(self._owned.values(), found, strict=True) if not one.finite]
+            raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
+        norm = math.sqrt(sum(one.squared_norm for one in found))
+        return 1.0 if self._max_norm is None or norm <= self._max_norm else self._max_norm / norm
+
+    def _everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return _all([api.rpc_async(owned.owner, function, (owned, *args)) for owned in self._owned.values()])
+
+
+def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
+    found = list(rrefs)
+    for rref in found:
+        if not isinstance(rref, RRef):
+            raise TypeError(f"DistributedOptimizer optimizes RRefs, not a {type(rref).__name__}: wrap it, RRef(value)")
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
+    return found
+
+
+def _all(futures: Sequence[concurrent.futures.Future]) -> list[Any]:
+    """The results, when all are done; the first failure is raised then."""
+    failures = [future.exception() for future in futures]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+    return [future.result() for future in futures]
