@@ -25,8 +25,8 @@ class DistributedOptimizer:
     on). A local value takes part as ``jdistgrad.RRef(value)``.
 
     Arguments:
-      tx: any optax transformation. It must not depend on which values share an owner; to clip by a norm over all of them,
-        use ``max_global_norm``.
+      tx: any optax transformation. Each owner applies it to its own values; to clip by a norm over all of them, use
+        ``max_global_norm``.
       rrefs: the values to optimize. Leaves that are no float arrays stay as they are.
       max_global_norm: scale gradients down so that their norm, over all owners, is at most this.
       refuse_nan: raise, and change nothing anywhere, where a gradient is not finite.

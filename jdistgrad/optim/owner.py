@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdistgrad.autograd.derived import gradient_layout
 from jdistgrad.autograd.exchange import value_gradient
 from jdistgrad.autograd.layout import has_gradient
 from jdistgrad.errors import DifferentiationError
@@ -81,28 +82,21 @@ class OwnedParameters:
         missing = [str(rref) for rref, gradient in found if gradient is None]
         if missing:
             raise DifferentiationError(
-                f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of it "
-                "in the context first, or leave the reference out of the optimizer.",
+                f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of "
+                "it in the context first, or leave the reference out of the optimizer.",
                 missing=missing,
             )
         return [_only_floats(gradient) for _, gradient in found]
 
     def _set(self, parameters: Sequence[Any]) -> None:
         for rref, new in zip(self._rrefs, parameters, strict=True):
-            floats = iter(_floats(new))
-            value = trees.map_leaves(
-                lambda leaf, floats=floats: next(floats) if has_gradient(leaf) else leaf, rref.local_value()
-            )
-            current_worker().owned.replace(rref.id, value)
+            layout, _ = gradient_layout(rref.local_value())
+            current_worker().owned.replace(rref.id, layout.fill(jax.tree.leaves(new)))
 
 
 def _only_floats(value: Any) -> Any:
     """The value with nothing in the place of what is not optimized."""
     return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
-
-
-def _floats(value: Any) -> list[Any]:
-    return [leaf for leaf in trees.leaves(value) if has_gradient(leaf)]
 
 
 # What the optimizer calls on owners. ``parameters`` arrives as the object itself: it lives there.

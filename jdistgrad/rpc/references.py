@@ -72,7 +72,8 @@ class RRef(Generic[T]):
     @property
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
-        return self._worker("owner").directory.workers[self._claim.owner]
+        worker = self._claim.worker if isinstance(self._claim, Claim) else current_worker()
+        return worker.directory.workers[self._claim.owner]
 
     def is_owner(self) -> bool:
         """Whether this worker holds the value."""
