@@ -29,6 +29,7 @@ lint: .venv/installed-lint
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/local.py
+	$(BIN)/python benchmarks/gradients.py
 
 doctor: .venv/installed
 	$(BIN)/jdistgrad doctor

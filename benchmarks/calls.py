@@ -8,46 +8,10 @@ PyTorch (2.13) is optional: without it its columns stay empty.
 import argparse
 import importlib.util
 import os
-import pathlib
-import statistics
-from collections.abc import Mapping, Sequence
 
-from measure import ratio, row, run_job
+from measure import compare, microseconds, milliseconds, per_second, row, take_turns
 
-JOBS = pathlib.Path(__file__).parent / "jobs"
 BOUND = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-
-Runs = Mapping[str, Sequence[float]]
-
-
-def take_turns(names: Sequence[str], rounds: int, flags: list[str] | None) -> dict[str, dict[str, list[float]]]:
-    """Run each job in turn, again and again; each figure of each job, round by round."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for k in range(rounds):
-        os.environ["JDISTGRAD_BENCH"] = "--long" if k == 0 and flags is None else ""
-        for name in names:
-            for figure, value in run_job(str(JOBS / f"calls_{name}.py"), flags=flags).items():
-                found[name].setdefault(figure, []).append(value)
-    return found
-
-
-def microseconds(values: Sequence[float]) -> str:
-    return f"{statistics.median(values) * 1e6:.0f} us"
-
-
-def milliseconds(values: Sequence[float]) -> str:
-    return f"{statistics.median(values) * 1e3:.1f} ms"
-
-
-def per_second(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.0f} /s"
-
-
-def compare(what, unit, ours, name, others, target):
-    if others is None:
-        row(what, unit(ours), "", "", target)
-    else:
-        row(what, unit(ours), f"{name} {unit(others)}", f"{ratio(ours, others):.2f}", target)
 
 
 def table(found):
@@ -78,7 +42,7 @@ def main():
     for flags, title in ((None, "jdistgrad run -n 2"), (BOUND, "plain mpirun -n 2: each rank bound to one core")):
         print(f"\n{title}; medians of {chosen.rounds} jobs each, in turn")
         row("", "jdistgrad", "the other", "ratio", "target")
-        table(take_turns(names, chosen.rounds, flags))
+        table(take_turns("calls", names, chosen.rounds, flags))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,17 @@ of neighbours: a machine that drifts does so for both.
 
 import collections
 import json
+import os
+import pathlib
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jdistgrad import launch
 
+JOBS = pathlib.Path(__file__).parent / "jobs"
 IN_FLIGHT = 32
 MARK = "measured: "
 
@@ -68,9 +71,41 @@ def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[
     return found
 
 
+def take_turns(
+    topic: str, names: Sequence[str], rounds: int, flags: list[str] | None = None
+) -> dict[str, dict[str, list[float]]]:
+    """Run each job of a topic in turn, again and again; each figure of each job, round by round."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    for k in range(rounds):
+        os.environ["JDISTGRAD_BENCH"] = "--long" if k == 0 and flags is None else ""
+        for name in names:
+            for figure, value in run_job(str(JOBS / f"{topic}_{name}.py"), flags=flags).items():
+                found[name].setdefault(figure, []).append(value)
+    return found
+
+
 def ratio(ours: list[float], others: list[float]) -> float:
     """The median of the ratios of neighbours."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+
+def microseconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values) * 1e6:.0f} us"
+
+
+def milliseconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values) * 1e3:.1f} ms"
+
+
+def per_second(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.0f} /s"
+
+
+def compare(what, unit, ours, name, others, target):
+    if others is None:
+        row(what, unit(ours), "", "", target)
+    else:
+        row(what, unit(ours), f"{name} {unit(others)}", f"{ratio(ours, others):.2f}", target)
 
 
 def row(what: str, ours: str, other: str, compared: str, target: str) -> None:

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.operations import Call, Number, Pull
-from jdistgrad.autograd.primitive import evaluate
+from jdistgrad.autograd.primitive import evaluate, untied
 from jdistgrad.autograd.values import Fetch, Publish, Put, Take
 from jdistgrad.errors import DifferentiationError
 
@@ -40,7 +40,7 @@ def differentiable(primal: Callable[..., Any], forward: Callable[..., Any], back
 
     def apply(*operands: Any) -> Any:
         try:
-            return rule(*operands)
+            return tuple(one if is_float(one) else untied(one) for one in rule(*operands))
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise

@@ -8,6 +8,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd import traced  # noqa: F401 installs what calls do inside grad and jit
 from jdistgrad.autograd.exchange import gradient_tree
 from jdistgrad.autograd.graph import Graph, gather
+from jdistgrad.autograd.primitive import settle
 from jdistgrad.autograd.tape import Tape
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
@@ -90,6 +91,7 @@ def context() -> Iterator[Context]:
     try:
         with within(opened.scope):
             yield opened
+            settle()
     finally:
         opened.close()
 
@@ -153,5 +155,10 @@ def some_context(*, needed: bool = True) -> Iterator[Any]:
         return
     opened = open_context()
     lease = Lease(opened)
-    with within(opened.scope):
-        yield lease
+    try:
+        with within(opened.scope):
+            yield lease
+            settle()
+    except BaseException:  # whose traceback would keep the lease
+        opened.close()
+        raise

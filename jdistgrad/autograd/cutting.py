@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from jdistgrad.autograd.operations import Pull
-from jdistgrad.autograd.primitive import wire_p
+from jdistgrad.autograd.primitive import untied_p, wire_p
 
 INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"} | {
     f"custom_{kind}_call{suffix}" for kind in ("jvp", "vjp") for suffix in ("", "_jaxpr")
@@ -102,6 +102,8 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
                 body, constants = inner
                 given = dict(zip(body.constvars, map(Constant, constants), strict=True))
                 results = walk(body, given | dict(zip(body.invars, values, strict=True)))
+            elif eqn.primitive is untied_p:
+                results = values
             else:
                 made = [next(count) for _ in eqn.outvars]
                 results = list[Atom](made)

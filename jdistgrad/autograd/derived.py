@@ -20,13 +20,16 @@ from jdistgrad.rpc.references import HANDLE, ByReference, RRef
 from jdistgrad.rpc.tracing import is_traced
 
 JITTED = type(jax.jit(lambda: None))
+PURE = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether a function is pure by contract: it was jitted, or is derived from one that was."""
-    return isinstance(function, JITTED) or (
-        isinstance(function, PullbackOf | BatchedOf) and is_compiled(function.function)
-    )
+    """Whether a function is pure by contract: jitted, one of JAX's own, derived from one that is, or says ``pure``."""
+    if isinstance(function, PullbackOf | BatchedOf):
+        return is_compiled(function.function)
+    if getattr(function, "pure", False) is True:
+        return True
+    return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(PURE)
 
 
 def delivered(tree: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jdistgrad.autograd.compiling import Map
 from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole
-from jdistgrad.autograd.compiling import Map
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.tape import Tape, current_tape, next_message, next_number
@@ -79,6 +79,7 @@ class Call:
     timeout: float | None = None
     wanted: tuple[int, ...] | None = None
     lanes: tuple[Lane, ...] = ()
+    where: str = ""  # in the user's program
 
     def __str__(self) -> str:
         return f"{describe(self.function)} to rank {self.to}{'' if self.wanted is None else ', recorded'}"
@@ -172,6 +173,10 @@ class Pull:
 
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
+
+    @property
+    def where(self) -> str:
+        return self.call.where
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return [operands[0], *operands[len(operands) - len(self.live) :]]

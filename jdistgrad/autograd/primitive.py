@@ -4,7 +4,9 @@ Run at once where everything is concrete, batched by the operation itself, and a
 no side effect in JAX's eyes: what nobody uses may be dropped, and ``jax.checkpoint`` may repeat it.
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import shaped, trace_state_clean
 from jdistgrad.autograd.operations import Operation
@@ -21,6 +23,15 @@ from jdistgrad.wire.arrays import as_numpy
 
 wire_p = Primitive("wire")
 wire_p.multiple_results = True
+
+# An integer, for JAX to see that it has no tangent. All results of a custom_vjp get one, integers one of float0: a scan
+# that is differentiated again adds these up, which JAX refuses.
+untied_p = Primitive("untied")
+
+
+def untied(array: Any) -> Any:
+    """An integer result of a differentiated function."""
+    return untied_p.bind(array) if isinstance(array, jax.core.Tracer) else array
 
 
 def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -33,6 +44,17 @@ def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
 def run(*operands: Any, operation: Operation) -> list[Any]:
     """Perform an operation on concrete operands."""
     return operation.start([as_array(one) for one in operands]).outputs()
+
+
+_compiled = threading.Event()  # something of the wire has been compiled
+
+
+def settle() -> None:
+    """Wait for compiled code that may still be making calls. What fails there is raised where its results are used."""
+    if _compiled.is_set():
+        for array in jax.live_arrays():
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
 
 
 def as_array(value: Any) -> Any:
@@ -63,6 +85,7 @@ def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
     place = current.place()
+    _compiled.set()
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
         callback = functools.partial(_called_back, operation, place, len(operands))
@@ -77,6 +100,12 @@ def _called_back(operation: Operation, place: Any, count: int, *operands: Any) -
         outputs = operation.start([np.asarray(one) for one in operands]).outputs()
     return [np.asarray(one) for one in outputs]
 
+
+untied_p.def_impl(lambda array: array)
+untied_p.def_abstract_eval(lambda array: array)
+ad.defjvp(untied_p, None)
+batching.defvectorized(untied_p)
+mlir.register_lowering(untied_p, lambda _, array: [array])
 
 wire_p.def_impl(run)
 wire_p.def_abstract_eval(_shapes)

@@ -34,9 +34,12 @@ class CallRemote(Call):
     made: list[Any] = dataclasses.field(default_factory=list)  # shared with the recorded one
 
     def start(self, operands: Sequence[Any]) -> Started:
+        tape = None
+        if self.staged or self.wanted is not None:  # without one, nothing is claimed
+            tape = current_tape(lambda: f"{describe(self.function)}, called remotely{self.staged * ' in jax.jit'},")
         claim = current_worker().claim_new(self.to)
-        if self.staged:
-            current_tape(lambda: f"{describe(self.function)}, called remotely in jax.jit,").kept.append(claim)
+        if tape is not None and self.staged:
+            tape.kept.append(claim)
         else:
             self.made.append(claim)
         function, outputs = Publishing(self.function, claim.id), [as_token(claim.id)]

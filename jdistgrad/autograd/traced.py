@@ -1,6 +1,7 @@
 """Calls of which JAX traces something: what ``rpc_sync`` and the others do inside grad, vmap, jit."""
 
 import concurrent.futures
+import traceback
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ class TracedCalls:
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
         arguments, operands = split((args, kwargs))
-        operation = Call(peer.rank, function, arguments, results, timeout)
+        operation = Call(peer.rank, function, arguments, results, timeout, where=where())
         return results.rebuild(boundary.call(operation)(*operands))
 
     def rpc_async(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
@@ -39,7 +40,7 @@ class TracedCalls:
     def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
         peer, results = current_worker().directory.find(to), Results()
         arguments, operands = split((args, kwargs))
-        operation = CallRemote(peer.rank, function, arguments, results, timeout, staged=tracing.staging())
+        operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=tracing.staging())
         handle, token = boundary.call(operation)(*operands)
         if operation.made:  # run at once: the reference is known
             return RRef._of(operation.made.pop(), handle)
@@ -62,6 +63,14 @@ class TracedCalls:
         rule = boundary.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
         (handle,) = rule(*operands)
         return RRef._of(claim, handle)
+
+
+def where() -> str:
+    """Where the user's program is, for errors that come when traced code runs."""
+    for frame, line in traceback.walk_stack(None):
+        if not str(frame.f_globals.get("__name__", "")).startswith(("jdistgrad.", "jax.", "contextlib", "functools")):
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return "an unknown place"
 
 
 tracing.install(TracedCalls())

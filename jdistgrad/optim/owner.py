@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdistgrad.autograd.derived import gradient_layout
@@ -70,9 +71,9 @@ class OwnedParameters:
                     f"{jax.tree.structure(old)}. Restore what state() of the same optimizer gave."
                 )
         with self._lock:
-            self._state = state
+            self._state = _at_home(state)
             for rref, value in zip(self._rrefs, values, strict=True):
-                current_worker().owned.replace(rref.id, value)
+                current_worker().owned.replace(rref.id, _at_home(value))
 
     def _parameters(self) -> list[Any]:
         return [_only_floats(rref.local_value()) for rref in self._rrefs]
@@ -97,6 +98,11 @@ class OwnedParameters:
 def _only_floats(value: Any) -> Any:
     """The value with nothing in the place of what is not optimized."""
     return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
+
+
+def _at_home(tree: Any) -> Any:
+    """The arrays of a tree on this worker's device; what was restored from a file may be bound to another."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 # What the optimizer calls on owners. ``parameters`` arrives as the object itself: it lives there.

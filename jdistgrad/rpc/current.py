@@ -142,7 +142,7 @@ def seat_thread() -> None:
 def bind_thread(worker: "Worker") -> None:
     """Let this thread, and contexts copied from it, belong to a worker."""
     _bound.set(worker)
-    if worker.shares_process:
+    if worker.transport.hands_over:
         key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
         _workers[key] = worker
         _place.set(Place(key, 0))

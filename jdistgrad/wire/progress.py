@@ -131,6 +131,7 @@ class Progress:
                 self._stand_by()
             elif (task := self._be_primary()) is not None:
                 self._run_here(task)
+                del task  # it may hold a call's values
 
     def _be_primary(self) -> Task | None:
         """Look until there is a task to run."""

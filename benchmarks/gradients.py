@@ -1,0 +1,56 @@
+"""Gradients across calls: jdistgrad's staged step against PyTorch's distributed autograd.
+
+    python benchmarks/gradients.py            # make bench
+
+PyTorch (2.13) is optional: without it its columns stay empty.
+"""
+
+import argparse
+import importlib.util
+import statistics
+
+from measure import compare, microseconds, milliseconds, row, take_turns
+
+
+def table(found):
+    ours, torch = found["jdistgrad"], found.get("torch", {})
+    cases = [
+        ("the note's 3x3 example, a whole context", "note", "<= 0.3 x", microseconds),
+        ("chain of 8 calls in one context", "chain_8", "<= 0.3 x", microseconds),
+        ("1024x1024 elementwise, both arguments sent", "large", "<= 0.7 x", milliseconds),
+        ("the note's end-to-end loop, an iteration", "end_to_end", "<= 0.4 x", microseconds),
+    ]
+    for what, figure, target, unit in cases:
+        compare(what, unit, ours[figure], "torch", torch.get(figure), target)
+    bare, note = statistics.median(ours["bare"]), statistics.median(ours["note"])
+    own = f"{(note - 2 * bare) / 2 * 1e6:.0f} us"
+    row("the same, without its two bare calls, per boundary", own, f"bare {bare * 1e6:.0f} us", "", "<= 30 us")
+    for count in (1, 10, 100):
+        seconds = [value / count for value in ours[f"chain_{count}"]]
+        others = [value / count for value in torch[f"chain_{count}"]] if torch else None
+        compare(f"per call, {count} calls in one context", microseconds, seconds, "torch", others, "constant")
+    for count in (1, 10, 100):
+        row(
+            f"the note's example beside {count} open contexts",
+            microseconds(ours[f"contexts_{count}"]),
+            "",
+            "",
+            "constant",
+        )
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--ours-only", action="store_true")
+    chosen = options.parse_args()
+    names = ["jdistgrad"]
+    if not chosen.ours_only and importlib.util.find_spec("torch"):
+        names.append("torch")
+    print(f"gradients, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
+    row("", "jdistgrad", "the other", "ratio", "target")
+    table(take_turns("gradients", names, chosen.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Rank 0 measures gradients across calls to rank 1 with jdistgrad; see gradients.py."""
+
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from measure import median, report
+
+import jdistgrad as jd
+
+
+def chain(length):
+    """So many calls, each of the result of the one before."""
+
+    def run(a, b):
+        for _ in range(length):
+            a = jd.rpc_sync(1, jnp.add, args=(a, b))
+        return a.sum()
+
+    return jd.jit(jd.value_and_grad(run, argnums=(0, 1)))
+
+
+def in_context(step, *args):
+    def run():
+        with jd.context() as ctx:
+            step(*args)
+            jd.get_gradients(ctx)
+
+    return run
+
+
+def note(a, b):
+    """The example of PyTorch's note: a sum made remotely, multiplied here."""
+    step = jd.jit(jd.value_and_grad(lambda a, b: (jd.rpc_sync(1, jnp.add, args=(a, b)) * b).sum(), argnums=(0, 1)))
+    return median(in_context(step, a, b), 1000)
+
+
+def elementwise(size):
+    a = jnp.ones((size, size))
+    step = jd.jit(jd.value_and_grad(lambda a, b: jd.rpc_sync(1, jnp.multiply, args=(a, b)).sum(), argnums=(0, 1)))
+
+    def run():
+        with jd.context():
+            jax.block_until_ready(step(a, a))
+
+    return median(run, 50)
+
+
+def random_values(seed):
+    return jax.random.uniform(jax.random.key(seed), (3, 3))
+
+
+def end_to_end():
+    """The note's second example: two references, their sum's loss, a distributed optimizer; all of it reused."""
+    first, second = (jd.remote(1, random_values, args=(seed,)) for seed in (0, 1))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [first, second])
+    step = jd.jit(jd.value_and_grad(lambda a, b: (a.to_here() + b.to_here()).sum(), argnums=(0, 1)))
+
+    def run():
+        with jd.context() as ctx:
+            step(first, second)
+            optimizer.step(ctx)
+
+    return median(run, 500)
+
+
+def open_contexts(count, a, b):
+    """Seconds for the note's step in one context more, beside so many that are open: each in its thread."""
+    import threading
+
+    opened, close = threading.Barrier(count + 1), threading.Event()
+    step = jd.jit(jd.value_and_grad(lambda a, b: (jd.rpc_sync(1, jnp.add, args=(a, b)) * b).sum(), argnums=(0, 1)))
+
+    def hold():
+        with jd.context():
+            step(a, b)
+            opened.wait()
+            close.wait()
+
+    threads = [threading.Thread(target=hold) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    opened.wait()
+    time.sleep(0.1)
+    seconds = median(in_context(step, a, b), 300)
+    close.set()
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+def measure():
+    a, b = jnp.ones((3, 3)), jnp.full((3, 3), 2.0)
+    bare = median(lambda: jd.rpc_sync(1, jnp.add, args=(a, b)), 2000)
+    chains = {
+        f"chain_{length}": median(in_context(chain(length), a, b), 200 // length + 20) for length in (1, 8, 10, 100)
+    }
+    report(bare=bare, note=note(a, b), large=elementwise(1024), end_to_end=end_to_end(), **chains)
+    report(**{f"contexts_{count}": open_contexts(count, a, b) for count in (1, 10, 100)})
+
+
+def main():
+    me = jd.init()
+    if me.rank == 0:
+        measure()
+    jd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

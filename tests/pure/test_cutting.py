@@ -1,0 +1,100 @@
+"""The plan of a staged step, without any wire: operations that only name themselves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.autograd.cutting import cut, has_wire
+from jdistgrad.autograd.primitive import wire_p
+
+
+@dataclasses.dataclass(eq=False)
+class Doubling:
+    name: str
+
+    def shapes(self, operands):
+        return list(operands)
+
+    def __str__(self):
+        return self.name
+
+
+def send(name, *operands):
+    return wire_p.bind(*operands, operation=Doubling(name))[0]
+
+
+def plan_of(fun, *args):
+    return cut(jax.make_jaxpr(fun)(*args))
+
+
+def names(plan):
+    return [str(node.operation) if node.operation else "piece" for node in plan.nodes]
+
+
+def test_a_step_without_messages_is_one_piece():
+    assert names(plan_of(lambda x: jnp.sin(x) * 2 + x, 1.0)) == ["piece"]
+
+
+def test_pieces_stand_between_messages():
+    plan = plan_of(lambda x: jnp.sin(send("a", jnp.cos(x))) + 1, 1.0)
+    assert names(plan) == ["piece", "a", "piece"]
+
+
+def test_what_a_message_needs_is_computed_before_the_rest():
+    def step(x):
+        rest = jnp.tanh(jnp.exp(x))
+        return send("a", x * 2) + rest
+
+    plan = plan_of(step, 1.0)
+    assert names(plan)[:2] == ["piece", "a"]
+    assert [equation.eqn.primitive.name for equation in plan.nodes[0].equations] == ["mul"]
+
+
+def test_independent_messages_do_not_wait_for_each_other():
+    plan = plan_of(lambda x: send("a", x) + send("b", x) + send("c", send("a2", x)), 1.0)
+    free = [node for node in plan.nodes if node.operation and set(node.inputs) <= set(plan.inputs)]
+    assert sorted(str(node.operation) for node in free) == ["a", "a2", "b"]
+
+
+def test_unused_messages_are_not_sent():
+    def step(x):
+        send("unused", x)
+        return send("used", x)
+
+    assert names(plan_of(step, 1.0)) == ["used"]
+
+
+def test_messages_inside_jitted_functions_are_found():
+    inner = jax.jit(lambda x: send("a", x) + 1)
+    closed = jax.make_jaxpr(lambda x: inner(x) * 2)(1.0)
+    assert has_wire(closed.jaxpr)
+    assert "a" in names(cut(closed))
+
+
+def test_scans_that_send_stay_whole():
+    def step(x):
+        return jax.lax.scan(lambda carry, _: (send("a", carry), None), x, None, length=3)[0]
+
+    assert names(plan_of(step, 1.0)) == ["piece"]
+
+
+def test_every_node_comes_after_those_it_needs():
+    def step(x):
+        y = x
+        for k in range(5):
+            y = send(f"m{k}", y * x) + jnp.sin(x)
+        return y
+
+    plan = plan_of(step, np.ones(3, np.float32))
+    known = set(plan.inputs)
+    for node in plan.nodes:
+        assert {atom for atom in node.inputs if isinstance(atom, int)} <= known
+        known.update(node.outputs)
+
+
+def test_a_plan_can_be_read():
+    text = str(plan_of(lambda x: send("hello", jnp.cos(x)), 1.0))
+    assert "compute cos" in text
+    assert "send    hello" in text

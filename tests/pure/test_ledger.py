@@ -1,0 +1,201 @@
+"""The ledger of contributions, fed in any order: what counts, who is told, and sums that do not depend on arrival."""
+
+import itertools
+import random
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, Contribution, Ledger, Node, total
+
+NODE = Node(REFERENCE, 7)
+
+
+def part(number, value=1.0, lanes=()):
+    return Contribution(number, lanes, [jnp.full((*lanes, 2), value, jnp.float32)])
+
+
+def numbers(contributions):
+    return [one.number for one in contributions]
+
+
+def test_whoever_takes_waits_for_the_count():
+    ledger = Ledger()
+    taken = ledger.take(NODE, 3)
+    for number in (5, 1):
+        ledger.put(NODE, part(number))
+        assert not taken.done()
+    ledger.put(NODE, part(3))
+    assert numbers(taken.result(0)) == [1, 3, 5]
+
+
+def test_contributions_may_come_before_they_are_asked_for():
+    ledger = Ledger()
+    ledger.put(NODE, part(2))
+    ledger.put(NODE, part(1))
+    assert numbers(ledger.take(NODE, 2).result(0)) == [1, 2]
+
+
+def test_none_are_waited_for_where_the_count_is_zero():
+    assert Ledger().take(NODE, 0).result(0) == []
+
+
+def test_what_is_taken_is_gone():
+    ledger = Ledger()
+    ledger.put(NODE, part(1))
+    assert ledger.nodes() == [NODE]
+    ledger.take(NODE, 1).result(0)
+    assert ledger.nodes() == []
+    assert ledger.read(NODE) == []
+
+
+def test_reading_leaves_everything():
+    ledger = Ledger()
+    for number in (4, 2):
+        ledger.put(NODE, part(number))
+    assert numbers(ledger.read(NODE)) == numbers(ledger.read(NODE)) == [2, 4]
+
+
+def test_nodes_do_not_mix():
+    ledger, other = Ledger(), Node(CONTRIBUTION, NODE.id)
+    taken, others = ledger.take(NODE, 1), ledger.take(other, 1)
+    ledger.put(other, part(1))
+    assert not taken.done()
+    assert numbers(others.result(0)) == [1]
+    ledger.put(NODE, part(1))
+    assert numbers(taken.result(0)) == [1]
+
+
+def test_the_same_number_counts_once():
+    ledger = Ledger()
+    taken = ledger.take(NODE, 2)
+    for value in (1.0, 5.0):
+        ledger.put(NODE, part(1, value))
+    assert not taken.done()
+    ledger.put(NODE, part(2))
+    np.testing.assert_array_equal(total(taken.result(0))[0], [2.0, 2.0])
+
+
+def test_a_number_that_was_taken_does_not_come_again():
+    ledger = Ledger()
+    ledger.put(NODE, part(1))
+    ledger.take(NODE, 1).result(0)
+    ledger.put(NODE, part(1))
+    assert ledger.nodes() == []
+
+
+def test_a_batched_contribution_counts_for_each_lane():
+    ledger = Ledger()
+    taken = ledger.take(NODE, 7)
+    ledger.put(NODE, part(1, lanes=(2, 3)))
+    assert not taken.done()
+    ledger.put(NODE, part(2))
+    assert numbers(taken.result(0)) == [1, 2]
+
+
+def test_a_batched_taker_counts_each_contribution_once():
+    ledger = Ledger()
+    taken = ledger.take(NODE, 2, (3,))
+    ledger.put(NODE, part(1, lanes=(3,)))
+    assert not taken.done()
+    ledger.put(NODE, part(2, lanes=(3,)))
+    assert numbers(taken.result(0)) == [1, 2]
+
+
+def test_lanes_are_summed_away_for_one_who_has_none():
+    leaf = jnp.arange(6.0).reshape(3, 2)
+    (found,) = total([Contribution(1, (3,), [leaf]), part(2, 10.0)])
+    np.testing.assert_array_equal(found, [16.0, 19.0])
+
+
+def test_what_has_no_lanes_is_the_same_in_all_of_them():
+    leaf = jnp.arange(6.0).reshape(3, 2)
+    (found,) = total([Contribution(1, (3,), [leaf]), part(2, 10.0)], (3,))
+    np.testing.assert_array_equal(found, leaf + 10)
+
+
+def test_different_batches_are_refused():
+    with pytest.raises(jd.DifferentiationError, match=r"in batches of \(2,\) and \(3,\).*one vmap"):
+        total([part(1, lanes=(2,))], (3,))
+
+
+def test_leaves_nobody_contributed_to_stay_empty():
+    one, two = jnp.ones(2), jnp.full(3, 2.0)
+    found = total([Contribution(1, (), [one, None, None]), Contribution(2, (), [None, None, two])])
+    assert found[1] is None
+    np.testing.assert_array_equal(found[0], one)
+    np.testing.assert_array_equal(found[2], two)
+
+
+def sum_of(arrivals):
+    ledger = Ledger()
+    taken = ledger.take(NODE, len(arrivals))
+    for one in arrivals:
+        ledger.put(NODE, one)
+    return np.asarray(total(taken.result(0))[0])
+
+
+def test_sums_are_the_same_to_the_bit_whatever_the_order_of_arrival():
+    chance = np.random.default_rng(3)
+    scales = [1e8, 1.0, 1e-8, -1e8, 3.0]
+    parts = [Contribution(k, (), [chance.normal(size=4).astype(np.float32) * s]) for k, s in enumerate(scales)]
+    sums = {sum_of(order).tobytes() for order in itertools.permutations(parts)}
+    assert len(sums) == 1
+    in_another_order = sum((one.leaves[0] for one in reversed(parts)), np.zeros(4, np.float32))
+    assert in_another_order.tobytes() not in sums  # the order does matter to these
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_mixture_of_puts_and_takes_tells_everybody_what_is_theirs(seed):
+    chance = random.Random(seed)
+    ledger, wanted, events = Ledger(), {}, []
+    for k in range(chance.randint(1, 6)):
+        node = Node(chance.choice([REFERENCE, CONTRIBUTION]), k)
+        wanted[node] = sorted(chance.sample(range(100), chance.randint(1, 6)))
+        events += [("put", node, number) for number in wanted[node]] + [("take", node, len(wanted[node]))]
+    chance.shuffle(events)
+    taken = {}
+    for what, node, number in events:
+        if what == "put":
+            ledger.put(node, part(number))
+        else:
+            taken[node] = ledger.take(node, number)
+    assert {node: numbers(future.result(0)) for node, future in taken.items()} == wanted
+    assert ledger.nodes() == []
+
+
+def test_contributions_from_many_threads_all_count():
+    ledger = Ledger()
+    taken = ledger.take(NODE, 400)
+
+    def contribute(thread):
+        for k in range(50):
+            ledger.put(NODE, part(thread * 50 + k))
+
+    threads = [threading.Thread(target=contribute, args=(k,)) for k in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert numbers(taken.result(0)) == list(range(400))
+
+
+def test_giving_up_ends_every_wait():
+    ledger = Ledger()
+    waits = [ledger.take(Node(REFERENCE, k), 1) for k in range(3)]
+    ledger.put(Node(REFERENCE, 1), part(1))
+    ledger.give_up(jd.ContextError("closed"))
+    assert numbers(waits[1].result(0)) == [1]
+    for one in (waits[0], waits[2]):
+        assert isinstance(one.exception(0), jd.ContextError)
+
+
+def test_one_gradient_in_the_place_of_its_parts():
+    ledger = Ledger()
+    for number in (1, 2):
+        ledger.put(NODE, part(number))
+    ledger.write(NODE, [jnp.full(2, 9.0)])
+    np.testing.assert_array_equal(total(ledger.read(NODE))[0], [9.0, 9.0])

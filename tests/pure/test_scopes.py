@@ -1,0 +1,134 @@
+"""The table of scopes: one worker's part of what several hold together, until it is closed."""
+
+import itertools
+import threading
+
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.rpc.scopes import REMEMBERED, Scope, ScopeTable
+from jdistgrad.wire.ids import COUNTER_BITS, worker_of
+
+
+def test_ids_have_their_worker_in_the_top_bits_and_count_below():
+    table = ScopeTable(513)
+    first, second = table.open(), table.open()
+    assert first.id == 513 << COUNTER_BITS
+    assert second.id == first.id + 1
+    assert worker_of(second.id) == 513
+
+
+def test_an_id_of_the_last_worker_fits_64_bits():
+    assert (1 << 64) > ScopeTable((1 << 16) - 1).open().id >= 1 << 63
+
+
+def test_a_message_makes_a_scope_once():
+    table = ScopeTable(1)
+    scope = table.enter(42)
+    assert table.enter(42) is scope
+    assert table.find(42) is scope
+    assert len(table) == 1
+    assert table.identifiers() == [42]
+
+
+def test_a_closed_scope_is_not_entered_again():
+    table = ScopeTable(1)
+    table.enter(42)
+    assert table.release(42) is not None
+    assert len(table) == 0
+    for use in (table.enter, table.find):
+        with pytest.raises(jd.ContextError, match="context 0:42 has been closed") as caught:
+            use(42)
+        assert caught.value.context == 42
+
+
+def test_an_unknown_scope_is_made_by_a_message_only():
+    table = ScopeTable(1)
+    with pytest.raises(jd.ContextError, match="no context 0:42 on this worker") as caught:
+        table.find(42)
+    assert caught.value.context == 42
+    assert len(table) == 0
+
+
+def test_a_release_may_overtake_what_it_releases():
+    """The scope's last call may be still under way to here, on another worker's path."""
+    table = ScopeTable(1)
+    assert table.release(42) is None
+    with pytest.raises(jd.ContextError, match="has been closed"):
+        table.enter(42)
+    assert len(table) == 0
+
+
+def test_a_second_release_has_nothing_to_do():
+    table = ScopeTable(1)
+    scope = table.enter(42)
+    assert table.release(42) is scope
+    assert table.release(42) is None
+
+
+def test_so_many_closed_scopes_are_remembered_and_no_more():
+    table = ScopeTable(0)
+    for identifier in range(REMEMBERED + 1):
+        table.release(identifier)
+    with pytest.raises(jd.ContextError, match="has been closed"):
+        table.enter(1)
+    assert table.enter(0).id == 0  # forgotten: as good as never heard of
+
+
+def test_each_layer_keeps_one_object():
+    scope = Scope(1)
+    kept = scope.content(list)
+    assert scope.content(list) is kept
+    assert scope.content(dict) == {}
+
+
+def test_closing_tells_whom_to_tell_and_lets_go_of_everything():
+    scope = Scope(1)
+    scope.content(list).append("kept")
+    for peer in (2, 3, 2):
+        scope.includes(peer)
+    assert scope.peers() == {2, 3}
+    assert scope.close() == ({2, 3}, [["kept"]])
+    assert scope.closed
+    assert scope.peers() == set()
+    assert scope.close() == (set(), [])
+
+
+def test_nothing_enters_a_closed_scope():
+    scope = Scope(42)
+    scope.close()
+    with pytest.raises(jd.ContextError, match=r"0:42 has been closed.*inside"):
+        scope.content(list)
+    with pytest.raises(jd.ContextError, match="has been closed"):
+        scope.includes(1)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["first call", "second call", "release"])))
+def test_calls_and_the_release_in_any_order_leave_an_empty_table(order):
+    table, refused = ScopeTable(1), 0
+    for message in order:
+        if message == "release":
+            table.release(42)
+        else:
+            try:
+                table.enter(42).content(list).append(message)
+            except jd.ContextError:
+                refused += 1
+    assert refused == 2 - order.index("release")
+    assert len(table) == 0
+
+
+def test_many_threads_enter_one_scope():
+    table, found, together = ScopeTable(0), [], threading.Barrier(8)
+
+    def enter():
+        together.wait()
+        found.append((table.enter(5), table.enter(5).content(list)))
+
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len({id(scope) for scope, _ in found}) == 1
+    assert len({id(content) for _, content in found}) == 1
