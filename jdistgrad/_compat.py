@@ -18,7 +18,7 @@ def trace_state_clean() -> bool:
 
 def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
     """An abstract array."""
-    return jax.core.ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype))
+    return jax.core.ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 def configured(option: str) -> Any:

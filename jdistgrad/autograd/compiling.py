@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.derived import differentiable, is_compiled
-from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole, is_array, split
-from jdistgrad.rpc import trees
-from jdistgrad.rpc.references import ByReference, RRef
+from jdistgrad.autograd.layout import Hole, Layout, is_array, split
 
 VARIABLE, ARRAY = "variable", "array"
 STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
@@ -41,9 +39,12 @@ class Map:
     size: int
 
 
-def differentiate(function: Any, layout: Layout, operands: Sequence[Any]) -> Differentiated:
-    """Run a function on the arguments that the layout makes of the operands; its pullback is to these."""
-    compiled = _compiled_for(function, layout) if is_compiled(function) else None
+def differentiate(function: Any, layout: Layout, operands: Sequence[Any], *, references: bool) -> Differentiated:
+    """Run a function on the arguments that the layout makes of the operands; its pullback is to these.
+
+    ``references``: whether there are any among the arguments. What they stand for is known only when the function runs.
+    """
+    compiled = _compiled_for(function, layout) if is_compiled(function) and not references else None
     if compiled is not None:
         result, pullback = compiled.forward(list(operands), compiled.constants(layout))
     else:
@@ -101,9 +102,8 @@ class Compiled:
         self.forward = jax.jit(forward)
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
-        arrays = iter(constants)
-        known = {VARIABLE: lambda number: variables[number], ARRAY: lambda _: next(arrays)}
-        leaves = [known[kind](value) if kind in known else value for kind, value in self._kinds]
+        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
+        leaves = [next(parts[kind]) if kind in parts else value for kind, value in self._kinds]
         return jax.tree.unflatten(self._structure, leaves)
 
     def constants(self, layout: Layout) -> list[Any]:
@@ -116,14 +116,10 @@ _statics: dict[int, set[Hashable]] = {}
 
 
 def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
-    """None where compiling makes no sense: references inside, or arguments that are no arrays and ever different."""
-    if any(isinstance(leaf, RRef | ByReference | ReferenceHole) for leaf in trees.leaves(layout.tree)):
-        return None
+    """None where compiling makes no sense: arguments that are no arrays and ever different."""
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
-        holes = [leaf for leaf in trees.leaves(layout.tree) if isinstance(leaf, Hole)]
-        numbers = {id(hole): number for number, hole in enumerate(holes)}  # JAX sorts dicts, layouts do not
-        kinds = tuple(_kind(leaf, numbers) for leaf in leaves)
+        kinds = tuple(map(_kind, leaves))
         seen = _statics.setdefault(id(function), set())
         seen.add(kinds)
     except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
@@ -131,7 +127,7 @@ def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
     return _compiled(function, structure, kinds) if len(seen) <= STATICS_COMPILED else None
 
 
-def _kind(leaf: Any, numbers: dict[int, int]) -> tuple[Any, Any]:
+def _kind(leaf: Any) -> tuple[Any, Any]:
     if isinstance(leaf, Hole):
-        return VARIABLE, numbers[id(leaf)]
+        return VARIABLE, None
     return (ARRAY, None) if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)

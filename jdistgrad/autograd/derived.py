@@ -16,6 +16,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.owner import Owned
 from jdistgrad.rpc.references import HANDLE, ByReference, RRef
 from jdistgrad.rpc.tracing import is_traced
 
@@ -51,6 +52,8 @@ def numbered(tree: Any, positions: Sequence[int]) -> tuple[Layout, list[Any]]:
 
 def differentiable(result: Any) -> tuple[list[Any], Any]:
     """The arrays of a result that have derivatives, in order (a reference's handle is one), and the whole of it."""
+    if isinstance(result, jax.Array):
+        return ([result] if jnp.issubdtype(result.dtype, jnp.inexact) else []), result
     _, arrays = split(result, is_array)
     return [one for one in arrays if jnp.issubdtype(one.dtype, jnp.inexact)], result
 
@@ -116,20 +119,28 @@ class Publishing:
 
     function: Any
     id: int
+    _announced: list[Owned] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def label(self) -> str:
         return describe(self.function)
 
+    def owned(self) -> Owned:
+        """The promise of the value, announced once."""
+        if not self._announced:
+            self._announced.append(current_worker().owned.announce(self.id))
+        return self._announced[0]
+
+    def failed(self, error: BaseException) -> None:
+        """The call has failed, perhaps before the function ran: those who wait for the value must hear of it."""
+        promise = self.owned().value
+        if not promise.done():
+            promise.set_exception(error)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owned = current_worker().owned.announce(self.id)
-        try:
-            value = self.function(*args, **kwargs)
-            if any(is_traced(leaf) for leaf in trees.leaves(value)):
-                raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
-        except BaseException as error:
-            owned.value.set_exception(error)
-            raise
+        owned, value = self.owned(), self.function(*args, **kwargs)
+        if any(is_traced(leaf) for leaf in trees.leaves(value)):
+            raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
         owned.value.set_result(value)
         return HANDLE
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.autograd.order import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
@@ -35,6 +36,7 @@ class Contribution:
     number: int
     lanes: tuple[int, ...]
     leaves: list[Any]
+    place: Place = ()  # in the program's order
 
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
         """The leaves as somebody sees them who has these batch dimensions."""
@@ -122,7 +124,7 @@ class Ledger:
 
 
 def in_order(contributions: list[Contribution]) -> list[Contribution]:
-    return sorted(contributions, key=lambda one: one.number)
+    return sorted(contributions, key=lambda one: (one.place, one.number))
 
 
 def total(contributions: list[Contribution], lanes: tuple[int, ...] = ()) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jdistgrad.autograd.compiling import Map
 from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole
+from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.tape import Tape, current_tape, next_message, next_number
@@ -106,7 +107,7 @@ class Call:
         assert scope is not None
         assert self.wanted is not None
         positions = tuple(self.arguments.positions[k] for k in self.wanted)
-        return Recorded(function, message, positions, self.lanes), (scope.id, message)
+        return Recorded(function, message, positions, next_place(), self.lanes), (scope.id, message)
 
     def handles(self) -> set[int]:
         """Which operands are references' handles."""
@@ -168,7 +169,9 @@ class Pull:
         assert call.wanted is not None
         numbers = tuple(call.wanted.index(k) for k in self.wanted)
         with within(scope):
-            pulled = Pulled(describe(call.function), message, next_number(), numbers, self.live, self.last, self.maps)
+            pulled = Pulled(
+                describe(call.function), message, next_number(), numbers, self.live, self.last, self.maps, next_place()
+            )
             return Started(worker.rpc_async(call.to, pulled, (list(cotangents),), {}, None), list)
 
     def __str__(self) -> str:

@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.compiling import Map, differentiate
+from jdistgrad.autograd.compiling import Differentiated, Map, differentiate
 from jdistgrad.autograd.derived import Publishing, gradient_layout
 from jdistgrad.autograd.exchange import contribute
 from jdistgrad.autograd.layout import Layout, split
 from jdistgrad.autograd.ledger import REFERENCE, Contribution, Node, total
+from jdistgrad.autograd.order import Place, next_place
 from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references import HANDLE, ByReference, RRef
 
@@ -44,6 +44,7 @@ class Recorded:
     function: Any
     message: int
     wanted: tuple[int, ...]
+    place: Place
     lanes: tuple[Lane, ...] = ()  # to be given to wanted leaves, in this order
     takes_references = True
 
@@ -51,8 +52,12 @@ class Recorded:
     def label(self) -> str:
         return describe(self.function)
 
+    def failed(self, error: BaseException) -> None:
+        if isinstance(self.function, Publishing):
+            self.function.failed(error)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with serving(self.message):
+        with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, Arguments(args, kwargs, self.wanted, self.lanes))
             tape.keep(self.message, recording)
@@ -67,6 +72,7 @@ class Arguments:
     def __init__(self, args: Any, kwargs: Any, wanted: tuple[int, ...], lanes: tuple[Lane, ...]):
         leaves = list(trees.leaves((args, kwargs)))
         values = self._fetch(leaves)
+        self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
         self.operands: list[Any] = []
         self.wanted: list[tuple[RRef | None, slice]] = []
         holed = []
@@ -86,6 +92,9 @@ class Arguments:
         rest = iter(holed)
         self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
 
+    def differentiate(self, function: Any) -> Differentiated:
+        return differentiate(function, self.layout, self.operands, references=self._references)
+
     def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
         references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
         return {reference: future.result() for reference, future in references.items()}
@@ -99,22 +108,12 @@ class Recording:
         self._published = function.id if isinstance(function, Publishing) else None
         inner = function.function if isinstance(function, Publishing) else function
         if self._published is None:
-            self._pullback = differentiate(inner, arguments.layout, arguments.operands)
+            self._pullback = arguments.differentiate(inner)
             self.result = self._pullback.result
         else:
-            self._publish(inner, arguments)
-            self.result = HANDLE
-
-    def _publish(self, function: Any, arguments: Arguments) -> None:
-        assert self._published is not None
-        owned = current_worker().owned.announce(self._published)
-        try:
-            self._pullback = differentiate(function, arguments.layout, arguments.operands)
-        except BaseException as error:
-            owned.value.set_exception(error)
-            raise
-        owned.value.set_result(self._pullback.result)
-        self._pullback.result = None
+            owned, self._pullback = function.owned(), arguments.differentiate(inner)
+            owned.value.set_result(self._pullback.result)
+            self._pullback.result, self.result = None, HANDLE
 
     def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
         """Cotangents of the wanted leaves the message asks for, from those of the live results."""
@@ -139,7 +138,7 @@ class Recording:
         """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane."""
         if reference is None:
             return flat[part.start]
-        contribute(reference.owner.rank, REFERENCE, reference.id, Contribution(number, lanes, flat[part]))
+        contribute(reference.owner.rank, REFERENCE, reference.id, Contribution(number, lanes, flat[part], next_place()))
         return np.ones(lanes, np.float32)
 
 
@@ -154,12 +153,13 @@ class Pulled:
     live: tuple[int, ...]
     last: bool
     maps: tuple[Map, ...]
+    place: Place
 
     @property
     def label(self) -> str:
         return f"the pullback of {self.what}"
 
     def __call__(self, cotangents: list[Any]) -> list[Any]:
-        with serving(self.message):
+        with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             return tape.recording(self.message, last=self.last).pull(tape, self, cotangents)

@@ -16,6 +16,7 @@ from jdistgrad.autograd.values import Take
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.wire.ids import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
@@ -44,9 +45,13 @@ class CallRemote(Call):
             self.made.append(claim)
         function, outputs = Publishing(self.function, claim.id), [as_token(claim.id)]
         if self.wanted is None:
-            return Started(self.send(function, operands), lambda handle: [handle, *outputs])
+            future = self.send(function, operands)
+            claim.add(WHOLE)
+            return Started(future, lambda handle: [handle, *outputs])
         recorded, tag = self.recorded(function)
-        return Started(self.send(recorded, operands), lambda handle: [as_token(*tag, claim.id), handle, *outputs])
+        future = self.send(recorded, operands)
+        claim.add(WHOLE)
+        return Started(future, lambda handle: [as_token(*tag, claim.id), handle, *outputs])
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)

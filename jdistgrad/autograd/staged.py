@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd import order
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.cutting import Constant, Node, Plan, cut
 from jdistgrad.autograd.gradients import hold
@@ -146,6 +147,7 @@ class Run:
         self._step, self._plan = step, step.plan
         self._values: dict[int, Any] = dict(zip(step.plan.inputs, leaves, strict=True))
         self._missing, self._uses = list(step.missing), dict(step.uses)
+        self._place = order.next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
         self._under_way: dict[concurrent.futures.Future, tuple[int, Started]] = {}
@@ -191,7 +193,7 @@ class Run:
 
     def _send(self, number: int) -> None:
         operation = self._plan.nodes[number].operation
-        with _explained(operation):
+        with _explained(operation), order.at((*self._place, number)):
             started = operation.start([as_array(one) for one in self._take(number)])
         if started.future.done():
             self._finish(number, started)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jdistgrad.autograd import order
 from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker
@@ -19,11 +20,12 @@ _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad
 
 
 @contextlib.contextmanager
-def serving(message: int) -> Iterator[None]:
+def serving(message: int, place: order.Place) -> Iterator[None]:
     """A block that runs because of this message."""
     token = _serving.set(message)
     try:
-        yield
+        with order.at(place):
+            yield
     finally:
         _serving.reset(token)
 

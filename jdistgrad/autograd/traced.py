@@ -16,6 +16,7 @@ from jdistgrad.rpc import tracing
 from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import RRef, made_when_run
+from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.wire.ids import as_token
 
 
@@ -40,7 +41,8 @@ class TracedCalls:
     def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
         peer, results = current_worker().directory.find(to), Results()
         arguments, operands = split((args, kwargs))
-        operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=tracing.staging())
+        staged = tracing.staging()
+        operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
         handle, token = boundary.call(operation)(*operands)
         if operation.made:  # run at once: the reference is known
             return RRef._of(operation.made.pop(), handle)
@@ -62,6 +64,7 @@ class TracedCalls:
         claim = worker.claim_new(worker.rank)
         rule = boundary.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
         (handle,) = rule(*operands)
+        claim.add(WHOLE)
         return RRef._of(claim, handle)
 
 

@@ -16,6 +16,7 @@ from jdistgrad.autograd.exchange import accept, take, value_layout
 from jdistgrad.autograd.layout import Layout
 from jdistgrad.autograd.ledger import Contribution
 from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done
+from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.tape import current_tape, next_number, note_fetched
 from jdistgrad.errors import DifferentiationError
@@ -103,7 +104,7 @@ class Put:
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):
             leaves[k] = leaf
-        handle, contribution = np.ones(self.lanes, np.float32), Contribution(number, self.lanes, leaves)
+        handle, contribution = np.ones(self.lanes, np.float32), Contribution(number, self.lanes, leaves, next_place())
         worker = current_worker()
         if self.owner == worker.rank:
             accept(self.kind, identifier, contribution)

@@ -83,7 +83,8 @@ class Claim:
 
     def __del__(self) -> None:
         # Garbage collection runs anywhere, also under locks: only an append is safe here.
-        self._drops.append((self.owner, self.id, self._weight))
+        if self._weight:
+            self._drops.append((self.owner, self.id, self._weight))
 
 
 class ClaimTable:

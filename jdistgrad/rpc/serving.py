@@ -47,6 +47,9 @@ class Served:
                 result = function(*args, **kwargs)
             del args, kwargs
         except BaseException as error:
+            failed = getattr(self.function, "failed", None)
+            if failed is not None:
+                failed(error)
             self._finish(None, error)
             return True
         if isinstance(result, concurrent.futures.Future):

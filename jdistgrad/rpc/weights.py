@@ -40,4 +40,4 @@ class Weight:
         return Weight(held.units - 1, held.scale), Weight(1, held.scale)
 
 
-WHOLE = Weight(1)
+NOTHING, WHOLE = Weight(0), Weight(1)

@@ -25,7 +25,7 @@ from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving import Served, creation_of, release_scope, value_of
 from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
-from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.rpc.weights import NOTHING, WHOLE
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import WORK, Kind, Message, Parcel
@@ -98,6 +98,7 @@ class Worker:
         with put_off_interrupt():
             claim = self.claim_new(self.rank)
             self.owned.announce(claim.id).value.set_result(value)
+            claim.add(WHOLE)
             return claim
 
     def share(self, identifier: int) -> Claim | None:
@@ -106,8 +107,8 @@ class Worker:
             return self.claims.add(identifier, self.rank, WHOLE) if self.owned.share(identifier) else None
 
     def claim_new(self, owner: int) -> Claim:
-        """A claim to a value that somebody is about to announce to its owner."""
-        return self.claims.add(self._ids.next(), owner, WHOLE)
+        """A claim to a value its owner has not heard of: to be given the whole weight when it has, or soon will."""
+        return self.claims.add(self._ids.next(), owner, NOTHING)
 
     def find_claim(self, key: Key) -> Claim | None:
         """The claim a reference stands for, if it is of this world and held here."""

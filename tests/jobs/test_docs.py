@@ -39,7 +39,8 @@ def test_the_readmes_program_runs_as_threads(tmp_path):
     main = "def main():\n    me = jd.init()" + program.replace("\n", "\n    ") + "\njd.spawn(main, 2)\n"
     (tmp_path / "threads.py").write_text(functions + main)
     done = subprocess.run([sys.executable, "threads.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "on worker1 (rank 1)) (3, 2)" in done.stdout
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert losses[-1] < losses[0] / 10
 
 
 def test_the_demo_finds_what_it_looks_for():
