@@ -13,7 +13,7 @@ export JDISTGRAD_MPI CUDA_ROOT
 .PHONY: demo test test-local test-mpi lint bench doctor clean
 
 demo: .venv/installed
-	$(RUN) -n 3 examples/exchange.py
+	$(RUN) -n 3 examples/training.py
 
 test: test-local test-mpi
 

@@ -1,4 +1,4 @@
-"""Workers that exchange arrays and references: what `make demo` runs.
+"""Workers that exchange arrays and references.
 
 Every worker keeps a block of a tall matrix. Worker 0 finds the largest singular value by power iteration: in each
 round it sends a vector to all blocks at once, and gets back what each block makes of it. The blocks never travel.

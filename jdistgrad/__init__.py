@@ -8,6 +8,7 @@ from jdistgrad.autograd.gradients import (
     grad as grad,
     value_and_grad as value_and_grad,
 )
+from jdistgrad.autograd.graph import Graph as Graph
 from jdistgrad.autograd.staged import jit as jit
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
@@ -29,6 +30,8 @@ from jdistgrad.errors import (
     WorldClosedError as WorldClosedError,
     WorldError as WorldError,
 )
+from jdistgrad.modules.function import RemoteFunction as RemoteFunction
+from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
@@ -41,3 +44,4 @@ from jdistgrad.rpc.worlds import (
     worker_info as worker_info,
     world_size as world_size,
 )
+from jdistgrad.wire.environment import launched as launched

@@ -130,16 +130,30 @@ class Recording:
     def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
         flat = self._pullback.pull(live, cotangents, maps)
         lanes = tuple(one.size for one in reversed(maps))
-        return [self._deliver(flat, *self._wanted[number], pulled.number, lanes) for number in pulled.numbers]
+        gradients: dict[RRef, list[Any]] = {}
+        found = [self._found(flat, *self._wanted[number], lanes, gradients) for number in pulled.numbers]
+        for reference, leaves in gradients.items():
+            contribution = Contribution(pulled.number, lanes, leaves, next_place())
+            contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+        return found
 
-    def _deliver(
-        self, flat: list[Any], reference: RRef | None, part: slice, number: int, lanes: tuple[int, ...]
+    def _found(
+        self,
+        flat: list[Any],
+        reference: RRef | None,
+        part: slice,
+        lanes: tuple[int, ...],
+        gradients: dict[RRef, list[Any]],
     ) -> Any:
-        """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane."""
+        """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane.
+
+        A reference that was passed twice makes one contribution.
+        """
         if reference is None:
             return flat[part.start]
-        contribute(reference.owner.rank, REFERENCE, reference.id, Contribution(number, lanes, flat[part], next_place()))
-        return np.ones(lanes, np.float32)
+        before = gradients.get(reference)
+        gradients[reference] = [a + b for a, b in zip(before, flat[part], strict=True)] if before else flat[part]
+        return np.full(lanes, before is None, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

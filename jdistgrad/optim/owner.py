@@ -64,12 +64,9 @@ class OwnedParameters:
             return [rref.local_value() for rref in self._rrefs], self._state
 
     def restore(self, values: Sequence[Any], state: Any) -> None:
-        for name, new, old in (("values", list(values), self.state()[0]), ("state", state, self.state()[1])):
-            if jax.tree.structure(new) != jax.tree.structure(old):
-                raise ValueError(
-                    f"restore on {current_worker().info}: the {name} have the structure {jax.tree.structure(new)}, not "
-                    f"{jax.tree.structure(old)}. Restore what state() of the same optimizer gave."
-                )
+        known_values, known_state = self.state()
+        _check_structure("values", list(values), known_values)
+        _check_structure("state", state, known_state)
         with self._lock:
             self._state = _at_home(state)
             for rref, value in zip(self._rrefs, values, strict=True):
@@ -93,6 +90,16 @@ class OwnedParameters:
         for rref, new in zip(self._rrefs, parameters, strict=True):
             layout, _ = gradient_layout(rref.local_value())
             current_worker().owned.replace(rref.id, layout.fill(jax.tree.leaves(new)))
+
+
+def _check_structure(name: str, new: Any, known: Any) -> None:
+    found, expected = jax.tree.structure(new), jax.tree.structure(known)
+    if found == expected:
+        return
+    raise ValueError(
+        f"restore on {current_worker().info}: the {name} have the structure {found}, not {expected}. Restore what state() "
+        "of the same optimizer gave."
+    )
 
 
 def _only_floats(value: Any) -> Any:

@@ -43,7 +43,7 @@ def test_the_readmes_program_runs_as_threads(tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
-def test_the_demo_finds_what_it_looks_for():
+def test_the_exchange_finds_what_it_looks_for():
     command = [sys.executable, "-m", "jdistgrad", "run", "-n", "3", str(ROOT / "examples" / "exchange.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "3 workers hold a 1800 x 300 matrix in unequal blocks" in done.stdout

@@ -1,0 +1,1 @@
+"""Functions and flax modules whose parameters live on another worker."""

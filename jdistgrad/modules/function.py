@@ -1,0 +1,103 @@
+"""A function whose parameters live on another worker, beside which it runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.rpc import api
+from jdistgrad.rpc.calling import Target
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.rpc.references import RRef
+
+
+@jax.tree_util.register_pytree_node_class
+class RemoteFunction:
+    """A function ``apply(parameters, *args)`` that runs where its parameters live.
+
+    Calling it is a remote call: only arguments and results travel. It is a pytree whose leaf is the reference to the
+    parameters, so it can be differentiated like any argument; its gradient stays on the owner.
+
+    As an argument of a remote call it arrives with the parameters themselves, and runs there.
+
+    Arguments:
+      to: the worker: its name, its rank or its ``WorkerInfo``.
+      init: makes the parameters there, of ``args``. Or a reference to parameters that exist.
+      apply: a function both sides can import, or have registered. If it is jitted, its derivative is compiled too.
+      args: what ``init`` is called with.
+      timeout: seconds a call may take; default the world's.
+
+    Raises:
+      Exception: what ``init`` raised.
+
+    Example:
+      >>> encode = jd.RemoteFunction("worker1", init_encoder, encoder, args=(seed,))
+      >>> with jd.context() as ctx:
+      ...     loss, gradients = jd.value_and_grad(loss_fn)(encode, x)      # loss_fn calls encode(x)
+      ...     jd.DistributedOptimizer(tx, [encode.parameters]).step(ctx)
+    """
+
+    parameters: Any
+    state: Any
+
+    def __init__(
+        self,
+        to: Target,
+        init: Callable[..., Any] | RRef,
+        apply: Callable[..., Any],
+        *,
+        args: Sequence[Any] = (),
+        timeout: float | None = None,
+    ):
+        if not isinstance(init, RRef):
+            init = api.rpc_sync(to, make_parameters, (init, tuple(args)), timeout=timeout)
+        self._consist_of(init, None, apply, timeout)
+
+    def _consist_of(self, parameters: Any, state: Any, apply: Callable[..., Any], timeout: float | None) -> None:
+        self.parameters, self.state, self.apply, self.timeout = parameters, state, apply, timeout
+
+    @property
+    def owner(self) -> WorkerInfo:
+        """The worker it runs on."""
+        return self.parameters.owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it and wait for the result. Raises what a remote call raises."""
+        if not isinstance(self.parameters, RRef):
+            return self.apply(*self._arguments(args), **kwargs)
+        return api.rpc_sync(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
+
+    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+        """Run it and do not wait: a future of the result."""
+        return api.rpc_async(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
+
+    def remote(self, *args: Any, **kwargs: Any) -> RRef:
+        """Run it and leave the result there: a reference to it."""
+        return api.remote(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
+
+    def with_parameters(self, parameters: RRef) -> "RemoteFunction":
+        """The same with other parameters: restored ones, or those another worker holds."""
+        return self.tree_unflatten((self.apply, self.timeout), (parameters, self.state))
+
+    def _arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.state is None:
+            return self.parameters, *args
+        return self.parameters, jax.tree.map(jax.lax.stop_gradient, self.state), *args
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        return (self.parameters, self.state), (self.apply, self.timeout)
+
+    @classmethod
+    def tree_unflatten(cls, fixed: tuple[Any, Any], children: Sequence[Any]) -> "RemoteFunction":
+        function, (parameters, state), (apply, timeout) = object.__new__(cls), children, fixed
+        function._consist_of(parameters, state, apply, timeout)
+        return function
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self.apply, 'label', self.apply)}, parameters={self.parameters})"
+
+
+def make_parameters(init: Callable[..., Any], args: tuple[Any, ...]) -> RRef:
+    """Runs on the owner-to-be."""
+    return RRef(init(*args))

@@ -1,0 +1,44 @@
+"""flax.linen modules on another worker."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax import linen
+
+from jdistgrad.autograd.layout import is_array
+from jdistgrad.modules.applying import Apply, Made
+from jdistgrad.modules.blueprint import Blueprint, blueprint
+
+
+class LinenApply(Apply):
+    """``module.apply``: parameters are the collection "params", the state is all others."""
+
+    @functools.cached_property
+    def module(self) -> linen.Module:
+        return self.blueprint.build()
+
+    def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
+        """Compiled as a whole, where all arguments are arrays: op by op takes JAX twice as long."""
+        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        init = jax.jit(self.module.init) if all(map(is_array, jax.tree.leaves(args))) else self.module.init
+        variables = dict(init(key, *args))
+        return variables.pop("params", {}), variables
+
+    def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module.apply({"params": parameters, **state}, *args, **kwargs)
+
+
+def take_apart(value: Any) -> Blueprint | None:
+    """A module's class and what its fields were set to."""
+    if not isinstance(value, linen.Module):
+        return None
+    fields = [field for field in dataclasses.fields(value) if field.init and field.name != "parent"]
+    given = [(field.name, getattr(value, field.name)) for field in fields]
+    defaults = {field.name: field.default for field in fields}
+    return Blueprint(type(value), (), tuple((name, one) for name, one in given if one is not defaults[name]))
+
+
+def blueprint_of(module: linen.Module) -> Blueprint:
+    return blueprint(module, take_apart)

@@ -1,0 +1,80 @@
+"""A flax module on another worker."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.modules.applying import Apply, apply_of, make
+from jdistgrad.modules.function import RemoteFunction
+from jdistgrad.rpc import api
+from jdistgrad.rpc.calling import Target
+
+
+@jax.tree_util.register_pytree_node_class
+class RemoteModule(RemoteFunction):
+    """A flax module that lives on another worker: parameters are made there, stay there, and it runs there.
+
+    See ``RemoteFunction`` for calling and differentiating it. The module is compiled there once for each shape, and so
+    is its derivative. ``parameters`` refers to a plain dict of arrays. Other arrays (``state``: batch statistics, the
+    counters of random generators) are used as they were made, not changed: pass linen's ``rngs=`` with each call.
+
+    Arguments:
+      to: the worker: its name, its rank or its ``WorkerInfo``.
+      module: a ``flax.linen`` module; or for ``flax.nnx`` a class or function that makes one when called with ``rngs``
+        (``functools.partial(Encoder, 64)`` where it takes more). Its class must be importable on both sides.
+      example_args: arguments to initialize a linen module with.
+      rng: a seed or a JAX key.
+      timeout: seconds a call may take; default the world's.
+
+    Raises:
+      TypeError: ``module`` is none of these, or holds something that cannot be hashed.
+      Exception: what making it raised on the worker.
+
+    Example:
+      >>> encoder = jd.RemoteModule("worker1", nn.Dense(64), (x,), rng=0)
+      >>> h = encoder(x)
+      >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [encoder.parameters])
+    """
+
+    def __init__(
+        self,
+        to: Target,
+        module: Any,
+        example_args: Sequence[Any] = (),
+        *,
+        rng: Any = 0,
+        timeout: float | None = None,
+    ):
+        apply = _apply_for(module)
+        parameters, state = api.rpc_sync(to, make, (apply, rng, tuple(example_args)), timeout=timeout)
+        self._consist_of(parameters, state, apply.with_state(state is not None), timeout)
+
+
+def _apply_for(module: Any) -> Apply:
+    kind, blueprint = _described(module)
+    try:
+        hash(blueprint)
+    except TypeError as error:
+        raise TypeError(
+            f"RemoteModule: a module of type {blueprint.label} holds something that cannot be hashed ({error}), so it "
+            "could not be compiled only once. Give it plain values, or write it as a jdistgrad.RemoteFunction."
+        ) from error
+    return apply_of(kind, blueprint, False)
+
+
+def _described(module: Any) -> tuple[Any, Any]:
+    """flax takes long to import: whoever has a module has done it."""
+    from flax import linen as flax_linen, nnx as flax_nnx
+
+    from jdistgrad.modules import linen, nnx
+
+    if isinstance(module, flax_linen.Module):
+        return linen.LinenApply, linen.blueprint_of(module)
+    if callable(module) and not isinstance(module, flax_nnx.Module | type(flax_linen.Module)):
+        return nnx.NnxApply, nnx.blueprint_of(module)
+    raise TypeError(
+        f"RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called with "
+        f"rngs, not {module!r:.80}. An nnx module that exists stays where it is: pass what makes it, and it is made on "
+        "the worker."
+    )

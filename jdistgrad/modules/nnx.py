@@ -1,0 +1,44 @@
+"""flax.nnx modules on another worker."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jdistgrad.modules.applying import Apply, Made
+from jdistgrad.modules.blueprint import Blueprint, blueprint
+
+
+class NnxApply(Apply):
+    """A call of the module: parameters are its ``nnx.Param``, the state is all its other variables, as plain dicts."""
+
+    def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
+        """The module is made as it is; nothing of the arguments' shapes is needed."""
+        _, parameters, state = nnx.split(self._make(rng), nnx.Param, ...)
+        return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
+
+    def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph, *templates = self._parts
+        filled = [_filled(one, values) for one, values in zip(templates, (parameters, state), strict=True)]
+        return nnx.merge(graph, *filled)(*args, **kwargs)
+
+    @functools.cached_property
+    def _parts(self) -> Any:
+        """The module without its arrays."""
+        return nnx.split(nnx.eval_shape(lambda: self._make(0)), nnx.Param, ...)
+
+    def _make(self, rng: Any) -> Any:
+        return self.blueprint.build()(rngs=nnx.Rngs(rng))
+
+
+def _filled(template: Any, values: Any) -> Any:
+    filled = jax.tree.map(lambda leaf: leaf, template)
+    nnx.replace_by_pure_dict(filled, values)
+    return filled
+
+
+def blueprint_of(factory: Callable[..., Any]) -> Blueprint:
+    described = blueprint(factory, lambda value: None)
+    return described if isinstance(described, Blueprint) else Blueprint(functools.partial, (described,))
