@@ -10,18 +10,24 @@ BIN := .venv/bin
 RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 
-.PHONY: demo test test-local test-mpi lint bench doctor clean
+.PHONY: demo test test-worlds test-jobs lint bench doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
-test: test-local test-mpi
+# Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
+SUITES := test-mpi-4 test-worlds test-mpi-3 test-jobs test-mpi-2 test-mpi-1
+test: .venv/installed-test
+	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
-test-local: .venv/installed-test
-	$(BIN)/python -m pytest
+test-worlds: .venv/installed-test
+	$(BIN)/python -m pytest --ignore tests/jobs
 
-test-mpi: .venv/installed-test
-	for n in 1 2 3 4; do $(RUN) -n $$n -m pytest -m "not one_process" || exit 1; done
+test-jobs: .venv/installed-test
+	$(BIN)/python -m pytest tests/jobs
+
+test-mpi-%: .venv/installed-test
+	$(RUN) -n $* -m pytest -m "not one_process"
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -93,12 +93,13 @@ class OwnedParameters:
 
 
 def _check_structure(name: str, new: Any, known: Any) -> None:
-    found, expected = jax.tree.structure(new), jax.tree.structure(known)
+    found: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(known)
     if found == expected:
         return
     raise ValueError(
-        f"restore on {current_worker().info}: the {name} have the structure {found}, not {expected}. Restore what state() "
-        "of the same optimizer gave."
+        f"restore on {current_worker().info}: the {name} have the structure {found}, not {expected}. Restore what "
+        "state() of the same optimizer gave."
     )
 
 

@@ -71,7 +71,7 @@ def test_shutdown_names_who_has_not_called(big_world):
     def main():
         me = jd.init()
         if me.rank == 0:
-            with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.3 s for worker2 \(rank 2\)"):
+            with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.3 s for .*worker2 \(rank 2\)"):
                 jd.shutdown(timeout=0.3)
             assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3  # the world still stands
         if me.rank == 2:
