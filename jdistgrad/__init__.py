@@ -1,47 +1,26 @@
 """Gradients that cross process boundaries, in pure JAX."""
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from jdistgrad._version import __version__ as __version__
-from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
-from jdistgrad.autograd.gradients import (
-    RemoteGradient as RemoteGradient,
-    backward as backward,
-    grad as grad,
-    value_and_grad as value_and_grad,
-)
-from jdistgrad.autograd.graph import Graph as Graph
-from jdistgrad.autograd.staged import jit as jit
-from jdistgrad.errors import (
-    AlreadyInitializedError as AlreadyInitializedError,
-    CallTimeoutError as CallTimeoutError,
-    ContextError as ContextError,
-    DifferentiationError as DifferentiationError,
-    DistgradError as DistgradError,
-    DuplicateNameError as DuplicateNameError,
-    EncodingError as EncodingError,
-    FunctionError as FunctionError,
-    LauncherError as LauncherError,
-    NotInitializedError as NotInitializedError,
-    NotOwnerError as NotOwnerError,
-    RemoteError as RemoteError,
-    StaleReferenceError as StaleReferenceError,
-    UnknownWorkerError as UnknownWorkerError,
-    WireError as WireError,
-    WorkerLostError as WorkerLostError,
-    WorldClosedError as WorldClosedError,
-    WorldError as WorldError,
-)
-from jdistgrad.modules.function import RemoteFunction as RemoteFunction
-from jdistgrad.modules.module import RemoteModule as RemoteModule
-from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
-from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
-from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
-from jdistgrad.rpc.functions import register as register
-from jdistgrad.rpc.inprocess import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
-from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
-from jdistgrad.rpc.worlds import (
-    init as init,
-    shutdown as shutdown,
-    worker_info as worker_info,
-    world_size as world_size,
-)
-from jdistgrad.wire.environment import launched as launched
+
+if TYPE_CHECKING:
+    from jdistgrad.exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Load JAX with the first name that is used: pytest imports our plugin in every run, ``jdistgrad run`` none."""
+    if not name.startswith("__"):
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        offered = vars(importlib.import_module(f"{__name__}.exports"))
+        if name in offered:
+            return globals().setdefault(name, offered[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    offered = vars(importlib.import_module(f"{__name__}.exports"))
+    return sorted(name for name in {*globals(), *offered} if name.startswith("__") or name in offered)

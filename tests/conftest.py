@@ -12,18 +12,13 @@ import pathlib
 import signal
 import subprocess
 import textwrap
-import threading
 import time
 
 import jax
 import pytest
 
-import jdistgrad as jd
 from jdistgrad import launch
-from jdistgrad.rpc.current import find_worker
 from jdistgrad.wire import environment
-
-TIME_LIMIT = 65  # pytest.ini's faulthandler_timeout has printed the stacks 5 s before
 
 SIZES = [1, 3]  # the runs under mpirun have all from 1 to 4
 
@@ -31,53 +26,26 @@ if not environment.launched():
     jax.config.update("jax_num_cpu_devices", 8)
 
 
-def mpi_size():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size
-
-
-class World:
-    """Runs programs as the workers of a world, and checks that nothing is left of them."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def run(self, main, *args):
-        """``main`` on every worker; it calls ``init`` and ``shutdown`` itself. Returns the results in this process."""
-        return [main(*args)] if environment.launched() else jd.spawn(main, self.size, args=args)
-
-    def drive(self, body, *, leftovers=0, **settings):
-        """``body`` on worker 0 while the others serve; every table must be empty in the end."""
-
-        def main():
-            me = jd.init(**settings)
-            result = body() if me.rank == 0 else None
-            left = jd.shutdown()
-            assert len(left) <= leftovers, left
-            return result
-
-        return self.run(main)[0]
+def pytest_sessionstart(session):
+    """What a test gets that says nothing of sizes."""
+    session.add_marker(pytest.mark.world(*SIZES))
 
 
-@pytest.fixture(params=[mpi_size()] if environment.launched() else SIZES, ids=lambda size: f"{size}-workers")
-def world(request):
-    yield World(request.param)
-    close_what_a_failed_test_left_open()
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    if "big_world" in metafunc.fixturenames:
+        metafunc.definition.add_marker(pytest.mark.world(3))
 
 
-@pytest.fixture(params=[mpi_size()] if environment.launched() else [3], ids=lambda size: f"{size}-workers")
-def big_world(request):
+@pytest.fixture
+def big_world(world):
     """A world for tests that have nothing to say about fewer than three workers."""
-    if request.param < 3:
-        pytest.skip("needs three workers: the runs with 3 and 4 ranks, and the local one, have them")
-    yield World(request.param)
-    close_what_a_failed_test_left_open()
+    return world
 
 
-def close_what_a_failed_test_left_open():
-    if find_worker() is not None:
-        jd.shutdown(graceful=False)
+@pytest.fixture(autouse=True)
+def every_test_is_guarded(world_guard):
+    """Also those that need no world: every rank runs them."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,26 +54,6 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True)
-def time_limit():
-    """Ends this rank, and with it the job, when a test hangs."""
-    timer = threading.Timer(TIME_LIMIT, os._exit, [3])
-    timer.daemon = True
-    timer.start()
-    yield
-    timer.cancel()
-
-
-def pytest_runtest_logreport(report):
-    """One rank's failure ends the job: the others would wait for it in the next test."""
-    if report.failed and environment.launched():
-        from mpi4py import MPI
-
-        print(f"\nrank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}", flush=True)
-        if MPI.COMM_WORLD.size > 1:
-            MPI.COMM_WORLD.Abort(1)
 
 
 class Job:

@@ -1,0 +1,58 @@
+"""What ``import jdistgrad as jd`` offers: the table of contents."""
+
+from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
+from jdistgrad.autograd.gradients import (
+    RemoteGradient as RemoteGradient,
+    backward as backward,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)
+from jdistgrad.autograd.graph import Graph as Graph
+from jdistgrad.autograd.staged import jit as jit
+from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
+from jdistgrad.data_parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
+from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
+from jdistgrad.data_parallel.plan import plan_buckets as plan_buckets
+from jdistgrad.errors import (
+    AlreadyInitializedError as AlreadyInitializedError,
+    CallTimeoutError as CallTimeoutError,
+    CollectiveError as CollectiveError,
+    ContextError as ContextError,
+    DifferentiationError as DifferentiationError,
+    DisagreementError as DisagreementError,
+    DistgradError as DistgradError,
+    DuplicateNameError as DuplicateNameError,
+    EncodingError as EncodingError,
+    FunctionError as FunctionError,
+    HookError as HookError,
+    LauncherError as LauncherError,
+    LeafError as LeafError,
+    MissingRanksError as MissingRanksError,
+    NonFiniteError as NonFiniteError,
+    NotInitializedError as NotInitializedError,
+    NotOwnerError as NotOwnerError,
+    RemoteError as RemoteError,
+    StaleReferenceError as StaleReferenceError,
+    UnknownWorkerError as UnknownWorkerError,
+    WireError as WireError,
+    WorkerLostError as WorkerLostError,
+    WorldClosedError as WorldClosedError,
+    WorldError as WorldError,
+)
+from jdistgrad.modules.function import RemoteFunction as RemoteFunction
+from jdistgrad.modules.module import RemoteModule as RemoteModule
+from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
+from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
+from jdistgrad.optim.sharding import shard_state as shard_state
+from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
+from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
+from jdistgrad.rpc.functions import register as register
+from jdistgrad.rpc.inprocess import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
+from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
+from jdistgrad.rpc.worlds import (
+    init as init,
+    shutdown as shutdown,
+    worker_info as worker_info,
+    world_size as world_size,
+)
+from jdistgrad.wire.environment import launched as launched

@@ -1,0 +1,139 @@
+"""The pytest plugin, as somebody uses it who has only installed the package."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jdistgrad import launch
+
+pytestmark = pytest.mark.one_process
+
+ADDS = """
+    import operator
+    import pytest
+    import jdistgrad as jd
+
+    @pytest.mark.world(1, 3)
+    def test_the_last_one_adds(world):
+        answer = world.drive(lambda: jd.rpc_sync(world.size - 1, operator.add, args=(world.size, 2)))
+        assert answer in (world.size + 2, None)
+
+    @pytest.mark.world(3)
+    def test_all_run_the_program(world):
+        def main(step):
+            me = jd.init()
+            answer = jd.rpc_sync((me.rank + step) % 3, operator.neg, args=(me.rank,))
+            jd.shutdown()
+            return me.rank, answer
+
+        results = world.run(main, 2)
+        assert all(answer == -rank for rank, answer in results)
+        print("ranks here:", [rank for rank, _ in results])
+"""
+
+
+@pytest.fixture
+def user_tests(tmp_path):
+    """Runs a test file of somebody else's project, here or on some ranks."""
+
+    def run(source, *, ranks=0, fails=False, time_limit=60):
+        (tmp_path / "test_user.py").write_text(textwrap.dedent(source))
+        (tmp_path / "pytest.ini").write_text(f"[pytest]\nworld_time_limit = {time_limit}\n")
+        pytest_command = ["-m", "pytest", "--color=no", "-rs", "-s", "-v", "-p", "no:cacheprovider"]
+        command = launch.command(ranks, pytest_command) if ranks else [sys.executable, *pytest_command]
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        done = subprocess.run(command, cwd=tmp_path, env=variables, text=True, capture_output=True, check=False)
+        output = done.stdout + done.stderr
+        assert (done.returncode != 0) == fails, output
+        return output
+
+    return run
+
+
+def test_worlds_of_the_sizes_that_are_named(user_tests):
+    output = user_tests(ADDS)
+    assert "3 passed" in output
+    for test in ("adds[1-workers] PASSED", "adds[3-workers] PASSED", "program[3-workers] ranks here: [0, 1, 2]"):
+        assert test in output
+
+
+def test_under_mpirun_the_ranks_there_are(user_tests):
+    output = user_tests(ADDS, ranks=3)
+    assert output.count("2 passed") == 3
+    assert all(f"ranks here: [{rank}]" in output for rank in range(3))
+
+
+def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
+    output = user_tests(ADDS, ranks=2)
+    assert output.count("1 passed, 1 skipped") == 2
+    assert "needs 3 workers, and this job has 2" in output
+
+
+def test_one_ranks_failure_ends_the_job(user_tests):
+    output = user_tests(
+        """
+        from mpi4py import MPI
+
+        def test_one_fails(world):
+            assert MPI.COMM_WORLD.rank != 1, "boom"
+
+        def test_the_others_would_wait_here(world):
+            MPI.COMM_WORLD.Barrier()
+        """,
+        ranks=3,
+        fails=True,
+    )
+    assert "rank 1: test_user.py::test_one_fails[3-workers] failed" in output
+    assert "AssertionError: boom" in output
+
+
+def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests):
+    output = user_tests(
+        """
+        import threading
+
+        def test_waits(world):
+            world.drive(threading.Event().wait)
+        """,
+        fails=True,
+        time_limit=1,
+    )
+    assert "test_user.py::test_waits[3-workers] has not ended within 1 s (world_time_limit)" in output
+    assert "in drive" in output
+
+
+def test_who_does_not_use_it_is_not_disturbed(user_tests):
+    output = user_tests(
+        """
+        import sys
+        import pytest
+
+        @pytest.fixture
+        def world():
+            return "of my own"
+
+        def test_nothing_is_imported_and_nothing_replaced(world):
+            assert world == "of my own"
+            assert not {"jax", "mpi4py.MPI"} & set(sys.modules)
+        """
+    )
+    assert "1 passed" in output
+
+
+def test_a_mark_without_sense_is_refused(user_tests):
+    output = user_tests(
+        """
+        import pytest
+
+        @pytest.mark.world("three")
+        def test_it(world):
+            pass
+        """,
+        fails=True,
+    )
+    assert (
+        "test_user.py::test_it: @pytest.mark.world takes numbers of workers, as in world(3), not ('three',)" in output
+    )
