@@ -18,7 +18,7 @@ class Terms(NamedTuple):
     settings: Settings
 
     def digest(self) -> int:
-        facts = ([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in self.leaves], self.settings)
+        facts = ([(leaf.path, leaf.shape, str(leaf.dtype), leaf.sparse) for leaf in self.leaves], self.settings)
         return int.from_bytes(hashlib.blake2b(pickle.dumps(facts, 5), digest_size=8).digest(), "little")
 
 
@@ -46,7 +46,7 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
     for mine, its in zip(ours.leaves, theirs.leaves, strict=False):
         if mine.path != its.path:
             return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{_counts(ours, theirs)}"
-        if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+        if mine != its:
             return f"the leaf {mine.path} is {mine} on rank {first}, {its} on rank {rank}"
     if len(ours.leaves) != len(theirs.leaves):
         more, here, there = (ours, first, rank) if len(ours.leaves) > len(theirs.leaves) else (theirs, rank, first)

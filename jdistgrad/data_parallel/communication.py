@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jdistgrad._compat import configured
+
 
 class Communication:
     """Runs functions one after the other on a thread of its own. It ends when its owner is gone."""
@@ -18,7 +20,7 @@ class Communication:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # The thread computes where its maker does: a local worker has a device of its own.
         self._thread = threading.Thread(
-            target=_serve, args=(self._tasks, jax.config.jax_default_device), name=name, daemon=True
+            target=_serve, args=(self._tasks, configured("jax_default_device")), name=name, daemon=True
         )
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._tasks.put, None)

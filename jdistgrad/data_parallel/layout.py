@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from jdistgrad.data_parallel.leaves import Leaf
 
 
-class Slot(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
     """Where a leaf lies in its bucket: ``length`` elements from ``offset``."""
 
     index: int
@@ -55,7 +56,9 @@ class Bucket:
         return dataclasses.replace(self, flat=flat, divisor=divisor)
 
 
-def lay_out(leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()) -> list[Bucket]:
+def lay_out(
+    leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()
+) -> list[Bucket]:
     """The buckets of a plan."""
     return [
         Bucket(k, leaves[indices[0]].dtype, _slots(leaves, indices), k == len(plan) - 1, indices[0] in sparse)

@@ -16,9 +16,10 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    sparse: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
 
 
 def is_sparse(value: Any) -> bool:
@@ -33,7 +34,15 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def describe(tree: Any) -> list[Leaf]:
     """Every leaf of a tree, in its order."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]
-    return [Leaf(jax.tree_util.keystr(path) or "(the whole)", tuple(np.shape(x)), dtype_of(x)) for path, x in found]
+    return [
+        Leaf(
+            jax.tree_util.keystr(path) or "(the whole)",
+            tuple(x.shape if hasattr(x, "shape") else np.shape(x)),
+            dtype_of(x),
+            is_sparse(x),
+        )
+        for path, x in found
+    ]
 
 
 def dtype_of(value: Any) -> np.dtype:

@@ -21,7 +21,7 @@ def writable(array: jax.Array) -> np.ndarray:
     if array.size == 0:
         return np.empty(0, array.dtype)
     memory = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memory, array.dtype)
+    return np.frombuffer(memoryview(memory), array.dtype)
 
 
 class Scratch:

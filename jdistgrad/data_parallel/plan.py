@@ -16,11 +16,13 @@ FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
 
 
 def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
-    """The limits in bytes that a cap in MiB means: by default 25, and 1 for the first bucket, which is ready soonest."""
+    """The limits in bytes that a cap in MiB means: by default 25, and 1 for the first bucket."""
     if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be a number of MiB above zero, or None for {CAP // MIB}; not {bucket_cap_mb!r}")
+        raise ValueError(
+            f"bucket_cap_mb must be a number of MiB above zero, or None for {CAP // MIB}; not {bucket_cap_mb!r}"
+        )
     return (max(1, int(min(bucket_cap_mb, 1 << 40) * MIB)),)
 
 
@@ -36,7 +38,7 @@ def plan_buckets(
 
     Arguments:
       leaves: arrays, or anything with a ``shape`` and a ``dtype``.
-      limits: bytes after which a bucket of a dtype closes: the first for its first bucket and so on; the last one stays.
+      limits: bytes after which a bucket of a dtype closes: the first for its first bucket, and so on; the last stays.
       sparse: indices of leaves that get a bucket each.
       order: the indices in the order to walk them, each once; by default as they stand. Without it buckets are sorted
         by their smallest index.

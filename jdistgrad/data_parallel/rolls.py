@@ -6,7 +6,7 @@ plan, with finite numbers if asked to check, and who has run out of inputs. What
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jdistgrad.errors import DisagreementError
@@ -77,10 +77,20 @@ def call(words: Sequence[bytes]) -> Call:
         first = rolls[active[0]]
         for rank in active:
             if (rolls[rank].act, rolls[rank].bucket) != (first.act, first.bucket):
-                raise DisagreementError(
-                    f"the ranks have come apart: rank {active[0]} {first}, rank {rank} {rolls[rank]}. Nothing of it was "
-                    "reduced. Every rank must take the same steps on the same trees of gradients; ranks with fewer inputs "
-                    "need DataParallel.join().",
-                    rank=rank,
-                )
+                raise apart(active[0], first, rank, rolls[rank])
     return Call(rolls, active)
+
+
+def meet_with_trees(rolls: Iterable[Roll]) -> bool:
+    """Whether all ranks come with a tree that their digests stand for: to begin to reduce it, or to broadcast it."""
+    found = list(rolls)
+    begins = all(roll.act in (Act.AGREE, Act.REDUCE) and roll.bucket == 0 for roll in found)
+    return begins or len({(roll.act, roll.bucket) for roll in found}) == 1
+
+
+def apart(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
+    return DisagreementError(
+        f"the ranks have come apart: rank {first} {its}, rank {other} {theirs}. Nothing of it was reduced. Every rank "
+        "must take the same steps on the same trees of gradients; ranks with fewer inputs need DataParallel.join().",
+        rank=other,
+    )

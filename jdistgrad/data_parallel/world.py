@@ -1,11 +1,14 @@
 """The only place here that asks which world this code is in."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.current import current_worker
+
+_kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ def seat() -> Seat:
             raise worker.failure
         if worker.closed:
             raise errors.WorldClosedError(
-                f"collectives of {worker.info}: the world they belong to has been shut down. Make new ones in this one.",
+                f"collectives of {worker.info}: their world has been shut down. Make new ones in this one.",
                 worker=worker.info,
             )
 
@@ -39,3 +42,13 @@ def is_local() -> bool:
     """Whether this world's workers are threads of one process."""
     worker = current_worker()
     return worker.shares_process or worker.size == 1
+
+
+def keep(name: str, value: Any) -> None:
+    """Keep something as long as this world stands."""
+    _kept.setdefault(current_worker(), {})[name] = value
+
+
+def kept(name: str) -> Any:
+    """What was kept under a name in this world; None: nothing."""
+    return _kept.get(current_worker(), {}).get(name)

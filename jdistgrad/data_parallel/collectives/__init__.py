@@ -1,4 +1,4 @@
-"""Operations that all ranks do together: over MPI, over an axis of a device mesh, among the workers of a local world."""
+"""Operations that all ranks do together: over MPI, along an axis of a mesh, among the workers of a local world."""
 
 from jdistgrad.data_parallel.collectives.base import Collectives as Collectives
 from jdistgrad.data_parallel.collectives.local import Local as Local

@@ -10,6 +10,7 @@ times: differentiate ``loss / size``.
 import abc
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -41,11 +42,11 @@ class Collectives(abc.ABC):
         return _sum(self, _checked(x, op)) if op == "sum" else _extreme(self, op, _checked(x, op))
 
     def broadcast(self, x: Any, root: int = 0) -> jax.Array:
-        """What the root has. Every rank must call it. The transpose: the sum of all cotangents on the root, 0 elsewhere."""
+        """What the root has. Every rank must call it. The transpose: all cotangents' sum on the root, 0 elsewhere."""
         return _broadcast(self, self._checked_root(root), jnp.asarray(x))
 
     def allgather(self, x: Any) -> jax.Array:
-        """Everybody's array, stacked by rank. Every rank must call it. The transpose: one's row of the summed cotangents."""
+        """Everybody's array, stacked by rank. Every rank must call it. The transpose: one's row of their sum."""
         return _allgather(self, jnp.asarray(x))
 
     def _checked_root(self, root: int) -> int:
@@ -132,8 +133,24 @@ def _checked(x: Any, op: str) -> jax.Array:
 
 
 def _apply(collectives: Collectives, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-    run = collectives.traced if isinstance(x, jax.core.Tracer) else collectives.eager
-    return run(name, x, root)
+    if not isinstance(x, jax.core.Tracer):
+        return collectives.eager(name, x, root)
+    return _batchable(collectives, name, root)(x)
+
+
+def _batchable(collectives: Collectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
+    """The operation, of which vmap makes one on the whole batch."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x: jax.Array) -> jax.Array:
+        return collectives.traced(name, x, root)
+
+    @call.def_vmap
+    def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        y = _apply(collectives, name, x, root)
+        return (jnp.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
+
+    return call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

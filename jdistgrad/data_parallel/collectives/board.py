@@ -19,10 +19,12 @@ class Board:
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
         self._taken: dict[int, int] = {}
         self._changed = threading.Condition()
-        self._failure: Exception | None = None
+        self._missing: list[int] | None = None
 
-    def exchange(self, rank: int, what: str, value: Any, timeout: float, check: Callable[[], None]) -> list[Any]:
-        """Everybody's value, by rank, once all have come.
+    def exchange(
+        self, rank: int, kind: str, value: Any, timeout: float, check: Callable[[], None], what: str | None = None
+    ) -> list[Any]:
+        """Everybody's value, by rank, once all have come. ``what``: what an error calls it, if not its kind.
 
         Raises:
           MissingRanksError: some have not come in time.
@@ -31,10 +33,10 @@ class Board:
         with self._changed:
             turn, self._turns[rank] = self._turns[rank], self._turns[rank] + 1
             pinned = self._rounds.setdefault(turn, {})
-            pinned[rank] = (what, value)
+            pinned[rank] = (kind, value)
             if len(pinned) == self.size:
                 self._changed.notify_all()
-            self._wait(pinned, what, timeout, check)
+            self._wait(pinned, what or kind, timeout, check)
             self._take(turn)
         _require_one_kind(pinned)
         return [pinned[other][1] for other in range(self.size)]
@@ -43,13 +45,11 @@ class Board:
         start = time.monotonic()
         while len(pinned) < self.size:
             check()
-            if self._failure is not None:
-                raise self._failure
-            if time.monotonic() - start > timeout:
-                missing = sorted(set(range(self.size)) - set(pinned))
-                self._failure = missing_ranks(what, missing, timeout)
+            if self._missing is None and time.monotonic() - start > timeout:
+                self._missing = sorted(set(range(self.size)) - set(pinned))
                 self._changed.notify_all()
-                raise self._failure
+            if self._missing is not None:
+                raise missing_ranks(what, self._missing, timeout)
             self._changed.wait(min(LOOK_SECONDS, timeout))
 
     def _take(self, turn: int) -> None:
@@ -61,8 +61,8 @@ class Board:
 def missing_ranks(what: str, missing: list[int], seconds: float) -> MissingRanksError:
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
     return MissingRanksError(
-        f"{what}: {who} not come within {seconds:g} s. Every rank must take the same steps; ranks with fewer inputs need "
-        "DataParallel.join(), slow ones a longer timeout.",
+        f"{what}: {who} not come within {seconds:g} s. Every rank must take the same steps; ranks with fewer inputs "
+        "need DataParallel.join(), slow ones a longer timeout.",
         missing=missing,
         seconds=seconds,
     )

@@ -49,8 +49,7 @@ class Local(Collectives):
 
     def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
         self._seat.check()
-        words = self._board.exchange(self.rank, "a meeting", (word, what), timeout, self._seat.check)
-        return [word for word, _ in words]
+        return self._board.exchange(self.rank, "a meeting", word, timeout, self._seat.check, what)
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)
@@ -76,14 +75,28 @@ class Local(Collectives):
         return self._exchange("a gather of objects", value)
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        return _calls_back(self, name, root)(x)
+        def on_host(x: Any) -> np.ndarray:
+            return self._on_copy(name, np.array(x), root)
+
+        shape = (self.size, *x.shape) if name == "allgather" else x.shape
+        return io_callback(on_host, jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
+
+    def _on_copy(self, name: str, memory: np.ndarray, root: int) -> np.ndarray:
+        if name == "allgather":
+            return self.gather_arrays(memory)
+        if name == "broadcast":
+            self.broadcast_in_place(memory, root)
+        else:
+            self.reduce_in_place(memory, name)  # type: ignore[arg-type]
+        return memory
 
 
 class _Lazy:
     """Memory for a result, made by whoever asks first: only rank 0's is asked for."""
 
     def __init__(self, like: np.ndarray):
-        self._like, self._lock, self._memory = like, threading.Lock(), None
+        self._like, self._lock = like, threading.Lock()
+        self._memory: np.ndarray | None = None
 
     @property
     def memory(self) -> np.ndarray:
@@ -100,29 +113,3 @@ def _combined(parts: list[np.ndarray], op: str) -> np.ndarray:
     for part in parts[1:]:
         _COMBINE[op](result, part.astype(wide, copy=False), out=result)
     return result
-
-
-def _calls_back(collectives: Local, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
-    """The operation as a host callback; under vmap, one operation on the whole batch."""
-
-    def on_host(x: Any) -> np.ndarray:
-        memory = np.array(x)
-        if name == "allgather":
-            return collectives.gather_arrays(memory)
-        if name == "broadcast":
-            collectives.broadcast_in_place(memory, root)
-        else:
-            collectives.reduce_in_place(memory, name)  # type: ignore[arg-type]
-        return memory
-
-    @jax.custom_batching.custom_vmap
-    def call(x: jax.Array) -> jax.Array:
-        shape = (collectives.size, *x.shape) if name == "allgather" else x.shape
-        return io_callback(on_host, jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
-
-    @call.def_vmap
-    def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        y = call(x)
-        return (jax.numpy.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
-
-    return call

@@ -28,7 +28,7 @@ class Mesh(Collectives):
         return f"Mesh({self.axis_name!r})"
 
     @property
-    def rank(self) -> jax.Array:  # type: ignore[override]
+    def rank(self) -> jax.Array:
         return self._within(lax.axis_index)
 
     @property
@@ -62,6 +62,11 @@ class Mesh(Collectives):
                 return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
             return lax.psum(kept, self.axis_name)
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+
+    def gather_same(self, x: jax.Array) -> jax.Array:
+        """``allgather`` whose result is typed as the same on all ranks; JAX types a gather's as different."""
+        rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
+        return lax.psum(rows, self.axis_name)
 
     def localize(self, x: jax.Array) -> jax.Array:
         """A replicated value as this rank's own, so that its gradient is of this rank's loss alone."""

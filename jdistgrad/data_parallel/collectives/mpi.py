@@ -29,7 +29,7 @@ class MPI(Collectives):
     """
 
     def __init__(self, comm: Any = None):
-        from mpi4py import MPI as mpi
+        from mpi4py import MPI as mpi  # noqa: N811
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         twin, request = whole.Idup()
@@ -55,7 +55,7 @@ class MPI(Collectives):
 
     def _missing(self) -> list[int]:
         """Who else waits, by asking everybody to say so: those who do not are missing."""
-        from mpi4py import MPI as mpi
+        from mpi4py import MPI as mpi  # noqa: N811
 
         others = set(range(self.size)) - {self.rank}
         for rank in others:
@@ -105,7 +105,7 @@ class MPI(Collectives):
 
     def _run(self, name: str, x: jax.Array, root: int) -> jax.Array:
         import mpi4jax
-        from mpi4py import MPI as mpi
+        from mpi4py import MPI as mpi  # noqa: N811
 
         if name == "allgather":
             return mpi4jax.allgather(x, comm=self.comm)
@@ -129,11 +129,11 @@ def _carrier(dtype: Any) -> Any:
     """The dtype that carries another through mpi4jax, exactly."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
-    return jnp.int8 if dtype == bool else dtype
+    return jnp.int8 if jnp.dtype(dtype) == jnp.bool else dtype
 
 
 def _checked(comm: Any) -> Any:
-    from mpi4py import MPI as mpi
+    from mpi4py import MPI as mpi  # noqa: N811
 
     if not isinstance(comm, mpi.Comm) or comm == mpi.COMM_NULL or comm.Is_inter():
         raise CollectiveError(

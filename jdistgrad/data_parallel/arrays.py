@@ -1,0 +1,22 @@
+"""Leaves of any kind as memory of the host, and back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def to_host(leaf: Any) -> np.ndarray:
+    """A contiguous copy to write to."""
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.array(leaf)
+
+
+def like(memory: np.ndarray, leaf: Any) -> Any:
+    """Memory as an array of the kind and on the device of a leaf."""
+    if isinstance(leaf, jax.Array):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
+        return jax.device_put(memory, leaf.sharding)
+    return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)

@@ -1,0 +1,78 @@
+"""How one bucket is averaged: in place without a hook, through flat arrays with one."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.hooks import base as hooks
+from jdistgrad.data_parallel.layout import Bucket, join_flat
+from jdistgrad.data_parallel.leaves import is_sparse
+from jdistgrad.data_parallel.memory import Scratch, on_host, writable
+
+
+def plainly(
+    bucket: Bucket, gradients: Sequence[jax.Array], divisor: float, all_: Collectives, scratch: Scratch
+) -> list[jax.Array]:
+    """Average where the gradients lie; those on a device are brought to the host and back."""
+    views = [writable(g) if on_host(g) else np.array(g).reshape(-1) for g in gradients]
+    divide_by = np.asarray(divisor, bucket.dtype)
+    if len(views) == 1:
+        _divide(views[0], divide_by, views[0])
+        all_.reduce_in_place(views[0])
+    else:
+        flat = scratch.take(bucket.size, bucket.dtype)
+        for slot, view in zip(bucket.slots, views, strict=True):
+            _divide(view, divide_by, flat[slot.offset : slot.offset + slot.length])
+        all_.reduce_in_place(flat)
+        for slot, view in zip(bucket.slots, views, strict=True):
+            np.copyto(view, flat[slot.offset : slot.offset + slot.length])
+    pairs = zip(gradients, views, strict=True)
+    return [g if on_host(g) else jax.device_put(view.reshape(g.shape), g.sharding) for g, view in pairs]
+
+
+def _divide(source: np.ndarray, by: np.ndarray, out: np.ndarray) -> None:
+    if by != 1:
+        np.divide(source, by, out=out)
+    elif out is not source:
+        np.copyto(out, source)
+
+
+def zeros(bucket: Bucket, divisor: float, all_: Collectives, scratch: Scratch) -> None:
+    """The part in ``plainly`` of a rank that has nothing to add."""
+    flat = scratch.take(bucket.size, bucket.dtype)
+    flat[:] = 0
+    all_.reduce_in_place(flat)
+
+
+def with_hook(
+    hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: Collectives
+) -> tuple[list[jax.Array], Any]:
+    """Average through a hook; the gradients and its new state."""
+    flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)
+    return cut(flat, tuple(slot.shape for slot in bucket.slots)), state
+
+
+flatten = jax.jit(join_flat)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def cut(flat: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    """The arrays of these shapes that a flat one holds."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
+    return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)]
+
+
+def first_not_finite(gradients: Sequence[Any]) -> int:
+    """One more than the place of the first gradient with NaN or infinity in it; 0: there is none."""
+    values = [np.asarray(g.data if is_sparse(g) else g) for g in gradients]
+    found = (k for k, x in enumerate(values, 1) if not np.isfinite(_wide(x)).all())
+    return next(found, 0)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if x.dtype.itemsize <= 2 else x

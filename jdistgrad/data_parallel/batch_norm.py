@@ -1,0 +1,69 @@
+"""Batch normalization over the batch of all ranks.
+
+Each rank adds its count, sum and sum of squares, so ranks may have different numbers of rows, or none. The mean and
+variance are differentiated across ranks: their transposes sum all ranks' cotangents.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.data_parallel.collectives import Collectives
+
+
+def batch_statistics(
+    x: jax.Array, collectives: Collectives, axes: Sequence[int] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance over the batch of all ranks. Every rank must call it.
+
+    Arguments:
+      x: this rank's batch, features last; it may be empty.
+      collectives: which ranks.
+      axes: what to reduce; default all but the last.
+
+    Returns:
+      The mean and the (biased) variance of each feature, in float32 or wider.
+    """
+    over = tuple(range(x.ndim - 1)) if axes is None else tuple(axis % x.ndim for axis in axes)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    total = wide.sum(over)
+    count = jnp.full(total.shape, math.prod(x.shape[axis] for axis in over), wide.dtype)
+    count, total = collectives.allreduce(jnp.stack([count, total]))
+    mean = total / jnp.maximum(count, 1)
+    shape = [1 if k in over else d for k, d in enumerate(x.shape)]
+    squares = collectives.allreduce(jnp.square(wide - mean.reshape(shape)).sum(over))
+    return mean, squares / jnp.maximum(count, 1)
+
+
+class SyncBatchNorm(nn.Module):
+    """flax's ``BatchNorm``, over the batch of all ranks. Parameters and statistics have the same names and shapes.
+
+    Every rank must apply it equally often. Features are the last axis.
+    """
+
+    collectives: Collectives
+    use_running_average: bool | None = None
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+        frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
+        shape = (x.shape[-1],)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape)
+        var = self.variable("batch_stats", "var", jnp.ones, shape)
+        scale = self.param("scale", nn.initializers.ones, shape)
+        bias = self.param("bias", nn.initializers.zeros, shape)
+        if frozen or self.is_initializing():
+            m, v = mean.value, var.value
+        else:
+            m, v = batch_statistics(x, self.collectives)
+            mean.value = self.momentum * mean.value + (1 - self.momentum) * jax.lax.stop_gradient(m)
+            var.value = self.momentum * var.value + (1 - self.momentum) * jax.lax.stop_gradient(v)
+        y = (x - m) * (jax.lax.rsqrt(v + self.epsilon) * scale) + bias
+        return y.astype(self.dtype or x.dtype)

@@ -1,0 +1,7 @@
+"""What may be done to a bucket in place of averaging it: pairs of pure functions with a state of their own."""
+
+from jdistgrad.data_parallel.hooks.base import Hook as Hook, checked as checked
+from jdistgrad.data_parallel.hooks.casting import bfloat16 as bfloat16, float16 as float16
+from jdistgrad.data_parallel.hooks.plain import average as average
+from jdistgrad.data_parallel.hooks.powersgd import powersgd as powersgd
+from jdistgrad.data_parallel.hooks.quantized import int8 as int8

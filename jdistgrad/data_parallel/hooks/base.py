@@ -1,0 +1,65 @@
+"""What a hook is, and what it must return."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.layout import Bucket
+from jdistgrad.errors import HookError
+
+
+class Hook(NamedTuple):
+    """Reduces a bucket.
+
+    ``apply`` runs on every rank for every bucket, in bucket order; what it asks of the collectives must be the same on
+    all ranks. It owns the division by ``bucket.divisor``. It may run inside ``jit``: then everything is traced.
+
+    Arguments:
+      init: a bucket (without its numbers) to the state the hook starts with for it, a pytree.
+      apply: (bucket, state, collectives) to (flat array as long as ``bucket.flat`` and of its dtype, new state).
+      name: what messages call it.
+
+    Example:
+      >>> def apply(bucket, state, collectives):
+      ...     return collectives.allreduce(jnp.clip(bucket.flat, -1, 1)) / bucket.divisor, state
+      >>> clip = Hook(lambda bucket: (), apply, "clip")
+    """
+
+    init: Callable[[Bucket], Any]
+    apply: Callable[[Bucket, Any, Collectives], tuple[jax.Array, Any]]
+    name: str = "hook"
+
+
+def checked(hook: Any) -> Hook | None:
+    """A hook, or None. Raises HookError for anything else."""
+    if hook is None or (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
+        return hook
+    raise HookError(
+        f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings are called "
+        "first: hooks.powersgd(rank=2)."
+    )
+
+
+def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+    """Apply a hook. Raises HookError where it did not return its bucket, reduced."""
+    returned = hook.apply(bucket, state, collectives)
+    expected = f"(an array {bucket.dtype}[{bucket.size}], the new state)"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise _wrong(hook, bucket, expected, f"{type(returned).__name__} {returned!r:.60}")
+    flat, state = returned
+    if not isinstance(flat, jax.Array) or flat.shape != (bucket.size,) or flat.dtype != bucket.dtype:
+        got = f"{jnp.result_type(flat)}{list(jnp.shape(flat))}" if hasattr(flat, "shape") else repr(flat)
+        raise _wrong(hook, bucket, expected, f"an array {got}")
+    return flat, state
+
+
+def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
+    return HookError(
+        f"the hook {hook.name!r} returned {got} for bucket {bucket.index}, expected {expected}. A hook must keep the "
+        "bucket's shape and dtype: cast back what it has compressed.",
+        bucket=bucket.index,
+        hook=hook.name,
+    )

@@ -1,0 +1,30 @@
+"""Half the bytes: gradients are cast to 16 bits, averaged, and cast back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.hooks.base import Hook
+from jdistgrad.data_parallel.layout import Bucket
+
+
+def float16() -> Hook:
+    """Average in float16: 11 bits of precision, up to 65504. Divided before the cast, so that sums do not overflow."""
+    return _casting(jnp.float16)
+
+
+def bfloat16() -> Hook:
+    """Average in bfloat16: 8 bits of precision, the range of float32."""
+    return _casting(jnp.bfloat16)
+
+
+def _casting(dtype: Any) -> Hook:
+    def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+        if bucket.dtype.itemsize <= 2 or bucket.dtype.kind == "c":
+            return collectives.allreduce(bucket.flat / bucket.divisor), state
+        small = (bucket.flat / bucket.divisor).astype(dtype)
+        return collectives.allreduce(small).astype(bucket.dtype), state
+
+    return Hook(lambda bucket: (), apply, jnp.dtype(dtype).name)

@@ -1,0 +1,18 @@
+"""The average, as a hook: what is done without one."""
+
+from typing import Any
+
+import jax
+
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.hooks.base import Hook
+from jdistgrad.data_parallel.layout import Bucket
+
+
+def average() -> Hook:
+    """Divide and sum."""
+    return Hook(lambda bucket: (), _apply, "average")
+
+
+def _apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+    return collectives.allreduce(bucket.flat / bucket.divisor), state

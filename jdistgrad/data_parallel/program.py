@@ -1,0 +1,69 @@
+"""A loss, traced and compiled for the shapes it was called with."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.data_parallel import tracing
+from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.reducer import Plan
+from jdistgrad.data_parallel.stages import Staged
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a trace says about a step before it is compiled: the gradients' tree, and the order they come in."""
+
+    like: Any
+    order: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step."""
+
+    plan: Plan
+    structure: Any
+    used: tuple[bool, ...]
+    staged: Staged
+    results: Any
+
+    def run(self, args: tuple, kwargs: dict, ready: Callable[[int, jax.Array], None]) -> Any:
+        """Dispatch it; the value, and aux if there is one."""
+        return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), ready))
+
+
+class Programs:
+    """The programs of one loss, by the shapes of its arguments."""
+
+    def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool):
+        self._loss, self._argnums, self._has_aux = loss, argnums, has_aux
+        self._found: dict[Any, Program] = {}
+        self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
+
+    def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], *, overlap: bool) -> Program:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = tree, overlap, tuple(map(jax.typeof, leaves))
+        if key not in self._found:
+            self._found[key] = self._make(args, kwargs, agree, overlap)
+        return self._found[key]
+
+    def _make(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
+        self._require_inexact(args)
+        traced = tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        count = traced.gradients.num_leaves
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.closed.out_avals[:count]]
+        like = jax.tree.unflatten(traced.gradients, avals)
+        plan = agree(Traced(like, tracing.readiness(traced.closed, count)))
+        groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+        whole = [[leaf for group in groups for leaf in group]]
+        staged = Staged(traced.closed, groups if overlap and groups else whole)
+        return Program(plan, traced.gradients, traced.used, staged, traced.results)
+
+    def _require_inexact(self, args: tuple) -> None:
+        numbers = self._argnums
+        chosen = args[numbers] if isinstance(numbers, int) else [args[k] for k in numbers]
+        leaves: list[Leaf] = describe(chosen)
+        require_inexact(leaves, "value_and_grad")

@@ -1,0 +1,215 @@
+"""What a rank does together with the others: agree on a plan, average its buckets, shadow the others' steps.
+
+Every method runs on the communication thread and begins with a meeting of all ranks (``rolls``).
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.data_parallel import averaging, rolls
+from jdistgrad.data_parallel.agreement import Terms, order_or_reverse, require_agreement
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.layout import Bucket, lay_out
+from jdistgrad.data_parallel.memory import Scratch
+from jdistgrad.data_parallel.plan import plan_buckets
+from jdistgrad.data_parallel.rolls import Act, Call, Roll
+from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
+from jdistgrad.data_parallel.statistics import Clock, Span
+from jdistgrad.errors import MissingRanksError, NonFiniteError
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the ranks agreed on for one tree of gradients."""
+
+    terms: Terms
+    digest: int
+    order: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How to reduce. ``sparse``: whether a leaf of this path and kind travels as rows."""
+
+    limits: tuple[int, ...]
+    hook: Hook | None
+    is_sparse: Callable[[str], bool]
+    check_finite: bool
+    timeout: float
+
+
+class Reducer:
+    """One rank's part in the reductions of a group."""
+
+    def __init__(self, collectives: Collectives, rules: Rules):
+        self.collectives, self.rules = collectives, rules
+        self.plans: dict[int, Plan] = {}
+        self.states: dict[tuple[int, int], Any] = {}
+        self.divide_by_active = False
+        self.step = 0
+        self.last_active: tuple[int, ...] = (0,)
+        self.broken: MissingRanksError | None = None
+        self._scratch = Scratch()
+
+    # Meeting.
+
+    def _meet(self, act: Act, bucket: int = 0, fault: int = 0, digest: int = 0) -> Call:
+        if self.broken is not None:
+            raise self.broken
+        mine = Roll(act, self.step, bucket, fault, digest)
+        try:
+            words = self.collectives.meet(mine.pack(), f"rank {self.collectives.rank} {mine}", self.rules.timeout)
+        except MissingRanksError as error:
+            self.broken = error
+            raise
+        self._require_same_terms(words, mine)
+        call = rolls.call(words)
+        self.last_active = call.active or self.last_active
+        return call
+
+    def _require_same_terms(self, words: Sequence[bytes], mine: Roll) -> None:
+        """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
+        active = {r: roll for r, roll in enumerate(map(rolls.unpack, words)) if roll.act is not Act.SHADOW}
+        if not rolls.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
+            return
+        terms = self.collectives.gather_objects(self._terms_of(mine))
+        require_agreement({rank: terms[rank] for rank in active})
+
+    def _terms_of(self, mine: Roll) -> Terms | None:
+        if mine.act is Act.SHADOW:
+            return None
+        return self.plans[mine.digest].terms if mine.act is Act.REDUCE else self._terms_met
+
+    def _divisor(self, call: Call) -> int:
+        return len(call.active) if self.divide_by_active else self.collectives.size
+
+    # The operations.
+
+    def agree(self, terms: Terms, order: Sequence[int] | None) -> Plan:
+        """The plan for a tree that is new to this rank. Raises DisagreementError where others have another."""
+        digest = terms.digest()
+        if digest in self.plans:
+            return self.plans[digest]
+        self._terms_met = terms
+        return self._share_plan(self._meet(Act.AGREE, digest=digest), terms, order)
+
+    def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
+        """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too."""
+        assert call.leader is not None
+        leads = call.leader == self.collectives.rank
+        terms, order = self.collectives.gather_objects((terms, order) if leads else None)[call.leader]
+        assert terms is not None
+        plan = make_plan(terms, order, self.rules)
+        self.plans[plan.digest] = plan
+        return plan
+
+    def average(self, plan: Plan, number: int, gradients: Sequence[Any], clock: Clock) -> list[Any]:
+        """Average one bucket of a plan over all ranks."""
+        bucket, own = plan.buckets[number], jax.block_until_ready(list(gradients))
+        ready = time.perf_counter()
+        fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
+        call = self._meet(Act.REDUCE, number, fault, plan.digest)
+        self._require_finite(call, bucket)
+        met = time.perf_counter()
+        averaged = self._averaged(plan, bucket, own, self._divisor(call))
+        clock.spans.append(Span(number, ready, met, time.perf_counter()))
+        return averaged
+
+    def _averaged(self, plan: Plan, bucket: Bucket, gradients: list[Any], divisor: int) -> list[Any]:
+        if bucket.sparse:
+            return [self._averaged_rows(bucket, gradients[0], divisor)]
+        if self.rules.hook is None:
+            return averaging.plainly(bucket, gradients, divisor, self.collectives, self._scratch)
+        key = (plan.digest, bucket.index)
+        if key not in self.states:
+            self.states[key] = self.rules.hook.init(bucket)
+        averaged, self.states[key] = averaging.with_hook(
+            self.rules.hook, bucket, gradients, self.states[key], divisor, self.collectives
+        )
+        return averaged
+
+    def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
+        slot = bucket.slots[0]
+        if self.rules.is_sparse(slot.path):
+            table = np.array(gradient)
+            reduce_rows(table, slot.shape, divisor, self.collectives)
+            return jax.device_put(table, gradient.sharding)
+        return reduce_sparse(gradient, slot.shape, bucket.dtype, divisor, self.collectives)
+
+    def _require_finite(self, call: Call, bucket: Bucket) -> None:
+        for rank in call.active:
+            if call.rolls[rank].fault:
+                slot = bucket.slots[call.rolls[rank].fault - 1]
+                raise NonFiniteError(
+                    f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
+                    f"{bucket.index}); it was not reduced, on no rank. Look at that rank's loss and inputs.",
+                    rank=rank,
+                    path=slot.path,
+                )
+
+    def share_used(self, used: Sequence[bool]) -> np.ndarray:
+        """Which parameters any rank used. Ranks that have joined used none."""
+        self._meet(Act.USED, bucket=len(used))
+        return self._share_used(np.array(used, np.uint8))
+
+    def _share_used(self, used: np.ndarray) -> np.ndarray:
+        self.collectives.reduce_in_place(used, "max")
+        return used.astype(bool)
+
+    def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
+        """The root's leaves, written over this rank's."""
+        self._terms_met = terms
+        self._meet(Act.BROADCAST, bucket=root, digest=terms.digest())
+        for memory in memories:
+            self.collectives.broadcast_in_place(memory, root)
+        return memories
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        self._meet(Act.VERIFY)
+        return self.collectives.gather_objects(value)
+
+    # Joining.
+
+    def shadow(self) -> int:
+        """Do what the others do, with zeros, until all have joined. The last rank that was active."""
+        while True:
+            call = self._meet(Act.SHADOW)
+            if call.leader is None:
+                return max(self.last_active)
+            lead = call.rolls[call.leader]
+            self.step = max(self.step, lead.step)
+            if lead.act is Act.AGREE:
+                self._share_plan(call, None, None)
+            elif lead.act is Act.REDUCE:
+                self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
+            elif lead.act is Act.USED:
+                self._share_used(np.zeros(lead.bucket, np.uint8))
+            else:
+                raise rolls.apart(self.collectives.rank, Roll(Act.SHADOW, self.step, 0, 0, 0), call.leader, lead)
+
+    def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:
+        bucket, divisor = plan.buckets[number], self._divisor(call)
+        self._require_finite(call, bucket)
+        if self.rules.hook is None and not bucket.sparse:
+            averaging.zeros(bucket, divisor, self.collectives, self._scratch)
+        elif bucket.sparse and not self.rules.is_sparse(bucket.slots[0].path):
+            reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, divisor, self.collectives)
+        else:
+            nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
+            self._averaged(plan, bucket, nothing, divisor)
+
+
+def make_plan(terms: Terms, order: Sequence[int] | None, rules: Rules) -> Plan:
+    """The buckets of a tree: the same on every rank that has the same terms and order."""
+    sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if leaf.sparse or rules.is_sparse(leaf.path))
+    walk = order_or_reverse(order, len(terms.leaves))
+    groups = plan_buckets(terms.leaves, rules.limits, sparse=sparse, order=walk, large_alone=True)
+    return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))

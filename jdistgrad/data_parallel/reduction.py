@@ -1,0 +1,63 @@
+"""One step's reduction, as seen by the thread that computes: gradients go in as they come, averages come out."""
+
+import concurrent.futures
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.data_parallel.communication import Communication
+from jdistgrad.data_parallel.launching import Launching
+from jdistgrad.data_parallel.reducer import Plan, Reducer
+from jdistgrad.data_parallel.statistics import Clock
+from jdistgrad.errors import CollectiveError, LeafError
+
+
+class Reduction:
+    """The gradients of one step on their way.
+
+    They are overwritten: each must be an array nobody else holds.
+    """
+
+    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan):
+        self.clock = Clock()
+        self._reducer, self._thread, self._plan = reducer, thread, plan
+        self._launching = Launching(plan.buckets)
+        self._gradients: list[Any] = [None] * len(plan.terms.leaves)
+        self._launched: list[concurrent.futures.Future] = []
+        self._failed = False
+
+    def ready(self, leaf: int, gradient: Any) -> None:
+        """A gradient has come. Whatever the order: buckets are launched in theirs."""
+        launched = self._launching.ready(leaf)
+        self._gradients[leaf] = gradient
+        for number in launched:
+            self._launched.append(self._thread.submit(self._average, number, self._take(number)))
+
+    def finish(self, extra: Sequence[Any] = ()) -> list[Any]:
+        """The averaged gradients, by leaf, once every bucket is reduced."""
+        missing = self._launching.missing()
+        if missing:
+            raise LeafError(
+                f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
+                "every leaf ready in every step, those that are zero too.",
+                path=missing[0],
+            )
+        for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
+            for slot, averaged in zip(bucket.slots, future.result(), strict=True):
+                self._gradients[slot.index] = averaged
+        return self._gradients
+
+    def _take(self, number: int) -> list[Any]:
+        slots = self._plan.buckets[number].slots
+        taken = [self._gradients[slot.index] for slot in slots]
+        for slot in slots:
+            self._gradients[slot.index] = None
+        return taken
+
+    def _average(self, number: int, gradients: list[Any]) -> list[Any]:
+        if self._failed:
+            raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
+        try:
+            return self._reducer.average(self._plan, number, gradients, self.clock)
+        except BaseException:
+            self._failed = True
+            raise

@@ -1,0 +1,47 @@
+"""Gradients of which only some rows are there: an embedding's. The rows travel, not the table.
+
+Everybody gathers everybody's rows; rows that several ranks have are summed. The same as averaging the dense table.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.sparse import BCOO
+
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.errors import LeafError
+
+
+def require_rows(path: str, gradient: Any) -> None:
+    """Raises LeafError for a sparse array that is not a list of rows or elements."""
+    if gradient.n_batch:
+        raise LeafError(
+            f"the sparse gradient {path} has {gradient.n_batch} batch dimensions; expected none. Use "
+            "jax.experimental.sparse.bcoo_update_layout(gradient, n_batch=0).",
+            path=path,
+        )
+
+
+def reduce_sparse(gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, divisor: float, all_: Collectives) -> Any:
+    """The average of sparse gradients, each place once and in order. ``gradient=None``: this rank has no rows."""
+    mine = None if gradient is None else (np.asarray(gradient.data), np.asarray(gradient.indices))
+    parts = [part for part in all_.gather_objects(mine) if part is not None]
+    indices = np.concatenate([part[1] for part in parts])
+    data = np.concatenate([part[0] for part in parts])
+    inside = np.all(indices < np.array(shape[: indices.shape[1]]), axis=1)  # BCOO pads with places outside
+    places, where = np.unique(indices[inside], axis=0, return_inverse=True)
+    total = np.zeros((len(places), *data.shape[1:]), dtype)
+    np.add.at(total, where.reshape(-1), data[inside])
+    return BCOO((jax.numpy.asarray(total / np.asarray(divisor, dtype)), jax.numpy.asarray(places)), shape=shape)
+
+
+def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: Collectives) -> None:
+    """Average a dense table in place, of which most rows are zero."""
+    rows = table.reshape(shape[0], math.prod(shape[1:]))
+    mine = np.flatnonzero(rows.any(axis=1))
+    parts = all_.gather_objects((mine, rows[mine]))
+    rows[mine] = 0
+    for places, values in parts:
+        rows[places] += values / np.asarray(divisor, table.dtype)

@@ -1,0 +1,135 @@
+"""The backward pass in pieces: each computes one bucket's gradients, and what no piece before has computed of them.
+
+XLA compiles a piece as a whole, so gradients are ready a piece at a time. Cutting costs what XLA could have fused
+across the cut, and a dispatch.
+
+Gradients are later reduced where they lie. So each must be an array of its own, that nothing else reads: a gradient
+that is an input, that later pieces need or that comes out twice is copied.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jdistgrad.data_parallel import tracing
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Equations that run together: the variables they need, those others need of them, and gradients by leaf."""
+
+    run: Callable[..., tuple[list[Any], list[Any]]]
+    inputs: tuple[Any, ...]
+    kept: tuple[Any, ...]
+    leaves: tuple[int, ...]
+    last_uses: tuple[Any, ...]
+
+
+class Staged:
+    """A traced step, cut.
+
+    Arguments:
+      closed: its equations; the first ``sum(map(len, groups))`` outputs are the gradients.
+      groups: the leaves of each piece, in order.
+    """
+
+    def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
+        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        self._count = sum(map(len, groups))
+        rest = [var for var in self._jaxpr.outvars[self._count :] if not isinstance(var, core.Literal)]
+        self._results = self._jaxpr.outvars[self._count :]
+        self.pieces = _cut(self._jaxpr, groups, rest)
+
+    def __call__(self, args: Sequence[Any], ready: Callable[[int, jax.Array], None]) -> list[Any]:
+        """Dispatch every piece; ``ready(leaf, gradient)`` is called with arrays that may still be under way."""
+        values = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
+        for piece in self.pieces:
+            kept, gradients = piece.run(*[values[var] for var in piece.inputs])
+            values.update(zip(piece.kept, kept, strict=True))
+            for var in piece.last_uses:
+                del values[var]
+            for leaf, gradient in zip(piece.leaves, gradients, strict=True):
+                ready(leaf, gradient)
+        return [tracing.read(values, var) for var in self._results]
+
+
+def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[Piece]:
+    owner = _assign(jaxpr, groups, rest)
+    equations: list[list[Any]] = [[] for _ in groups]
+    for equation, piece in zip(jaxpr.eqns, owner, strict=True):
+        if piece is not None:
+            equations[piece].append(equation)
+    needs = [_free(part, [jaxpr.outvars[k] for k in group]) for part, group in zip(equations, groups, strict=True)]
+    needs[0] += [var for var in dict.fromkeys(rest) if var in _inputs(jaxpr) and var not in needs[0]]
+    last = {var: k for k, need in enumerate(needs) for var in need}
+    keep = set(rest)
+    pieces = []
+    for k, (part, group) in enumerate(zip(equations, groups, strict=True)):
+        made = {var for equation in part for var in equation.outvars}
+        kept = tuple(var for var in dict.fromkeys(v for need in needs[k + 1 :] for v in need) if var in made)
+        kept += tuple(var for var in dict.fromkeys(rest) if var in made and var not in kept)
+        dying = tuple(var for var in needs[k] if last[var] == k and var not in keep)
+        outputs = [jaxpr.outvars[leaf] for leaf in group]
+        pieces.append(
+            Piece(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, tuple(group), dying)
+        )
+    return pieces
+
+
+def _inputs(jaxpr: Any) -> set[Any]:
+    return {*jaxpr.constvars, *jaxpr.invars}
+
+
+def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[int | None]:
+    """Which piece each equation belongs to: the first that needs it. Those with effects keep their order; all run."""
+    maker = {var: k for k, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
+    effectful = [k for k, equation in enumerate(jaxpr.eqns) if equation.effects]
+    before = dict(zip(effectful[1:], effectful, strict=False))
+    owner: list[int | None] = [None] * len(jaxpr.eqns)
+
+    def claim(piece: int, wanted: list[int]) -> None:
+        while wanted:
+            number = wanted.pop()
+            if owner[number] is None:
+                owner[number] = piece
+                wanted += [
+                    maker[v] for v in jaxpr.eqns[number].invars if not isinstance(v, core.Literal) and v in maker
+                ]
+                wanted += [before[number]] if number in before else []
+
+    claim(0, [maker[var] for var in rest if var in maker])
+    for piece, group in enumerate(groups):
+        outputs = [jaxpr.outvars[leaf] for leaf in group]
+        claim(piece, [maker[var] for var in outputs if not isinstance(var, core.Literal) and var in maker])
+    claim(len(groups) - 1, effectful)
+    return owner
+
+
+def _free(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The variables that equations and outputs need from outside."""
+    made = {var for equation in equations for var in equation.outvars}
+    wanted = [var for equation in equations for var in equation.invars] + list(outputs)
+    return list(dict.fromkeys(v for v in wanted if not isinstance(v, core.Literal) and v not in made))
+
+
+def _compiled(
+    equations: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., Any]:
+    shared = {*inputs, *kept}
+
+    def piece(*args: Any) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(inputs, args, strict=True))
+        tracing.run(equations, values)
+        taken, gradients = set(shared), []
+        for var in outputs:
+            value = tracing.read(values, var)
+            fresh = not isinstance(var, core.Literal) and var not in taken
+            gradients.append(value if fresh else jax.numpy.copy(value))
+            if fresh:
+                taken.add(var)
+        return [values[var] for var in kept], gradients
+
+    return jax.jit(piece)

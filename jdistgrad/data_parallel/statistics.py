@@ -1,0 +1,69 @@
+"""What a DataParallel has done and how long it took."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Sizes of the plan in use, and times of the last step on this rank, in seconds.
+
+    ``compute``: from the first dispatch until the last gradient was ready. ``communication``: reducing, summed over the
+    buckets; ``overlap``: how much of that lay within ``compute``; ``waiting``: for other ranks to reach a bucket.
+    """
+
+    rank: int = 0
+    size: int = 1
+    steps: int = 0
+    buckets_reduced: int = 0
+    bytes_reduced: int = 0
+    bucket_sizes: tuple[int, ...] = ()
+    bucket_leaves: tuple[tuple[int, ...], ...] = ()
+    order: tuple[int, ...] = ()
+    unused: tuple[str, ...] = ()
+    hook: str = "none"
+    compute: float = 0.0
+    communication: float = 0.0
+    overlap: float = 0.0
+    waiting: float = 0.0
+    spans: "tuple[Span, ...]" = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One bucket of a step, by ``time.perf_counter``: its gradients ready, everybody there, reduced."""
+
+    bucket: int
+    ready: float
+    met: float
+    reduced: float
+
+
+@dataclasses.dataclass
+class Clock:
+    """The times of one step."""
+
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+
+def times(clock: Clock) -> dict[str, float]:
+    """Compute, communication, overlap and waiting of a step."""
+    if not clock.spans:
+        return {}
+    computed = max(span.ready for span in clock.spans)
+    return {
+        "compute": computed - clock.started,
+        "communication": sum(span.reduced - span.met for span in clock.spans),
+        "overlap": sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
+        "waiting": sum(span.met - span.ready for span in clock.spans),
+    }
+
+
+def sizes(buckets: Sequence) -> dict[str, tuple]:
+    """What is told of a plan."""
+    return {
+        "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
+        "bucket_leaves": tuple(tuple(slot.index for slot in bucket.slots) for bucket in buckets),
+    }

@@ -1,0 +1,116 @@
+"""A loss as one flat list of equations: its value, its gradients, and which parameters it depends on."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+_CALLS = ("jit", "pjit")
+
+
+class Trace(NamedTuple):
+    """The equations of ``value_and_grad``. Outputs: first the gradients' leaves, then those of (value, aux)."""
+
+    closed: Any
+    gradients: Any
+    results: Any
+    used: tuple[bool, ...]
+
+
+def trace(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple, kwargs: dict) -> Trace:
+    """Trace a loss's value and gradients, with the functions it jits taken apart."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: dict[str, Any] = {}
+
+    def program(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        used: set[int] = set()
+        probed = _probed(loss, argnums, used)
+        value, gradients = jax.value_and_grad(probed, argnums, has_aux)(*args, **kwargs)
+        flat, found["gradients"] = jax.tree.flatten(gradients)
+        rest, found["results"] = jax.tree.flatten(value)
+        found["used"] = tuple(k in used for k in range(len(flat)))
+        return [*flat, *rest]
+
+    nested = jax.make_jaxpr(program)(*leaves)
+    closed = jax.make_jaxpr(lambda *xs: evaluate(nested.jaxpr, nested.consts, xs))(*leaves)
+    return Trace(closed, found["gradients"], found["results"], found["used"])
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr's equations one by one, and those of the jitted functions in it."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    run(jaxpr.eqns, values)
+    return [read(values, var) for var in jaxpr.outvars]
+
+
+def run(equations: Sequence[Any], values: dict[Any, Any]) -> None:
+    """Run equations on the values there are; theirs are added."""
+    for equation in equations:
+        inputs = [read(values, var) for var in equation.invars]
+        if equation.primitive.name in _CALLS:
+            inner = equation.params["jaxpr"]
+            outputs: Sequence[Any] = evaluate(inner.jaxpr, inner.consts, inputs)
+        else:
+            outputs = _bind(equation, inputs)
+        values.update(zip(equation.outvars, outputs, strict=True))
+
+
+def _bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # a tuple before JAX 0.10
+    with equation.ctx.manager:
+        outputs = equation.primitive.bind(*functions, *inputs, **params)
+    return outputs if equation.primitive.multiple_results else [outputs]
+
+
+def read(values: dict[Any, Any], var: Any) -> Any:
+    return var.val if isinstance(var, core.Literal) else values[var]
+
+
+def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
+    """The loss with each parameter leaf behind a probe that notes when a cotangent comes through."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(loss)
+    def probed(*args: Any, **kwargs: Any) -> Any:
+        parts, tree = jax.tree.flatten([args[k] for k in numbers])
+        parts = [_probe(functools.partial(used.add, k), part) for k, part in enumerate(parts)]
+        replaced = list(args)
+        for k, value in zip(numbers, jax.tree.unflatten(tree, parts), strict=True):
+            replaced[k] = value
+        return loss(*replaced, **kwargs)
+
+    return probed
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _probe(note: Callable[[], None], x: Any) -> Any:
+    return x
+
+
+def _probe_forward(note: Callable[[], None], x: Any) -> tuple[Any, None]:
+    return x.value, None
+
+
+def _probe_backward(note: Callable[[], None], _: None, cotangent: Any) -> tuple[Any]:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return (None,)
+    note()
+    return (cotangent,)
+
+
+_probe.defvjp(_probe_forward, _probe_backward, symbolic_zeros=True)
+
+
+def readiness(closed: Any, count: int) -> list[int]:
+    """The first ``count`` outputs in the order in which the equations produce them; of equals, the last one first."""
+    position = {var: k for k, equation in enumerate(closed.jaxpr.eqns) for var in equation.outvars}
+
+    def key(index: int) -> tuple[int, int]:
+        var = closed.jaxpr.outvars[index]
+        return (-1 if isinstance(var, core.Literal) else position.get(var, -1), -index)
+
+    return sorted(range(count), key=key)

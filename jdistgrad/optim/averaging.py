@@ -1,0 +1,86 @@
+"""Averaging as an optax transformation, and optimizers that leave unused parameters alone."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.default import shared
+from jdistgrad.data_parallel.hooks import Hook, checked
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.plan import limits_of
+
+
+class AverageGradientsState(NamedTuple):
+    """The hook's state of each bucket, on this rank."""
+
+    hook: list[Any]
+
+
+def average_gradients(
+    collectives: Collectives | None = None, *, bucket_cap_mb: float | None = None, hook: Hook | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Average gradients over all ranks, as an optax transformation to be chained with others.
+
+    Every rank must call ``init`` and ``update``, in the same order. Works in ``jit``, on a mesh inside ``shard_map``,
+    and eagerly. On a mesh, the state of a hook differs from device to device: let its ``shard_map`` spec say so.
+
+    Arguments:
+      collectives: which ranks; default all workers of this world.
+      bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
+      hook: what to do with a bucket instead of averaging it. Its state lives in the optimizer's.
+
+    Example:
+      >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
+    """
+    chosen, _ = checked(hook), limits_of(bucket_cap_mb)
+
+    def averager() -> DataParallel:
+        return _averager(shared() if collectives is None else collectives, bucket_cap_mb, chosen)
+
+    def init(params: Any) -> AverageGradientsState:
+        return AverageGradientsState(averager().initial_states(params))
+
+    def update(
+        updates: Any, state: AverageGradientsState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AverageGradientsState]:
+        averaged, states = averager().average_with(updates, state.hook)
+        return averaged, AverageGradientsState(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averager(collectives: Collectives, bucket_cap_mb: float | None, hook: Hook | None) -> DataParallel:
+    """One for each setting: optax may make the same transformation again and again."""
+    found = collectives.__dict__.setdefault("_averagers", {})
+    key = bucket_cap_mb, hook
+    if key not in found:
+        found[key] = DataParallel(collectives, bucket_cap_mb=bucket_cap_mb, hook=hook)
+    return found[key]
+
+
+def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Leave parameters that no rank used as they are, and their part of the optimizer's state.
+
+    A gradient of zero is not enough: moments decay, momentum and weight decay go on.
+
+    Arguments:
+      tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``.
+
+    Example:
+      >>> tx = keep_unused(optax.adam(1e-3))
+      >>> updates, state = tx.update(gradients, state, params, used=dp.used)
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates: Any, state: Any, params: Any = None, *, used: Any = None, **extra: Any) -> tuple[Any, Any]:
+        after, new = inner.update(updates, state, params, **extra)
+        if used is None:
+            return after, new
+        mask = optax.tree_map_params(inner, lambda _, use: use, state, used, transform_non_params=lambda _: True)
+        kept = jax.tree.map(jnp.where, mask, new, state)
+        return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, after), kept
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -1,0 +1,211 @@
+"""Bad input: a clear error on every rank, nothing reduced, nothing lost."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import batch, loss, on_all, parameters
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.collectives import Mesh
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import (
+    CollectiveError,
+    DisagreementError,
+    HookError,
+    LeafError,
+    MissingRanksError,
+    NonFiniteError,
+)
+
+
+def tree(**leaves):
+    return {"a": jnp.ones(3), **leaves}
+
+
+DIFFERENT = {
+    "shape": (tree(w=jnp.ones((2, 3))), r"the leaf \['w'\] is float32\[4\] on rank 0, float32\[2, 3\] on rank 1"),
+    "dtype": (
+        tree(w=jnp.ones(4, jnp.bfloat16)),
+        r"the leaf \['w'\] is float32\[4\] on rank 0, bfloat16\[4\] on rank 1",
+    ),
+    "tree": (tree(v=jnp.ones(4)), r"leaf \['w'\] of rank 0 stands where rank 1 has \['v'\]"),
+    "count": (
+        tree(w=jnp.ones(4), x=jnp.ones(1)),
+        r"rank 1 has the leaf \['x'\] \(float32\[1\]\), rank 0 has none there",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what):
+    theirs, said = DIFFERENT[what]
+
+    def body(rank, size):
+        dp, ours = DataParallel(), tree(w=jnp.ones(4))
+        mine = theirs if rank == 1 else ours
+        with pytest.raises(DisagreementError, match=said) as caught:
+            dp.average(mine)
+        assert caught.value.rank == 1
+        np.testing.assert_array_equal(mine["a"], np.ones(3))
+        np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)  # and it still works
+        with pytest.raises(DisagreementError, match=said):  # one rank turns to another tree later
+            dp.average(mine)
+        with pytest.raises(DisagreementError, match=said):
+            dp.broadcast(mine)
+        np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_ranks_with_different_settings_are_told(big_world):
+    def body(rank, size):
+        dp = DataParallel(bucket_cap_mb=1 if rank != 2 else 2)
+        with pytest.raises(DisagreementError, match="bucket_cap_mb is 1 on rank 0, 2 on rank 2"):
+            dp.value_and_grad(loss)(parameters(), batch(rank))
+
+    on_all(big_world, body)
+
+
+def test_ranks_in_different_operations_are_told(big_world):
+    def body(rank, size):
+        dp = DataParallel()
+        dp.average(tree())
+        with pytest.raises(DisagreementError, match=r"rank 0 reduces bucket 0 in step 2, rank 2 verifies"):
+            dp.verify(tree()) if rank == 2 else dp.average(tree())
+
+    on_all(big_world, body)
+
+
+def test_a_step_taken_by_some_ranks_only(big_world):
+    def body(rank, size):
+        dp, done = DataParallel(timeout=0.5), DataParallel()
+        dp.average(tree())
+        if rank == 1:
+            time.sleep(2)
+        else:
+            said = rf"rank {rank} reduces bucket 0 in step 2: rank 1 has not come within 0\.5 s"
+            with pytest.raises(MissingRanksError, match=said) as caught:
+                dp.average(tree())
+            assert caught.value.missing == [1]
+            with pytest.raises(MissingRanksError):
+                dp.average(tree())
+        done.average(tree())
+
+    on_all(big_world, body)
+
+
+def returning(value, name="mine"):
+    return hooks.Hook(lambda bucket: (), lambda bucket, state, collectives: (value(bucket.flat), state), name)
+
+
+@pytest.mark.parametrize(
+    ("hook", "got"),
+    [
+        (returning(lambda flat: flat[1:]), r"float32\[2\]"),
+        (returning(lambda flat: flat.astype(jnp.bfloat16)), r"bfloat16\[3\]"),
+        (returning(lambda flat: None), "None"),
+        (hooks.Hook(lambda bucket: (), lambda bucket, state, collectives: bucket.flat, "mine"), "ArrayImpl"),
+    ],
+)
+def test_a_hook_that_returns_something_else(big_world, hook, got):
+    def body(rank, size):
+        said = rf"the hook 'mine' returned .*{got}.* for bucket 0, expected \(an array float32\[3\], the new state\)"
+        with pytest.raises(HookError, match=said):
+            DataParallel(hook=hook).average(tree())
+
+    on_all(big_world, body)
+
+
+@pytest.mark.parametrize("hook", ["powersgd", hooks.powersgd, lambda bucket: bucket])
+def test_what_is_no_hook_is_refused(hook):
+    with pytest.raises(HookError, match=r"a hook is a jdistgrad Hook\(init, apply, name\) of two functions, not "):
+        DataParallel(hook=hook)
+
+
+def test_hooks_refuse_impossible_settings():
+    with pytest.raises(ValueError, match=r"expected rank >= 1.*rank=0"):
+        hooks.powersgd(rank=0)
+    with pytest.raises(ValueError, match="at least one element, not 0"):
+        hooks.int8(block=0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_found(big_world, bad):
+    def body(rank, size):
+        dp = DataParallel(check_finite=True, bucket_cap_mb=1e-5)
+        mine = tree(w=jnp.ones(4).at[2].set(bad) if rank == 2 else jnp.ones(4))
+        with pytest.raises(NonFiniteError, match=r"the gradient of \['w'\] on rank 2 holds NaN or infinity") as caught:
+            dp.average(mine)
+        assert (caught.value.rank, caught.value.path) == (2, "['w']")
+        np.testing.assert_allclose(dp.average(tree(w=jnp.ones(4)))["w"], np.ones(4), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_integer_parameters_are_refused(world):
+    def body(rank, size):
+        dp = DataParallel()
+        said = r"the leaf \['n'\] is int32\[2\], expected a floating or complex dtype"
+        with pytest.raises(LeafError, match="value_and_grad: " + said):
+            dp.value_and_grad(lambda p: p["a"].sum())({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
+        with pytest.raises(LeafError, match=said):
+            dp.average({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
+
+    on_all(world, body)
+
+
+def test_gradients_marked_twice_or_never(world):
+    def body(rank, size):
+        dp = DataParallel()
+        reduction = dp.reduction(tree(b=jnp.ones(2)))
+        reduction.ready(1, jnp.ones(2) + 0)
+        with pytest.raises(LeafError, match=r"\['b'\] .* was marked ready twice"):
+            reduction.ready(1, jnp.ones(2))
+        with pytest.raises(LeafError, match=r"1 gradients were never marked ready, first \['a'\]"):
+            reduction.finish()
+
+    on_all(world, body)
+
+
+def test_parameters_that_have_drifted_are_found(big_world):
+    def body(rank, size):
+        dp = DataParallel()
+        params = tree(w=jnp.zeros((2, 3)).at[1, 2].set(5.0 if rank == 2 else 4.0))
+        with pytest.raises(DisagreementError, match=r"\['w'\]\[1, 2\] is 4.0 on rank 0, 5.0 on rank 2") as caught:
+            dp.verify(params)
+        assert (caught.value.rank, caught.value.path) == (2, "['w']")
+        dp.verify(dp.broadcast(params, root=2))
+
+    on_all(big_world, body)
+
+
+def test_an_exception_in_a_joined_block_passes_through(world):
+    def body(rank, size):
+        dp = DataParallel()
+        with pytest.raises(ZeroDivisionError, match="mine"), dp.join():
+            raise ZeroDivisionError("mine")
+        with dp.join() as join:
+            join.finish(tree())
+            with pytest.raises(CollectiveError, match="finish was called twice"):
+                join.finish(tree())
+
+    on_all(world, body)
+
+
+def test_a_hook_with_a_state_inside_jit(world):
+    def body(rank, size):
+        dp = DataParallel(hook=hooks.int8())
+        with pytest.raises(HookError, match=r"the hook 'int8' has a state.*Use average_gradients"):
+            jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
+
+    on_all(world, body)
+
+
+def test_a_mesh_outside_shard_map():
+    with pytest.raises(CollectiveError, match=r"there is no mesh axis of that name here.*inside jax.shard_map"):
+        DataParallel(Mesh("batch")).average(tree())
+    with pytest.raises(CollectiveError, match="the ranks of a mesh run one program"), DataParallel(Mesh("x")).join():
+        pass

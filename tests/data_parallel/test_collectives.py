@@ -1,0 +1,219 @@
+"""Collectives among workers: every dtype, traced and not, and their derivatives."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import on_all, serially
+
+import jdistgrad as jd
+from jdistgrad.data_parallel import collectives as all_of
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
+from jdistgrad.wire import environment
+
+DTYPES = ["float16", "bfloat16", "float32", "complex64", "int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn"]
+SHAPES = [(), (0,), (5,), (2, 0, 3), (3, 4, 2)]
+
+
+def value(rank, shape, dtype):
+    return jnp.asarray(np.arange(np.prod(shape)).reshape(shape) % 3 + rank + 1, dtype)
+
+
+def test_sums_of_every_dtype_and_shape(world):
+    def body(rank, size):
+        c = of_this_world()
+        for dtype in DTYPES:
+            for shape in SHAPES if dtype == "float32" else SHAPES[2:3]:
+                expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
+                for run in (c.allreduce, jax.jit(c.allreduce)):
+                    got = run(value(rank, shape, dtype))
+                    assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
+                    np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
+
+    on_all(world, body)
+
+
+def test_maximum_broadcast_and_gather(world):
+    def body(rank, size):
+        c = of_this_world()
+        x = value(rank, (3, 2), "float32")
+        for wrap in (lambda f: f, jax.jit):
+            np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), value(size - 1, (3, 2), "float32"))
+            np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "min"))(x), value(0, (3, 2), "float32"))
+            np.testing.assert_array_equal(
+                wrap(lambda x: c.broadcast(x, size - 1))(x), value(size - 1, (3, 2), "float32")
+            )
+            gathered = wrap(c.allgather)(x)
+            assert gathered.shape == (size, 3, 2)
+            for other in range(size):
+                np.testing.assert_array_equal(gathered[other], value(other, (3, 2), "float32"))
+
+    on_all(world, body)
+
+
+OPERATIONS = {
+    "sum": lambda c, x: c.allreduce(x),
+    "max": lambda c, x: c.allreduce(x, "max"),
+    "broadcast": lambda c, x: c.broadcast(x, c.size - 1),
+    "gather": lambda c, x: c.allgather(x),
+}
+
+
+def everybody(name, xs):
+    """The operation on all ranks' inputs at once, in one process: what each rank gets."""
+    return {"sum": sum(xs), "max": jnp.max(jnp.stack(xs), 0), "broadcast": xs[-1], "gather": jnp.stack(xs)}[name]
+
+
+def weight(rank, y):
+    """A loss that is another on every rank."""
+    return jnp.sum(jnp.sin(y) * np.random.default_rng(rank).normal(size=y.shape)) * (rank + 1)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name):
+    """The first and the second, eagerly and compiled."""
+
+    def losses(xs):
+        return sum(weight(r, everybody(name, xs)) for r in range(len(xs)))
+
+    def squares(xs):
+        return sum(jnp.sum(g**2) for g in jax.grad(losses)(xs))
+
+    inputs = [np.random.default_rng(80 + r).normal(size=(3, 2)).astype("float32") for r in range(big_world.size)]
+    first, second = serially(jax.grad(losses), inputs), serially(jax.grad(squares), inputs)
+
+    def body(rank, size):
+        c, x = of_this_world(), jnp.asarray(inputs[rank])
+
+        def derivative(x):
+            return jax.grad(lambda x: weight(rank, OPERATIONS[name](c, x)))(x)
+
+        twice = jax.jit(jax.grad(lambda x: jnp.sum(derivative(x) ** 2)))
+        np.testing.assert_allclose(derivative(x), first[rank], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(derivative)(x), first[rank], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(twice(x), second[rank], rtol=1e-4, atol=1e-5)
+
+    on_all(big_world, body)
+
+
+def test_vmap_is_one_operation_on_the_batch(big_world):
+    def body(rank, size):
+        c = of_this_world()
+        x = value(rank, (4, 3), "float32")
+        total = sum(value(r, (4, 3), "float32") for r in range(size))
+        np.testing.assert_array_equal(jax.jit(jax.vmap(c.allreduce))(x), total)
+        gathered = jax.jit(jax.vmap(c.allgather))(x)
+        np.testing.assert_array_equal(gathered, np.stack([value(r, (4, 3), "float32") for r in range(size)], 1))
+
+    on_all(big_world, body)
+
+
+def test_memory_larger_than_a_chunk(world, monkeypatch):
+    """What is done with more than MPI can count, with a smaller count."""
+    from jdistgrad.data_parallel.collectives import mpi
+
+    monkeypatch.setattr(mpi, "CHUNK", 1000)
+
+    def body(rank, size):
+        c = of_this_world()
+        for dtype in ("float64", "bfloat16"):
+            memory = (np.arange(1777) % 50 + rank).astype(jnp.dtype(dtype))
+            c.reduce_in_place(memory)
+            np.testing.assert_array_equal(memory, (np.arange(1777) % 50 * size + sum(range(size))).astype(memory.dtype))
+            memory = np.full(1777, rank, jnp.dtype(dtype))
+            c.broadcast_in_place(memory, size - 1)
+            assert (memory == size - 1).all()
+            stacked = c.gather_arrays(np.full((7, 111), rank, jnp.dtype(dtype)))
+            assert [float(part.astype("float32").mean()) for part in stacked] == list(range(size))
+
+    on_all(world, body)
+
+
+def test_ranks_in_different_operations_are_told(big_world):
+    def body(rank, size):
+        c = of_this_world()
+        with pytest.raises(
+            DisagreementError, match=r"rank 0 does sum of float32\[3\], rank 2 does sum of float32\[4\]"
+        ):
+            c.allreduce(jnp.zeros(4 if rank == 2 else 3))
+        with pytest.raises(DisagreementError, match=r"rank 1 does max of float32\[3\]"):
+            c.allreduce(jnp.zeros(3), "max" if rank == 1 else "sum")
+        assert float(c.allreduce(jnp.ones(()))) == size
+
+    on_all(big_world, body)
+
+
+def test_ranks_that_do_not_come_are_named(big_world):
+    def body(rank, size):
+        c = of_this_world()
+        c.timeout = 0.3
+        if rank != 1:
+            with pytest.raises(MissingRanksError, match=r"rank 1 has not come within 0\.3 s") as caught:
+                c.allreduce(jnp.ones(3))
+            assert caught.value.missing == [1]
+        else:
+            time.sleep(1.5)
+        of_this_world().meet(b"x", "the end", 20)
+
+    on_all(big_world, body)
+
+
+def test_wrong_arguments_are_refused(world):
+    def body(rank, size):
+        c = of_this_world()
+        with pytest.raises(ValueError, match="op must be 'sum', 'max' or 'min', not 'mean'"):
+            c.allreduce(jnp.ones(3), "mean")
+        with pytest.raises(TypeError, match="no sum of bool"):
+            c.allreduce(jnp.ones(3, bool))
+        with pytest.raises(ValueError, match=f"a rank from 0 to {size - 1}, not {size}"):
+            c.broadcast(jnp.ones(3), size)
+
+    on_all(world, body)
+
+
+@pytest.mark.one_process
+def test_collectives_of_a_closed_world_are_refused():
+    kept = {}
+
+    def main():
+        me = jd.init()
+        kept[me.rank] = all_of.Local()
+        jd.shutdown()
+        jd.init()
+        with pytest.raises(WorldClosedError, match=r"their world has been shut down. Make new ones in this one"):
+            kept[me.rank].allreduce(jnp.ones(3))
+        assert float(all_of.Local().allreduce(jnp.ones(()))) == 3
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+
+
+@pytest.mark.one_process
+def test_a_wait_ends_when_the_world_fails():
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            raise ZeroDivisionError("rank 1's own")
+        of_this_world().allreduce(jnp.ones(3))
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="rank 1's own"):
+        jd.spawn(main, 3)
+    assert threading.active_count() <= before + 5
+
+
+@pytest.mark.skipif(not environment.launched(), reason="needs MPI; the runs with mpirun have it")
+def test_communicators_that_are_none_are_refused():
+    from mpi4py import MPI
+
+    for comm in (MPI.COMM_NULL, "world", None if MPI.COMM_WORLD.size > 1 else MPI.COMM_NULL):
+        if comm is not None:
+            with pytest.raises(CollectiveError, match="comm must be an intracommunicator this rank belongs to"):
+                all_of.MPI(comm)
+    half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+    assert float(all_of.MPI(half).allreduce(jnp.ones(()))) == half.size
+    half.Free()

@@ -1,0 +1,129 @@
+"""The same, along an axis of a simulated mesh of eight devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from models import batch, close, loss, parameters, serial
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.collectives import Mesh
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.optim.sharding import shard_state
+
+pytestmark = [
+    pytest.mark.one_process,
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated"),
+]
+RANKS = 8
+
+
+def on_mesh(f, *args, in_specs, out_specs, typed=False):
+    mesh = jax.make_mesh((RANKS,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+    return jax.jit(mapped)(*args)
+
+
+def everybodys(n=RANKS):
+    return jnp.concatenate([batch(r) for r in range(n)])
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize(("hook", "tolerance"), [(None, 1e-5), (hooks.float16(), 2e-3)], ids=["none", "float16"])
+def test_gradients_are_those_of_the_whole_batch(typed, hook, tolerance):
+    dp = DataParallel(Mesh("batch"), bucket_cap_mb=1e-4, hook=hook)
+
+    def step(params, x):
+        params = dp.broadcast(params)
+        value, gradients = dp.value_and_grad(loss)(params, x)
+        return jax.lax.pmean(value, "batch"), gradients
+
+    got = on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=typed)
+    close(got, serial(loss, parameters(), [batch(r) for r in range(RANKS)]), tolerance)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_average_gradients(typed):
+    """With types, JAX has summed the gradients of replicated parameters already: they must not be summed twice."""
+    tx = optax.chain(average_gradients(Mesh("batch"), bucket_cap_mb=1e-4), optax.sgd(0.1))
+
+    def step(params, x):
+        updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    got = on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=typed)
+    _, gradients = serial(loss, parameters(), [batch(r) for r in range(RANKS)])
+    close(got, jax.tree.map(lambda p, g: p - (0.1 * g).astype(p.dtype), parameters(), gradients))
+
+
+def test_sharded_optimizer_state():
+    tx = shard_state(optax.adam(0.1), Mesh("batch"))
+
+    def steps(params):
+        state = tx.init(params)
+        for k in range(3):
+            updates, state = tx.update(jax.tree.map(lambda p, k=k: p * (k + 1), params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, jax.tree.map(lambda leaf: leaf.reshape(-1), state)
+
+    got, state = on_mesh(steps, floats(), in_specs=P(), out_specs=(P(), P(None)))
+    plain, params = optax.adam(0.1), floats()
+    whole = plain.init(params)
+    for k in range(3):
+        updates, whole = plain.update(jax.tree.map(lambda p, k=k: p * (k + 1), params), whole, params)
+        params = optax.apply_updates(params, updates)
+    close(got, params)
+    assert state[0].mu["float32"].size == -(-sum(p.size for p in jax.tree.leaves(params)) // RANKS)
+
+
+def floats():
+    return {"w": jnp.arange(15.0).reshape(5, 3) / 10, "b": -jnp.arange(1.0, 5.0)}
+
+
+def test_derivatives_with_and_without_types():
+    """Each rank's loss is its own: the derivative is that of their sum, as in the other bodies."""
+    xs = jnp.arange(1.0, 1 + RANKS)
+    expected = jax.grad(lambda xs: sum(jnp.sin(jnp.sum(xs)) * (r + 1) * xs[r] for r in range(RANKS)))(xs)
+    for typed in (True, False):
+
+        def derivative(x):
+            c = Mesh("batch")
+            return jax.grad(lambda x: jnp.sum(jnp.sin(c.allreduce(jnp.sum(x))) * (c.rank + 1) * x))(x)
+
+        got = on_mesh(derivative, xs, in_specs=P("batch"), out_specs=P("batch"), typed=typed)
+        np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_operations():
+    xs = jnp.arange(1.0, 1 + RANKS)
+
+    def body(x):
+        c = Mesh("batch")
+        root = c.broadcast(x, 3)
+        return c.allreduce(x, "max"), root, c.broadcast(x > 4, 5), c.allgather(x).reshape(-1)
+
+    top, root, flag, gathered = on_mesh(body, xs, in_specs=P("batch"), out_specs=P("batch"))
+    assert set(top.tolist()) == {8.0}
+    assert set(root.tolist()) == {4.0}
+    assert flag.all()
+    np.testing.assert_array_equal(gathered.reshape(RANKS, RANKS), np.tile(xs, (RANKS, 1)))
+
+
+def test_hooks_with_states_live_in_the_optimizers_state():
+    tx = average_gradients(Mesh("batch"), hook=hooks.powersgd(rank=4, start=1, min_rate=1e-3))
+    gradient = {"w": jnp.arange(24.0).reshape(6, 4) % 5, "b": jnp.ones(4)}
+
+    def steps(x):
+        state, lost = tx.init(gradient), 0.0
+        for _ in range(20):
+            averaged, state = tx.update(jax.tree.map(functools.partial(jnp.multiply, x[0]), gradient), state)
+            lost += averaged["w"]
+        return lost / 20
+
+    got = on_mesh(steps, jnp.arange(1.0, 9.0), in_specs=P("batch"), out_specs=P())
+    np.testing.assert_allclose(got, gradient["w"] * 4.5, rtol=1e-4, atol=1e-3)

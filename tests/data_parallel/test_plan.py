@@ -1,0 +1,151 @@
+"""The bucket plan: what PyTorch's Reducer does, as numbers."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jdistgrad.data_parallel import tracing
+from jdistgrad.data_parallel.launching import Launching
+from jdistgrad.data_parallel.layout import lay_out
+from jdistgrad.data_parallel.leaves import Leaf, describe
+from jdistgrad.data_parallel.plan import MIB, limits_of, plan_buckets
+from jdistgrad.errors import LeafError
+
+pytestmark = pytest.mark.one_process
+
+
+def leaf(size, dtype="float32"):
+    return jax.ShapeDtypeStruct((size // np.dtype(dtype).itemsize,), dtype)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "expected"),
+    [
+        ([200] * 4, [400], [[0, 1], [2, 3]]),
+        ([20] * 10, [40, 80], [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]),
+        ([40, 4000, 40], [100], [[0, 1], [2]]),
+        ([], [100], []),
+        ([0, 0], [100], [[0, 1]]),
+    ],
+)
+def test_golden_plans(sizes, limits, expected):
+    assert plan_buckets([leaf(size) for size in sizes], limits) == expected
+
+
+def test_dtypes_never_mix_and_have_their_own_limits():
+    leaves = [leaf(200, dtype) for _ in range(3) for dtype in ("float32", "float64")]
+    assert plan_buckets(leaves, [200, 400]) == [[0], [1], [2, 4], [3, 5]]
+
+
+def test_sparse_leaves_stand_alone_and_an_order_is_kept():
+    leaves = [leaf(40)] * 5
+    assert plan_buckets(leaves, [80], sparse=[2]) == [[0, 1], [2], [3, 4]]
+    assert plan_buckets(leaves, [80], order=[4, 2, 0, 1, 3]) == [[4, 2], [0, 1], [3]]
+
+
+def test_large_leaves_may_stand_alone():
+    leaves = [leaf(size) for size in (40, 4000, 40, 40)]
+    assert plan_buckets(leaves, [100], large_alone=True) == [[0], [1], [2, 3]]
+
+
+def test_eight_layers_of_300_at_a_cap_of_one():
+    """The order of PyTorch's rebuilt buckets: biases and weights, last layer first."""
+    leaves = [leaf(4 * n) for _ in range(8) for n in (300 * 300, 300)]
+    assert [len(b) for b in plan_buckets(leaves, limits_of(1), order=range(15, -1, -1))] == [6, 6, 4]
+
+
+def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():
+    assert limits_of(None) == (MIB, 25 * MIB)
+    assert limits_of(25) == (25 * MIB,)
+    assert limits_of(0.5) == (MIB // 2,)
+
+
+@pytest.mark.parametrize("cap", [0, -1, float("nan"), True, "25"])
+def test_a_cap_that_is_no_size_is_refused(cap):
+    with pytest.raises(ValueError, match=r"bucket_cap_mb must be a number of MiB above zero.*not "):
+        limits_of(cap)
+
+
+def test_bad_limits_and_orders_are_refused():
+    with pytest.raises(ValueError, match=r"limits are numbers of bytes above zero.*\[0\]"):
+        plan_buckets([leaf(4)], [0])
+    with pytest.raises(ValueError, match=r"each of the 3 leaves once.*without \[2\]"):
+        plan_buckets([leaf(4)] * 3, [10], order=[0, 1, 1])
+
+
+def test_a_hundred_thousand_leaves_are_planned_in_a_second():
+    leaves = [leaf(400, "float32" if k % 3 else "float64") for k in range(100_000)]
+    start = time.perf_counter()
+    plan = plan_buckets(leaves, limits_of(None), order=range(99_999, -1, -1))
+    assert time.perf_counter() - start < 1
+    assert sum(map(len, plan)) == 100_000
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["float32", "float64", "int8"])), max_size=30),
+    st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_every_leaf_is_in_one_bucket_of_its_dtype(kinds, limits, random, large_alone):
+    leaves = [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in kinds]
+    order = random.sample(range(len(leaves)), len(leaves))
+    plan = plan_buckets(leaves, limits, order=order, large_alone=large_alone)
+    assert sorted(k for bucket in plan for k in bucket) == list(range(len(leaves)))
+    for bucket in plan:
+        assert len({leaves[k].dtype for k in bucket}) == 1
+        size = sum(leaves[k].size * leaves[k].dtype.itemsize for k in bucket[:-1])
+        assert size < max(limits)
+
+
+def test_the_layout_names_every_leaf():
+    tree = {"a": jnp.zeros((2, 3)), "b": [jnp.zeros(()), jnp.zeros((0, 4))]}
+    (bucket,) = lay_out(describe(tree), [[2, 0, 1]])
+    told = [(s.path, s.offset, s.length, s.shape) for s in bucket.slots]
+    assert told == [("['b'][1]", 0, 0, (0, 4)), ("['a']", 0, 6, (2, 3)), ("['b'][0]", 6, 1, ())]
+    assert bucket.last
+    assert (bucket.size, bucket.nbytes) == (7, 28)
+    views = bucket.views(jnp.arange(7))
+    assert [v.shape for v in views] == [(0, 4), (2, 3), ()]
+    assert views[2] == 6
+
+
+def chain(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return (x**2).sum()
+
+
+def test_the_order_is_that_of_the_backward_pass():
+    traced = tracing.trace(jax.jit(chain), 0, False, ([jnp.ones((3, 3))] * 5, jnp.ones((2, 3))), {})
+    assert tracing.readiness(traced.closed, 5) == [4, 3, 2, 1, 0]
+
+
+def test_what_the_loss_depends_on_is_known_before_the_first_step():
+    def loss(p, x):
+        return jnp.sum(p["a"] * x) + jnp.sum(jax.lax.stop_gradient(p["b"])) + 0 * p["c"]
+
+    parameters = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(()), "d": jnp.ones(2)}
+    assert tracing.trace(loss, 0, False, (parameters, jnp.ones(3)), {}).used == (True, False, True, False)
+
+
+def test_buckets_are_launched_in_order_whatever_comes_first():
+    leaves = [Leaf(str(k), (1,), np.dtype("float32")) for k in range(5)]
+    launching = Launching(lay_out(leaves, [[0, 1], [2], [3, 4]]))
+    came = [list(launching.ready(k)) for k in (4, 2, 0, 3, 1)]
+    assert came == [[], [], [], [], [0, 1, 2]]
+    assert launching.missing() == []
+
+
+def test_a_leaf_ready_twice_is_refused():
+    launching = Launching(lay_out([Leaf("['w']", (1,), np.dtype("float32"))] * 2, [[0, 1]]))
+    launching.ready(0)
+    with pytest.raises(LeafError, match=r"\['w'\] \(leaf 0, bucket 0\) was marked ready twice") as caught:
+        launching.ready(0)
+    assert caught.value.path == "['w']"
+    assert launching.missing() == ["['w']"]
