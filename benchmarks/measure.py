@@ -61,7 +61,8 @@ def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[
     command = launch.command(n, [script])
     if flags is not None:
         command = [command[0], *flags, "-n", str(n), sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    around = launch.environment(n) if flags is None else None
+    done = subprocess.run(command, env=around, capture_output=True, text=True, check=False)
     found: dict[str, float] = {}
     for line in done.stdout.splitlines():
         if line.startswith(MARK):

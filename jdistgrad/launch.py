@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from jdistgrad.errors import LauncherError
 
+KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
+
 
 def find_mpirun() -> str:
     """The mpirun that belongs to this Python's environment, else the one on PATH."""
@@ -52,10 +54,28 @@ def command(n: int, program: Sequence[str]) -> list[str]:
     return [mpirun, *told, "-n", str(n), sys.executable, *program]
 
 
+def surroundings(n: int, cores: int) -> dict[str, str]:
+    """Environment variables for ranks that share a machine; those the user has set are left alone.
+
+    XLA starts as many threads as there are cores, in each rank; more threads than cores wait for each other. And memory
+    that goes back to the system whenever an array is freed has to be cleared, page by page, for the next one.
+    """
+    return {
+        "NPROC": str(max(1, cores // n)),
+        "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
+        "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+    }
+
+
+def environment(n: int) -> dict[str, str]:
+    """The environment to start a job of ``n`` ranks in."""
+    return surroundings(n, len(os.sched_getaffinity(0))) | os.environ
+
+
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks; its exit status."""
     if not program:
         raise LauncherError("what shall be run? jdistgrad run -n 4 script.py [arguments]")
     if not program[0].startswith("-") and not pathlib.Path(program[0]).is_file():
         raise LauncherError(f"there is no script {program[0]!r} in {pathlib.Path.cwd()}")
-    return subprocess.run(command(n, program), check=False).returncode
+    return subprocess.run(command(n, program), env=environment(n), check=False).returncode

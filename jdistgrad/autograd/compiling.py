@@ -85,6 +85,34 @@ def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: A
 _compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Outputs:
+    """What compiled code returns, without the inputs among it and without repetitions: XLA would copy these.
+
+    ``sources`` says where each leaf of the tree is found: among inputs followed by what was made.
+    """
+
+    made: list[Any]
+    sources: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, outputs: Any, inputs: Sequence[Any]) -> "Outputs":
+        leaves, tree = jax.tree.flatten(outputs)
+        places = {id(one): place for place, one in reversed([*enumerate(inputs)])}
+        made = [one for one in {id(one): one for one in leaves}.values() if id(one) not in places]
+        places |= {id(one): len(inputs) + k for k, one in enumerate(made)}
+        return cls(made, tuple(places[id(one)] for one in leaves), tree)
+
+    def filled(self, inputs: Sequence[Any]) -> Any:
+        found = [*inputs, *self.made]
+        leaves = [found[place] for place in self.sources]
+        return jax.tree.unflatten(
+            self.tree, [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in leaves]
+        )
+
+
 class Compiled:
     """The compiled pullback of one function, for one structure of arguments."""
 
@@ -97,9 +125,13 @@ class Compiled:
                 return differentiable(function(*args, **kwargs))
 
             _, pullback, result = jax.vjp(primal, *variables, has_aux=True)
-            return result, pullback
+            return Outputs.of((result, pullback), [*variables, *constants])
 
-        self.forward = jax.jit(forward)
+        self._forward = jax.jit(forward)
+
+    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any]:
+        """The function's result, and its pullback."""
+        return self._forward(variables, constants).filled([*variables, *constants])
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
         parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}

@@ -26,6 +26,18 @@ def test_other_mpis_are_told_nothing():
     assert launch.flags(5, open_mpi=False, root=True, cores=1) == []
 
 
+@pytest.mark.parametrize(("n", "cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (4, 2, "1")])
+def test_ranks_share_the_cores(n, cores, threads):
+    assert launch.surroundings(n, cores)["NPROC"] == threads
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    assert launch.environment(2)["NPROC"] == "5"
+    assert launch.environment(2)["MALLOC_TRIM_THRESHOLD_"] == str(launch.KEPT_BYTES)
+
+
 @pytest.mark.parametrize(
     ("arguments", "ours", "program"),
     [

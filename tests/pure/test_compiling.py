@@ -1,0 +1,37 @@
+"""Pullbacks of jitted functions: nothing is copied, nothing is lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdistgrad.autograd.compiling import differentiate
+from jdistgrad.autograd.layout import split
+
+
+def differentiated(function, *args):
+    layout, operands = split((args, {}), lambda leaf: True)
+    return differentiate(function, layout, operands, references=False), operands
+
+
+def test_arguments_and_results_that_a_pullback_keeps_are_not_copied():
+    @jax.jit
+    def function(a, b):
+        return a * b, jnp.exp(a)
+
+    found, (a, b) = differentiated(function, jnp.arange(3.0), jnp.full(3, 2.0))
+    kept = jax.tree.leaves(found.pullback)
+    assert {id(a), id(b), id(found.result[1])} <= {id(one) for one in kept}
+    expected = jax.vjp(function, a, b)[1]((jnp.ones(3), jnp.arange(3.0)))
+    for mine, theirs in zip(found.pull((0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [np.ones, jnp.ones], ids=["numpy", "jax"])
+def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
+    found, _ = differentiated(jax.jit(lambda a, b: (a, a, b + 1)), make(3), make((2, 1)))
+    assert all(isinstance(one, jax.Array) for one in found.result)
+    assert [one.shape for one in found.result] == [(3,), (3,), (2, 1)]
+    (first, second) = found.pull((0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
+    np.testing.assert_array_equal(first, np.full(3, 5.0))
+    np.testing.assert_array_equal(second, np.full((2, 1), 7.0))
