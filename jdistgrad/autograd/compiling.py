@@ -107,10 +107,11 @@ class Outputs:
 
     def filled(self, inputs: Sequence[Any]) -> Any:
         found = [*inputs, *self.made]
-        leaves = [found[place] for place in self.sources]
-        return jax.tree.unflatten(
-            self.tree, [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in leaves]
-        )
+        return jax.tree.unflatten(self.tree, [_as_jax(found[place]) for place in self.sources])
+
+
+def _as_jax(array: Any) -> jax.Array:
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 class Compiled:
