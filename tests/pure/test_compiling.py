@@ -14,14 +14,14 @@ def differentiated(function, *args):
     return differentiate(function, layout, operands, references=False), operands
 
 
-def test_arguments_and_results_that_a_pullback_keeps_are_not_copied():
+def test_arguments_that_a_pullback_keeps_are_not_copied():
+    @jax.jit
     def function(a, b):
         return a * b, jnp.exp(a)
 
-    function.pure = True
     found, (a, b) = differentiated(function, jnp.arange(3.0), jnp.full(3, 2.0))
     kept = jax.tree.leaves(found.pullback)
-    assert {id(a), id(b), id(found.result[1])} <= {id(one) for one in kept}
+    assert {id(a), id(b)} <= {id(one) for one in kept}
     expected = jax.vjp(function, a, b)[1]((jnp.ones(3), jnp.arange(3.0)))
     for mine, theirs in zip(found.pull((0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
