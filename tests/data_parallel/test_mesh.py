@@ -2,6 +2,7 @@
 
 import functools
 
+import flax_step
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from models import batch, close, loss, parameters, serial
 
 from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.batch_norm import SyncBatchNorm
 from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.optim.averaging import average_gradients
@@ -45,6 +47,25 @@ def test_gradients_are_those_of_the_whole_batch(typed, hook, tolerance):
 
     got = on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=typed)
     close(got, serial(loss, parameters(), [batch(r) for r in range(RANKS)]), tolerance)
+
+
+def test_flax_with_batch_norm_and_dropout():
+    variables, expected_loss, expected_stats, expected = flax_step.serially(RANKS)
+    dp = DataParallel(Mesh("batch"))
+    loss = functools.partial(flax_step.loss, functools.partial(SyncBatchNorm, dp.collectives))
+
+    def step(params, stats, x, rows):
+        (value, new), gradients = dp.value_and_grad(loss, has_aux=True)(params, stats, x, rows)
+        return jax.lax.pmean(value, "batch"), new, gradients
+
+    x, rows = (np.concatenate(parts) for parts in zip(*map(flax_step.inputs, range(RANKS)), strict=True))
+    specs = (P(), P(), P("batch"), P("batch"))
+    value, stats, gradients = on_mesh(
+        step, variables["params"], variables["batch_stats"], x, rows, in_specs=specs, out_specs=P(), typed=True
+    )
+    close(gradients, expected, 1e-4)
+    close(stats, expected_stats, 1e-4)
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -1,5 +1,6 @@
 """DataParallel steps against the serial program on everybody's batches."""
 
+import json
 import random
 import time
 
@@ -14,6 +15,7 @@ from models import SMALL, batch, close, descend, gradient, loss, on_all, paramet
 import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.statistics import trace
 from jdistgrad.optim.averaging import keep_unused
 
 
@@ -256,8 +258,23 @@ def test_statistics(big_world):
         assert told.communication >= 0.02 * len(told.bucket_sizes)
         assert 0 <= told.overlap <= min(told.communication, told.compute)
         assert [span.bucket for span in told.spans] == list(range(len(told.bucket_sizes)))
+        require_trace(json.loads(json.dumps(trace(told))), told)
 
     on_all(big_world, body)
+
+
+def require_trace(found, told):
+    """What a trace viewer reads: complete events with a process, a track, a start and a duration in microseconds."""
+    assert {event["pid"] for event in found["traceEvents"]} == {told.rank}
+    events = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    tracks = {event["args"]["name"]: event["tid"] for event in found["traceEvents"] if event["ph"] == "M"}
+    assert list(tracks) == ["compute", "waiting", "communication"]
+    for track, number in tracks.items():
+        length = sum(event["dur"] for event in events if event["tid"] == number)
+        assert length == pytest.approx(getattr(told, track) * 1e6, abs=1)
+    sent = [(event["name"], event["args"]["bytes"]) for event in events if event["tid"] == tracks["communication"]]
+    assert sent == [(f"bucket {k}", size) for k, size in enumerate(told.bucket_sizes)]
+    assert trace() == {"traceEvents": [], "displayTimeUnit": "ms"}
 
 
 def test_communication_hides_behind_computation(big_world):

@@ -3,6 +3,7 @@
 import functools
 
 import flax.linen as nn
+import flax_step
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,76 +221,22 @@ def test_batch_norm_over_unequal_and_empty_batches(big_world):
     on_all(big_world, body)
 
 
-class Net(nn.Module):
-    """A flax model with batch norm and dropout."""
-
-    norm: object
-    rate: float = 0.3
-
-    @nn.compact
-    def __call__(self, x, train=True):
-        x = nn.Dense(5)(x)
-        x = self.norm(use_running_average=not train, name="norm")(x)
-        x = nn.Dropout(self.rate, deterministic=not train)(x)
-        return nn.Dense(2)(nn.relu(x))
-
-
-def squared(norm, rate, variables, x, **rngs):
-    """A loss, and the batch statistics after it."""
-    y, changed = Net(norm, rate).apply(variables, x, mutable=["batch_stats"], rngs=rngs)
-    return jnp.mean(y**2), changed["batch_stats"]
-
-
-def initial(x):
-    return serially(lambda x: Net(nn.BatchNorm).init(jax.random.key(0), x, train=False), x)
-
-
-def test_flax_with_synchronised_batch_norm(big_world):
-    """Against flax's own on the whole batch, in training and in evaluation."""
-    rows = 2
-    whole = np.concatenate([batch(r, rows) for r in range(big_world.size)])
-    variables = initial(whole)
-    stats = variables["batch_stats"]
-
-    def serial_loss(params, x):
-        return squared(nn.BatchNorm, 0.0, {"params": params, "batch_stats": stats}, x)
-
-    (_, expected_stats), expected = serially(jax.value_and_grad(serial_loss, has_aux=True), variables["params"], whole)
+def test_flax_with_batch_norm_and_dropout(big_world):
+    """Against flax's own batch norm on the whole batch, in training and in evaluation."""
+    variables, expected_loss, expected_stats, expected = flax_step.serially(big_world.size)
 
     def body(rank, size):
         dp = DataParallel()
-        synced = functools.partial(SyncBatchNorm, dp.collectives)
+        norm = functools.partial(SyncBatchNorm, dp.collectives)
         mine = dp.broadcast(jax.tree.map(lambda leaf: jnp.asarray(leaf + rank), variables))
-        step = dp.value_and_grad(
-            lambda params, stats, x: squared(synced, 0.0, {"params": params, "batch_stats": stats}, x), has_aux=True
-        )
-        (_, new), gradients = step(mine["params"], mine["batch_stats"], whole[rank * rows : (rank + 1) * rows])
+        step = dp.value_and_grad(functools.partial(flax_step.loss, norm), has_aux=True)
+        (value, new), gradients = step(mine["params"], mine["batch_stats"], *flax_step.inputs(rank))
         close(gradients, expected, 1e-4)
         close(new, expected_stats, 1e-4)
-        after = {"params": variables["params"], "batch_stats": new}
-        evaluated = jax.jit(lambda v, x: Net(synced).apply(v, x, train=False))(after, whole)
-        plain = serially(lambda v, x: Net(nn.BatchNorm).apply(v, x, train=False), after, whole)
-        close(evaluated, plain)
-
-    on_all(big_world, body)
-
-
-def test_dropout_differs_from_rank_to_rank_when_its_key_does(big_world):
-    variables = initial(batch(0))
-    stats = variables["batch_stats"]
-
-    def one(params, x, key):
-        key = jax.random.wrap_key_data(key)
-        return squared(nn.BatchNorm, 0.5, {"params": params, "batch_stats": stats}, x, dropout=key)[0]
-
-    keys = [np.array([1, r], np.uint32) for r in range(big_world.size)]
-    parts = [serially(jax.grad(one), variables["params"], batch(r), key) for r, key in enumerate(keys)]
-    expected = jax.tree.map(lambda *g: sum(g) / len(g), *parts)
-    assert len({part["Dense_1"]["kernel"].tobytes() for part in parts}) == len(keys)
-
-    def body(rank, size):
-        params = jax.tree.map(jnp.asarray, variables["params"])
-        close(DataParallel().value_and_grad(one)(params, batch(rank), keys[rank])[1], expected)
+        np.testing.assert_allclose(dp.collectives.allreduce(value) / size, expected_loss, rtol=1e-5)
+        after, x = {"params": variables["params"], "batch_stats": new}, flax_step.inputs(rank)
+        plain = serially(functools.partial(flax_step.evaluated, nn.BatchNorm), after, *x)
+        close(jax.jit(functools.partial(flax_step.evaluated, norm))(after, *x), plain)
 
     on_all(big_world, body)
 
