@@ -1,13 +1,15 @@
-"""The command line: ``jdistgrad run`` and ``jdistgrad doctor``."""
+"""The command line: ``jdistgrad run``, ``doctor`` and ``trace``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from jdistgrad import launch
+from jdistgrad import launch, programs
 from jdistgrad._version import __version__
 from jdistgrad.errors import DistgradError
-from jdistgrad.observe import doctor
+from jdistgrad.observe import chrome, doctor
+
+VALUED = ("-n", "--timeline")  # options of run that have a value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,12 +17,22 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
-    run.add_argument("-n", type=int, default=2, help="how many ranks (default 2)")
-    run.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
+    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
+    start.add_argument("-n", type=int, default=2, help="how many ranks (default 2)")
+    start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
+    start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
+    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
+    start.set_defaults(act=run)
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
+    check.set_defaults(act=lambda options, program: doctor.main(options.n))
+
+    merge = commands.add_parser("trace", help="make one timeline of those of several ranks")
+    merge.add_argument("files", nargs="+", help="what `with jdistgrad.timeline(FILE)` wrote on each rank")
+    merge.add_argument("-o", "--output", required=True, help="the file to write, for ui.perfetto.dev")
+    merge.add_argument("--plot", metavar="FILE", help="draw it too (png, svg or pdf); needs matplotlib")
+    merge.set_defaults(act=trace)
     return top
 
 
@@ -30,17 +42,41 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(arguments), []
     k = 1
     while k < len(arguments) and arguments[k].startswith("-") and arguments[k] not in ("-m", "-c"):
-        k += 2 if arguments[k] == "-n" else 1
+        k += 2 if arguments[k] in VALUED else 1
     return list(arguments[:k]), list(arguments[k:])
+
+
+def run(options: argparse.Namespace, program: Sequence[str]) -> int:
+    if not options.local:
+        recorded = options.timeline is not None
+        return launch.run_recorded(options.n, program, options.timeline) if recorded else launch.run(options.n, program)
+    programs.check(program)
+    if options.timeline is None:
+        return programs.run_local(options.n, program)
+    from jdistgrad.observe.timeline import timeline
+
+    with timeline(options.timeline):
+        return programs.run_local(options.n, program)
+
+
+def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
+    merged = chrome.merge({file: chrome.read(file) for file in options.files})
+    chrome.write(merged, options.output)
+    if options.plot is not None:
+        from jdistgrad.observe.plot import plot
+
+        plot(merged).figure.savefig(options.plot)
+    count = sum(entry["ph"] == "X" for entry in merged["traceEvents"])
+    ranks = merged["otherData"]["jdistgrad"]["ranks"]
+    print(f"{options.output}: {count} events of {len(ranks)} workers. Open it at ui.perfetto.dev")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     ours, program = split(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(ours)
     try:
-        if options.command == "run":
-            return launch.run(options.n, program)
-        return doctor.main(options.n)
+        return options.act(options, program)
     except DistgradError as error:
         print(f"jdistgrad {options.command}: {error}", file=sys.stderr)
         return 2

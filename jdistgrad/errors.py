@@ -89,6 +89,10 @@ class LauncherError(DistgradError, RuntimeError):
     """The command line could not start a job (no MPI, no such script, bad number of workers)."""
 
 
+class TimelineError(DistgradError, RuntimeError):
+    """A timeline could not be recorded, read, merged or drawn."""
+
+
 class CollectiveError(DistgradError, RuntimeError):
     """A collective operation could not be carried out, or was used where it has no meaning."""
 

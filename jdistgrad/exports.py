@@ -33,6 +33,7 @@ from jdistgrad.errors import (
     NotOwnerError as NotOwnerError,
     RemoteError as RemoteError,
     StaleReferenceError as StaleReferenceError,
+    TimelineError as TimelineError,
     UnknownWorkerError as UnknownWorkerError,
     WireError as WireError,
     WorkerLostError as WorkerLostError,
@@ -41,6 +42,7 @@ from jdistgrad.errors import (
 )
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
+from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
 from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from jdistgrad.optim.sharding import shard_state as shard_state
@@ -51,8 +53,8 @@ from jdistgrad.rpc.inprocess import LocalWorkers as LocalWorkers, local_workers 
 from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
 from jdistgrad.rpc.worlds import (
     init as init,
+    launched as launched,
     shutdown as shutdown,
     worker_info as worker_info,
     world_size as world_size,
 )
-from jdistgrad.wire.environment import launched as launched

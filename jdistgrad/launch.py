@@ -5,9 +5,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 
-from jdistgrad.errors import LauncherError
+from jdistgrad.errors import LauncherError, TimelineError
+from jdistgrad.observe import chrome
+from jdistgrad.programs import check
+
+RANKS_PER_CORE = 32
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
@@ -45,12 +50,24 @@ def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
     return needed
 
 
-def command(n: int, program: Sequence[str]) -> list[str]:
-    """The whole command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
+def check_size(n: int, cores: int) -> None:
+    """Raise where no job of so many ranks should be started on this machine."""
     if n < 1:
         raise LauncherError(f"a job has at least one rank, not {n}")
+    if n > RANKS_PER_CORE * cores:
+        raise LauncherError(
+            f"{n} ranks are too many for the {cores} cores here: each is a process with a JAX of its own. Up to "
+            f"{RANKS_PER_CORE * cores} are started; more workers as threads: --local. On several machines use your "
+            "cluster's launcher (srun, or mpirun with a host file)."
+        )
+
+
+def command(n: int, program: Sequence[str]) -> list[str]:
+    """The whole command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
+    cores = len(os.sched_getaffinity(0))
+    check_size(n, cores)
     mpirun = find_mpirun()
-    told = flags(n, open_mpi=is_open_mpi(mpirun), root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
+    told = flags(n, open_mpi=is_open_mpi(mpirun), root=os.geteuid() == 0, cores=cores)
     return [mpirun, *told, "-n", str(n), sys.executable, *program]
 
 
@@ -74,8 +91,18 @@ def environment(n: int) -> dict[str, str]:
 
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks; its exit status."""
-    if not program:
-        raise LauncherError("what shall be run? jdistgrad run -n 4 script.py [arguments]")
-    if not program[0].startswith("-") and not pathlib.Path(program[0]).is_file():
-        raise LauncherError(f"there is no script {program[0]!r} in {pathlib.Path.cwd()}")
-    return subprocess.run(command(n, program), env=environment(n), check=False).returncode
+    check(program)
+    return subprocess.run(command(n, program), check=False).returncode
+
+
+def run_recorded(n: int, program: Sequence[str], path: str) -> int:
+    """Like ``run``; every rank records a timeline, and they become one file."""
+    check(program)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = pathlib.Path(folder)
+        status = run(n, ["-m", "jdistgrad.recorded", str(parts / "trace.json"), *program])
+        found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
+    if not found:
+        raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")
+    chrome.write(chrome.merge(found), path)
+    return status

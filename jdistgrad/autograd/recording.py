@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad import events
 from jdistgrad.autograd.compiling import Differentiated, Map, differentiate
 from jdistgrad.autograd.derived import Publishing, gradient_layout
 from jdistgrad.autograd.exchange import contribute
@@ -60,7 +61,7 @@ class Recorded:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, Arguments(args, kwargs, self.wanted, self.lanes))
-            tape.keep(self.message, recording)
+            tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
                 tape.link_answer(self.message, self.label)
             return recording.result
@@ -168,6 +169,7 @@ class Pulled:
     last: bool
     maps: tuple[Map, ...]
     place: Place
+    served_as = events.PULLBACK
 
     @property
     def label(self) -> str:
@@ -176,4 +178,4 @@ class Pulled:
     def __call__(self, cotangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            return tape.recording(self.message, last=self.last).pull(tape, self, cotangents)
+            return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)

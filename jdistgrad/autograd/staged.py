@@ -5,12 +5,14 @@ import concurrent.futures
 import contextlib
 import functools
 import heapq
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdistgrad import events
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd import order
 from jdistgrad.autograd.contexts import some_context
@@ -170,10 +172,16 @@ class Run:
         if self._sends:
             self._send(self._sends.popleft())
         elif self._pieces:
-            number = heapq.heappop(self._pieces)
-            self._done(number, self._step.functions[number](*self._take(number)))
+            self._compute(heapq.heappop(self._pieces))
         else:
             self._receive()
+
+    def _compute(self, number: int) -> None:
+        start = time.monotonic()
+        outputs = self._step.functions[number](*self._take(number))
+        if events.sink is not None:
+            tell_piece(number, start, outputs)
+        self._done(number, outputs)
 
     def _ready(self, number: int) -> None:
         if self._plan.nodes[number].operation is None:
@@ -195,6 +203,7 @@ class Run:
         operation = self._plan.nodes[number].operation
         with _explained(operation), order.at((*self._place, number)):
             started = operation.start([as_array(one) for one in self._take(number)])
+        self._done(number, started.known)
         if started.future.done():
             self._finish(number, started)
         else:
@@ -210,17 +219,25 @@ class Run:
 
     def _finish(self, number: int, started: Started) -> None:
         with _explained(self._plan.nodes[number].operation):
-            outputs = started.outputs()
-        self._done(number, outputs)
+            outputs = started.rest()
+        self._done(number, outputs, first=len(started.known))
 
-    def _done(self, number: int, outputs: Sequence[Any]) -> None:
-        for variable, value in zip(self._plan.nodes[number].outputs, outputs, strict=True):
+    def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
+        """So many outputs of a node are there; who needed nothing else is ready."""
+        variables = self._plan.nodes[number].outputs[first : first + len(outputs)]
+        for variable, value in zip(variables, outputs, strict=True):
             if variable in self._uses:
                 self._values[variable] = value
             for user in self._step.users.get(variable, ()):
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)
+
+
+def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:
+    worker = find_worker()
+    rank, name = (0, "") if worker is None else (worker.rank, worker.info.name)
+    events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
 
 
 @contextlib.contextmanager

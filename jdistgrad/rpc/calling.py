@@ -14,6 +14,7 @@ from jdistgrad.rpc.deadlines import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.rpc.telling import call_ended
 from jdistgrad.rpc.tracing import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
 
@@ -44,7 +45,8 @@ class Caller:
         check_call(call, peer, handed_over=worker.transport.hands_over or peer.rank == worker.rank)
         seconds = worker.timeout if timeout is None else checked_timeout(timeout)
         future = CallFuture(worker.transport.wait_for)
-        pending = Pending(identifier, peer, worker.info, call[0], seconds, time.monotonic() + seconds, future)
+        now = time.monotonic()
+        pending = Pending(identifier, peer, worker.info, call[0], seconds, now + seconds, future, now)
         self._calls.open(pending)
         try:
             worker.check_usable(pending)  # now: whoever closes or loses a peer later finds this call in the table
@@ -60,6 +62,7 @@ class Caller:
         """A RESULT or FAILURE came. It is opened by whoever waits for it, not here."""
         pending = self._calls.close(message.id)
         if pending is not None:
+            call_ended(pending, failed=message.kind is Kind.FAILURE)
             pending.future.answer(functools.partial(self._outcome, message), self._worker.run)
 
     def _outcome(self, message: Message) -> Any:
@@ -87,6 +90,7 @@ class Caller:
         return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
+        call_ended(pending, failed=True)
         pending.future.answer(functools.partial(raise_error, error), self._worker.run)
 
 

@@ -21,6 +21,7 @@ class Pending:
     timeout: float
     deadline: float
     future: Any
+    since: float = 0.0
 
     def __str__(self) -> str:
         return f"{describe(self.function)} on {self.peer}, called by {self.caller}"

@@ -28,7 +28,7 @@ class Scope:
         self._lock = threading.Lock()
 
     def content(self, make: Callable[[], T]) -> T:
-        """What a layer keeps here: one object for each ``make``, made on first use."""
+        """What a layer keeps here: one object for each ``make``, made on first use and closed with the scope."""
         with self._lock:
             self._check()
             if make not in self._contents:
@@ -47,7 +47,7 @@ class Scope:
             return set(self._peers)
 
     def close(self) -> tuple[set[int], list[Any]]:
-        """Whom to tell, and what was kept, for the caller to let go of."""
+        """Whom to tell, and what was kept, for the caller to close."""
         with self._lock:
             self.closed = True
             peers, contents = self._peers, list(self._contents.values())

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
@@ -11,6 +12,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import Failure, pack
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references import delivered
+from jdistgrad.rpc.telling import call_served
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class Served:
     message: Message
     value: concurrent.futures.Future | None
     function: Any = None
+    since: float = 0.0
 
     def serve(self) -> None:
         """Run the call and answer it. A returned future is answered when it is done, without a thread that waits.
@@ -34,6 +37,7 @@ class Served:
         The call counts as served only when nothing here refers to its values any more: references among them have
         then been dropped, and the end of the world waits for what that sends.
         """
+        self.since = time.monotonic()
         if self._run():
             self.worker.traffic.served()
 
@@ -83,6 +87,7 @@ class Served:
             self._answer(result, failure)
         except Exception as unsent:
             log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, unsent)
+        call_served(self, failed=failure is not None)
         self.function = None  # a method's object may hold references
 
     def _answer(self, result: Any, failure: Failure | None) -> None:

@@ -147,7 +147,8 @@ class Worker:
                 self.cast(peer, release_scope, (identifier,))
             except (errors.WorkerLostError, errors.WorldClosedError):
                 log.debug("%s: rank %d has gone before context %d closed", self.info, peer, identifier)
-        contents.clear()
+        for content in contents:
+            content.close()
 
     def check_usable(self, call: Pending) -> None:
         if self.failure is not None:
@@ -270,5 +271,7 @@ class Worker:
         self.closed = True
         self.calls.fail_all(lambda call: errors.WorldClosedError(f"{call}: the world was shut down meanwhile"))
         self.transport.close(graceful=graceful and self.failure is None)
+        for identifier in self.scopes.identifiers():
+            self.close_scope(identifier)
         self._threads.close()
         self.owned.clear()

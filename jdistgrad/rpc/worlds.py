@@ -115,6 +115,15 @@ def worker_info(name: str | None = None) -> WorkerInfo:
     return worker.info if name is None else worker.directory.find(name)
 
 
+def launched() -> bool:
+    """Whether this program was started as one worker of several: by mpirun, ``spawn`` or ``jdistgrad run --local``.
+
+    Example:
+      >>> main() if jd.launched() else jd.spawn(main, 3)
+    """
+    return _seat.get() is not None or environment.launched()
+
+
 def world_size() -> int:
     """How many workers the world has."""
     return current.current_worker().size

@@ -1,0 +1,122 @@
+"""Events as Chrome's trace format, which Perfetto (ui.perfetto.dev) opens; and several ranks' files as one.
+
+A worker is a process there. What overlaps in time stands on tracks of its own. An arrow goes from each call to where it
+was served.
+"""
+
+import heapq
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jdistgrad.errors import TimelineError
+from jdistgrad.events import BUCKET, CALL, PIECE, PULLBACK, SERVE, Event
+
+Trace = dict[str, Any]
+
+TRACKS = {CALL: "calls", PIECE: "pieces", BUCKET: "buckets", SERVE: "served", PULLBACK: "served"}
+ORDER = tuple(dict.fromkeys(TRACKS.values()))
+LANES = 1000  # more than any track has beside each other
+
+
+def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> Trace:
+    """The file of one process. ``epoch``: the wall clock when its ``time.monotonic`` was 0."""
+    found = sorted(events, key=lambda event: event.start)
+    groups: dict[tuple[int, str], list[Event]] = {}
+    for event in found:
+        groups.setdefault((event.rank, TRACKS[event.kind]), []).append(event)
+    entries = [_named("process", rank, 0, name) for rank, name in _workers(found).items()]
+    for (rank, track), group in groups.items():
+        lanes = beside([(event.start, event.end) for event in group])
+        names = (track if lane == 0 else f"{track} ({lane + 1})" for lane in range(max(lanes) + 1))
+        entries += [_named("thread", rank, _tid(track, lane), name) for lane, name in enumerate(names)]
+        for event, lane in zip(group, lanes, strict=True):
+            entries += _entries(event, _tid(track, lane))
+    clock = {"host": host, "epoch": epoch, "ranks": sorted(_workers(found))}
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
+
+
+def beside(spans: Sequence[tuple[float, float]]) -> list[int]:
+    """For each of these spans, in order of their starts, the first lane that is free."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    lanes, new = [], itertools.count()
+    for start, end in spans:
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else next(new)
+        heapq.heappush(busy, (end, lane))
+        lanes.append(lane)
+    return lanes
+
+
+def merge(traces: Mapping[str, Trace]) -> Trace:
+    """The files of several processes (by name) as one, on one clock that begins at 0.
+
+    Processes of one machine share its monotonic clock; between machines the wall clocks are believed.
+    """
+    epochs: dict[str, float] = {}
+    owners: dict[int, str] = {}
+    entries = []
+    for name, trace in traces.items():
+        clock = trace["otherData"]["jdistgrad"]
+        for rank in clock["ranks"]:
+            if owners.setdefault(rank, name) != name:
+                raise TimelineError(f"{owners[rank]} and {name} both have a rank {rank}: they are not of one run")
+        shift = epochs.setdefault(clock["host"], clock["epoch"])
+        entries += [
+            {**entry, "ts": entry["ts"] + shift * 1e6} if "ts" in entry else entry for entry in trace["traceEvents"]
+        ]
+    first = min((entry["ts"] for entry in entries if "ts" in entry), default=0.0)
+    moved = [{**entry, "ts": round(entry["ts"] - first, 3)} if "ts" in entry else entry for entry in entries]
+    clock = {"host": ", ".join(epochs), "epoch": first / 1e6, "ranks": sorted(owners)}
+    return {"traceEvents": moved, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """A file that ``timeline`` or ``merge`` made."""
+    try:
+        trace = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        assert "ranks" in trace["otherData"]["jdistgrad"]
+    except FileNotFoundError as error:
+        raise TimelineError(f"there is no file {os.fspath(path)!r} in {pathlib.Path.cwd()}") from error
+    except (ValueError, TypeError, LookupError, AssertionError) as error:
+        raise TimelineError(
+            f"{os.fspath(path)} is no timeline of jdistgrad's. `jdistgrad run --timeline FILE` and "
+            "`with jdistgrad.timeline(FILE)` make them."
+        ) from error
+    return trace
+
+
+def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+    pathlib.Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _workers(events: Iterable[Event]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for event in events:
+        names[event.rank] = event.worker or names.get(event.rank, "")
+    return {rank: name or f"rank {rank}" for rank, name in sorted(names.items())}
+
+
+def _tid(track: str, lane: int) -> int:
+    return ORDER.index(track) * LANES + lane
+
+
+def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _entries(event: Event, tid: int) -> list[dict[str, Any]]:
+    start, duration = event.start * 1e6, max(event.end - event.start, 0) * 1e6
+    place = {"pid": event.rank, "tid": tid, "ts": start}
+    entries = [
+        {"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": dict(event.details), **place}
+    ]
+    if "call" in event.details:
+        ends = {"ph": "s"} if event.kind == CALL else {"ph": "f", "bp": "e"}
+        entries.append({**ends, "name": "call", "cat": "call", "id": event.details["call"], **place})
+    return entries

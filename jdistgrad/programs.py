@@ -1,0 +1,113 @@
+"""Running somebody's program inside this process: a script, ``-m module`` or ``-c code``, as Python itself would.
+
+Each run has a ``__main__`` of its own, so that several threads can be in the same program at once, each as one worker
+of a local world. ``runpy`` does not: it puts things in their place and back for one run at a time.
+"""
+
+import importlib.util
+import pathlib
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.errors import LauncherError
+
+_first = threading.Lock()
+
+
+class Program:
+    """A program, compiled once. Making one sets ``sys.argv`` and ``sys.path`` as it expects them."""
+
+    def __init__(self, arguments: Sequence[str]):
+        check(arguments)
+        how, *rest = arguments
+        if how == "-m":
+            self.file, self._code = find_module(rest[0])
+            sys.argv[:] = [self.file, *rest[1:]]
+        elif how == "-c":
+            self.file, self._code = "<string>", compile(rest[0], "<string>", "exec")
+            sys.argv[:] = ["-c", *rest[1:]]
+        else:
+            self.file, self._code = how, compile(pathlib.Path(how).read_bytes(), how, "exec")
+            sys.argv[:] = list(arguments)
+        folder = str(pathlib.Path(how).resolve().parent) if how == self.file else ""
+        sys.path.insert(0, folder)
+        self._taken = False
+
+    def run(self) -> None:
+        """Run it to its end, as ``__main__``; a ``sys.exit`` without an error is an end like any other."""
+        module = types.ModuleType("__main__")
+        module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
+        with _first:
+            if not self._taken:  # what looks for a class's module by name finds the first one's, which is the same
+                sys.modules["__main__"], self._taken = module, True
+        try:
+            exec(self._code, module.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Raise where this is no program."""
+    if not arguments:
+        raise LauncherError("what shall be run? jdistgrad run -n 4 script.py [arguments]")
+    how, *rest = arguments
+    if how in ("-m", "-c"):
+        if not rest:
+            raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
+    elif how.startswith("-"):
+        raise LauncherError(f"{how} is no option of `jdistgrad run`; it knows -n, --local and --timeline (see --help)")
+    elif not pathlib.Path(how).is_file():
+        raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}")
+
+
+def find_module(name: str) -> tuple[str, Any]:
+    """The file and the code of a module, or of a package's ``__main__``."""
+    sys.path.insert(0, "")
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ImportError:
+        spec = None
+    finally:
+        del sys.path[0]
+    if spec is None or spec.loader is None:
+        raise LauncherError(
+            f"there is no module {name!r} that could be run, neither installed nor in {pathlib.Path.cwd()}"
+        )
+    return str(spec.origin), spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+
+
+def run_local(n: int, arguments: Sequence[str]) -> int:
+    """Run a program as ``n`` workers that are threads of this process; the exit status."""
+    from jdistgrad.rpc.inprocess import checked_size, spawn
+
+    try:
+        checked_size(n)
+    except ValueError as error:
+        raise LauncherError(str(error)) from error
+    program = Program(arguments)
+    try:
+        spawn(program.run, n)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        return report(error, program.file)
+    return 0
+
+
+def report(error: BaseException, file: str) -> int:
+    """Print what ended a program, from its own first line on; the exit status."""
+    code = error.code if isinstance(error, SystemExit) else None
+    if isinstance(code, int):
+        return code
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+    return 1

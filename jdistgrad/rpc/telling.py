@@ -1,0 +1,38 @@
+"""What is told of a call: that it was made and answered, and what serving it took."""
+
+from typing import TYPE_CHECKING, Any
+
+from jdistgrad import events
+from jdistgrad.rpc.deadlines import Pending
+from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.ids import spell
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.serving import Served
+
+
+def call_ended(call: Pending, *, failed: bool) -> None:
+    """On the caller, from its sending to its answer."""
+    if events.sink is not None:
+        details = {"call": spell(call.id), "to": call.peer.name, **message_of(call.function), **ending(failed)}
+        worker = call.caller
+        events.tell(events.CALL, worker.rank, worker.name, describe(call.function), call.since, **details)
+
+
+def call_served(served: "Served", *, failed: bool) -> None:
+    """On the callee, from its arrival to the sending of the answer."""
+    if events.sink is not None:
+        function, worker = served.function, served.worker.info
+        kind = getattr(function, "served_as", events.SERVE)
+        details = {"call": spell(served.message.id), **message_of(function), **ending(failed)}
+        events.tell(kind, worker.rank, worker.name, str(served), served.since, **details)
+
+
+def message_of(function: Any) -> dict[str, str]:
+    """The id under which a context knows what the call records or pulls, if it does."""
+    message = getattr(function, "message", None)
+    return {"message": spell(message)} if isinstance(message, int) else {}
+
+
+def ending(failed: bool) -> dict[str, bool]:
+    return {"failed": True} if failed else {}

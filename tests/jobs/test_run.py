@@ -1,0 +1,121 @@
+"""`jdistgrad run`: as a job, as threads, recorded, and what a program that fails looks like."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jdistgrad import cli
+from jdistgrad.observe import chrome
+
+pytestmark = pytest.mark.one_process
+
+PROGRAM = """
+import dataclasses, sys
+import jax, jax.numpy as jnp
+import jdistgrad as jd
+
+
+@dataclasses.dataclass
+class Told:
+    text: "str"
+
+
+def told(text):
+    return Told(f"{text} at {jd.worker_info().name}")
+
+
+@jax.jit
+def double(x):
+    return 2 * x
+
+
+me = jd.init()
+peer = (me.rank + 1) % jd.world_size()
+gradient = jax.grad(lambda x: jd.rpc_sync(peer, double, args=(x,)).sum())
+with jd.context():
+    assert gradient(jnp.ones(3)).tolist() == [2, 2, 2]
+answer = jd.rpc_sync(peer, told, args=(sys.argv[1],))
+print(f"{me.rank} of {jd.world_size()}: {answer.text}, {__name__}, {jd.launched()}\\n", end="", flush=True)
+jd.shutdown()
+sys.exit(0)
+"""
+
+FAILS = """
+import jdistgrad as jd
+
+me = jd.init()
+if me.rank == 1:
+    raise ValueError("boom")
+jd.rpc_sync(1, abs, args=(-1,))
+jd.shutdown()
+"""
+
+
+@pytest.fixture
+def jdistgrad(tmp_path):
+    """Runs the command line, in a folder with a program in it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "fails.py").write_text(FAILS)
+
+    def run(*arguments, status=0):
+        command = [sys.executable, "-m", "jdistgrad", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == status if status is not None else done.returncode != 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("local", [(), ("--local",)], ids=["job", "threads"])
+@pytest.mark.parametrize("program", [("program.py",), ("-m", "program")], ids=["script", "module"])
+def test_a_program_as_it_stands_is_every_worker(jdistgrad, local, program, tmp_path):
+    path = tmp_path / "trace.json"
+    output = jdistgrad("run", *local, "-n", "3", "--timeline", str(path), *program, "hello")
+    for rank in range(3):
+        assert f"{rank} of 3: hello at worker{(rank + 1) % 3}, __main__, True\n" in output
+    entries = chrome.read(path)["traceEvents"]
+    kinds = {(entry["pid"], entry["cat"]) for entry in entries if entry["ph"] == "X"}
+    assert kinds == {(rank, kind) for rank in range(3) for kind in ("call", "serve", "pullback")}
+    calls, served = ({e["id"]: e for e in entries if e["ph"] == phase} for phase in "sf")
+    assert set(calls) == set(served)
+    assert all(calls[one]["ts"] < served[one]["ts"] for one in calls)
+
+
+def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
+    output = jdistgrad("run", "-n", "3", "fails.py", status=None)
+    assert output.startswith("Traceback")
+    assert output.index("ValueError: boom") < output.index("worker1 (rank 1) failed: ValueError: boom; ending the job")
+
+
+def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
+    output = jdistgrad("run", "--local", "-n", "3", "fails.py", status=1)
+    assert re.match(r'Traceback .*\n  File "fails.py", line 6, in <module>\n', output)
+    assert "raised by the main of rank 1" in output
+    assert output.count("Traceback") == 1
+
+
+def test_the_exit_status_of_a_thread_is_the_programs(jdistgrad):
+    jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit(7)", status=7)
+
+
+def test_a_program_without_shutdown_is_told_so(jdistgrad):
+    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init()", status=1)
+    assert "returned without shutdown()" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--local"], "what shall be run?"),
+        (["--local", "missing.py"], "there is no script 'missing.py' in"),
+        (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
+        (["--local", "-m"], "-m needs a module behind it"),
+        (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
+        (["-n", "100000", "-c", "pass"], r"100000 ranks are too many for the \d+ cores here: .* as threads: --local"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, capsys):
+    assert cli.main(["run", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
