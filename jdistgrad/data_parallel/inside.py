@@ -15,6 +15,14 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
+def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int]) -> list[Any]:
+    """Arguments of which those to be differentiated are this rank's own: see ``Mesh.localize``."""
+    if not isinstance(collectives, Mesh):
+        return list(args)
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
+
+
 def average(
     gradients: Sequence[Any], buckets: Sequence[Bucket], hook: hooks.Hook, states: Sequence[Any], all_: Collectives
 ) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel import arrays, inside, verification
+from jdistgrad.autograd.contexts import Context
+from jdistgrad.data_parallel import arrays, in_context, inside, verification
 from jdistgrad.data_parallel.agreement import Terms
 from jdistgrad.data_parallel.collectives import Collectives, Mesh
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -20,8 +21,9 @@ from jdistgrad.data_parallel.plan import limits_of
 from jdistgrad.data_parallel.program import Programs
 from jdistgrad.data_parallel.reducer import Plan, Reducer, Rules, make_plan
 from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.statistics import Statistics, sizes, times
+from jdistgrad.data_parallel.statistics import Statistics, after_step
 from jdistgrad.errors import CollectiveError, HookError
+from jdistgrad.rpc.references import RRef
 
 
 class DataParallel:
@@ -116,7 +118,9 @@ class DataParallel:
         @functools.wraps(loss_fn)
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             if self._on_mesh or inside.is_traced((args, kwargs)):
-                return self._step_inside(loss_fn, argnums, has_aux, args, kwargs)
+                own = inside.localized(self.collectives, args, argnums)
+                value, gradients = jax.value_and_grad(loss_fn, argnums, has_aux)(*own, **kwargs)
+                return value, self._average_inside(gradients)
             if not self._syncing:
                 return programs.local(*args, **kwargs)
             return self._step(programs, args, kwargs)
@@ -139,6 +143,14 @@ class DataParallel:
         averaged = reduction.finish()
         self._note(plan, reduction)
         return jax.tree.unflatten(structure, averaged)
+
+    def average_in(self, ctx: Context | int, rrefs: Sequence[RRef]) -> None:
+        """Average the gradients that a context holds of values this worker owns, and put them back into it.
+
+        For replicas that make remote calls: each has a context of its own. Then ``DistributedOptimizer.step(ctx)``.
+        Every rank must call it, with as many references, to values alike, in the same order.
+        """
+        in_context.write(ctx, rrefs, self.average(in_context.read(ctx, rrefs)))
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one: ``ready(leaf, gradient)`` in any order; then ``finish()``.
@@ -220,21 +232,10 @@ class DataParallel:
         return Terms(tuple(leaves), self._settings)
 
     def _note(self, plan: Plan, reduction: Reduction) -> None:
-        before, used = self._statistics, self.used
-        unused = () if used is None else _unused(plan, used)
-        told: dict[str, Any] = {**sizes(plan.buckets), **times(reduction.clock)}
-        self._statistics = Statistics(
-            rank=self._reducer.collectives.rank,
-            size=self._reducer.collectives.size,
-            steps=before.steps + 1,
-            buckets_reduced=before.buckets_reduced + len(plan.buckets),
-            bytes_reduced=before.bytes_reduced + sum(bucket.nbytes for bucket in plan.buckets),
-            order=plan.order,
-            unused=unused,
-            hook=before.hook,
-            spans=tuple(reduction.clock.spans),
-            **told,
-        )
+        pairs = zip(plan.terms.leaves, jax.tree.leaves(self.used), strict=False)
+        unused = [leaf.path for leaf, used in pairs if not used]
+        who = self._reducer.collectives
+        self._statistics = after_step(self._statistics, plan, reduction.clock, unused, who.rank, who.size)
 
     # Inside jit and shard_map.
 
@@ -269,22 +270,6 @@ class DataParallel:
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states)[0]
-
-    def _step_inside(
-        self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple, kwargs: dict
-    ) -> tuple[Any, Any]:
-        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        own = [jax.tree.map(self._localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
-        value, gradients = jax.value_and_grad(loss, argnums, has_aux)(*own, **kwargs)
-        return value, self._average_inside(gradients)
-
-    def _localize(self, leaf: Any) -> Any:
-        return self.collectives.localize(leaf) if isinstance(self.collectives, Mesh) else leaf
-
-
-def _unused(plan: Plan, used: Any) -> tuple[str, ...]:
-    pairs = zip(plan.terms.leaves, jax.tree.leaves(used), strict=True)
-    return tuple(leaf.path for leaf, use in pairs if not use)
 
 
 def _own(leaf: Any) -> Any:

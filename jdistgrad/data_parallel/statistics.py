@@ -49,7 +49,24 @@ class Clock:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
-def times(clock: Clock) -> dict[str, float]:
+def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
+    """What is told when one more step has been reduced."""
+    return dataclasses.replace(
+        before,
+        rank=rank,
+        size=size,
+        steps=before.steps + 1,
+        buckets_reduced=before.buckets_reduced + len(plan.buckets),
+        bytes_reduced=before.bytes_reduced + sum(bucket.nbytes for bucket in plan.buckets),
+        order=plan.order,
+        unused=tuple(unused),
+        spans=tuple(clock.spans),
+        **sizes(plan.buckets),
+        **times(clock),
+    )
+
+
+def times(clock: Clock) -> dict[str, Any]:
     """Compute, communication, overlap and waiting of a step."""
     if not clock.spans:
         return {}
@@ -62,7 +79,7 @@ def times(clock: Clock) -> dict[str, float]:
     }
 
 
-def sizes(buckets: Sequence) -> dict[str, tuple]:
+def sizes(buckets: Sequence) -> dict[str, Any]:
     """What is told of a plan."""
     return {
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),

@@ -175,6 +175,29 @@ def test_wrong_arguments_are_refused(world):
     on_all(world, body)
 
 
+def test_some_of_the_workers(big_world):
+    """In the order they were named; the others take no part, and several groups do not mix."""
+
+    def body(rank, size):
+        named = [size - 1, 0] if rank in (0, size - 1) else list(range(1, size - 1))
+        some, everybody = of_this_world(named), of_this_world()
+        assert (some.rank, some.size) == (named.index(rank), len(named))
+        for again in (some, some.twin(), of_this_world(named)):
+            np.testing.assert_array_equal(again.allgather(jnp.int32(rank)), named)
+        assert float(everybody.allreduce(jnp.ones(()))) == size
+
+    on_all(big_world, body)
+
+
+def test_groups_that_are_none_are_refused(world):
+    def body(rank, size):
+        for workers in ([], [rank, rank], [rank, size], [(rank + 1) % size] if size > 1 else [1]):
+            with pytest.raises(CollectiveError, match=f"made by worker {rank} of {size}: expected ranks of this world"):
+                of_this_world(workers)
+
+    on_all(world, body)
+
+
 @pytest.mark.one_process
 def test_collectives_of_a_closed_world_are_refused():
     kept = {}

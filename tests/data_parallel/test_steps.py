@@ -130,6 +130,27 @@ def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world):
     on_all(world, body)
 
 
+def test_gradients_of_a_context_are_averaged_and_put_back(world):
+    """Values that were not used count as zero; what has no derivative stays as it is."""
+
+    def body(rank, size):
+        dp = DataParallel()
+        used, unused = jd.RRef({"w": jnp.arange(3.0), "n": jnp.arange(2)}), jd.RRef(jnp.ones(2))
+        optimizer = jd.DistributedOptimizer(optax.sgd(1.0), [used, unused])
+        with jd.context() as ctx:
+            jd.backward(ctx, lambda value: jnp.sum(value.to_here()["w"] ** 2) * (rank + 1), used)
+            dp.average_in(ctx, [used, unused])
+            optimizer.step(ctx)
+        np.testing.assert_allclose(used.local_value()["w"], np.arange(3.0) * (1 - (size + 1)), rtol=1e-6)
+        np.testing.assert_array_equal(used.local_value()["n"], np.arange(2))
+        np.testing.assert_array_equal(unused.local_value(), np.ones(2))
+        dp.verify(used.local_value())
+        with pytest.raises(jd.ContextError, match="closed"):
+            dp.average_in(ctx, [used])
+
+    on_all(world, body)
+
+
 def branches(params, x, which):
     chosen = params["both"] * x + params[which]
     return jnp.sum(chosen**2)

@@ -1,6 +1,7 @@
 """Operations that all ranks do together: over MPI, along an axis of a mesh, among the workers of a local world."""
 
 from jdistgrad.data_parallel.collectives.base import Collectives as Collectives
+from jdistgrad.data_parallel.collectives.default import of_this_world as of_this_world
 from jdistgrad.data_parallel.collectives.local import Local as Local
 from jdistgrad.data_parallel.collectives.mesh import Mesh as Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI as MPI

@@ -1,14 +1,37 @@
 """The collectives of the world this code is in."""
 
+from collections.abc import Sequence
+
 from jdistgrad.data_parallel import world
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
+from jdistgrad.errors import CollectiveError
 
 
-def of_this_world() -> Collectives:
-    """New collectives of all its workers. Every worker must call it, in the same order."""
-    return Local() if world.is_local() else MPI()
+def of_this_world(workers: Sequence[int] | None = None) -> Collectives:
+    """New collectives of all workers of this world, or of some.
+
+    Every one of them must call it, in the same order.
+
+    Arguments:
+      workers: their ranks in the world, in the order of their ranks in the collectives; default all.
+
+    Example:
+      >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
+    """
+    chosen = None if workers is None else _checked(workers)
+    return Local(chosen) if world.is_local() else MPI(chosen and MPI.subset(chosen))
+
+
+def _checked(workers: Sequence[int]) -> tuple[int, ...]:
+    here, chosen = world.seat(), tuple(workers)
+    if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
+        raise CollectiveError(
+            f"collectives of the workers {list(chosen)}, made by worker {here.rank} of {here.size}: expected ranks of "
+            "this world, each once, the caller's among them. Workers outside a group take no part in it."
+        )
+    return chosen
 
 
 def shared() -> Collectives:

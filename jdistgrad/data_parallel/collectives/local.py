@@ -1,8 +1,9 @@
 """The workers of a local world: threads of one process that hand each other their arrays."""
 
+import collections
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.data_parallel.collectives.board import Board
 from jdistgrad.data_parallel.world import Seat, seat
 
-_boards: "weakref.WeakValueDictionary[tuple[str, int], Board]" = weakref.WeakValueDictionary()
-_made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
+_made: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -23,16 +24,22 @@ class Local(Collectives):
     """The ranks are the workers of the local world this code runs in.
 
     Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
+
+    Arguments:
+      workers: the ranks in the world of those that take part; default all.
     """
 
-    def __init__(self) -> None:
-        self._sit(seat())
+    def __init__(self, workers: Sequence[int] | None = None) -> None:
+        place = seat()
+        self._sit(place, tuple(range(place.size) if workers is None else workers))
 
-    def _sit(self, place: Seat) -> None:
-        self._seat, self.rank, self.size = place, place.rank, place.size
+    def _sit(self, place: Seat, workers: tuple[int, ...]) -> None:
+        self._seat, self._workers = place, workers
+        self.rank, self.size = workers.index(place.rank), len(workers)
         with _lock:
-            turn = _made[place.owner] = _made.get(place.owner, 0) + 1
-            self._board = _boards.setdefault((place.world, turn), Board(place.size))
+            turns = _made.setdefault(place.owner, collections.Counter())
+            turns[workers] += 1
+            self._board = _boards.setdefault((place.world, workers, turns[workers]), Board(self.size))
 
     def __repr__(self) -> str:
         return f"Local(rank={self.rank}, size={self.size})"
@@ -40,7 +47,7 @@ class Local(Collectives):
     def twin(self) -> "Local":
         other = object.__new__(Local)
         other.timeout = self.timeout
-        other._sit(self._seat)
+        other._sit(self._seat, self._workers)
         return other
 
     def _exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:

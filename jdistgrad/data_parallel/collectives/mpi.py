@@ -1,7 +1,7 @@
 """The ranks of an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,13 @@ class MPI(Collectives):
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
         self.comm, self.rank, self.size = twin, twin.rank, twin.size
+
+    @staticmethod
+    def subset(ranks: Sequence[int]) -> Any:
+        """A communicator of some ranks of ``MPI.COMM_WORLD``. All of them must call it."""
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks))
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size})"

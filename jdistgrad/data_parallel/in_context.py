@@ -1,0 +1,33 @@
+"""The gradients of this worker's values in a context, read by the reduction and put back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.contexts import Context, find_context
+from jdistgrad.autograd.exchange import value_gradient
+from jdistgrad.autograd.layout import has_gradient
+from jdistgrad.autograd.ledger import REFERENCE, Node
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.references import RRef
+
+
+def read(ctx: Context | int, rrefs: Sequence[RRef]) -> list[Any]:
+    """Each value's gradient: zero where nothing was contributed, nothing where there is no derivative."""
+    with within(find_context(ctx).scope):
+        return [_gradient(rref) for rref in rrefs]
+
+
+def write(ctx: Context | int, rrefs: Sequence[RRef], gradients: Sequence[Any]) -> None:
+    """Put gradients in the place of those there are."""
+    ledger = find_context(ctx).tape.ledger
+    for rref, gradient in zip(rrefs, gradients, strict=True):
+        ledger.write(Node(REFERENCE, rref.id), jax.tree.leaves(gradient))
+
+
+def _gradient(rref: RRef) -> Any:
+    value, found = rref.local_value(), value_gradient(rref.id)
+    floats = trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value if found is None else found)
+    return jax.tree.map(jax.numpy.zeros_like, floats) if found is None else floats

@@ -1,0 +1,94 @@
+"""The data-parallel examples, as threads, as jobs and on a mesh: they learn, and the result is the serial one."""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.one_process
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+def output_of(command):
+    done = subprocess.run(
+        [sys.executable, *command], text=True, timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def as_job(n, name):
+    return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
+
+
+@pytest.fixture
+def serial_losses(example):
+    program = example("data_parallel")
+    step = jax.jit(jax.value_and_grad(program.loss_fn))
+    return program.fit(lambda number, params: step(params, *program.batch(number)), program.initial())[0]
+
+
+def test_digits_are_read_as_well_on_several_ranks(example, serial_losses):
+    for losses in jd.spawn(example("data_parallel").main, 3):
+        np.testing.assert_allclose(losses, serial_losses, rtol=1e-3)
+    assert np.mean(losses[-10:]) < 0.5 < 2 < losses[0]
+
+
+def test_digits_are_read_as_well_on_a_mesh(example, serial_losses):
+    np.testing.assert_allclose(example("data_parallel_mesh").train(), serial_losses, rtol=1e-3)
+
+
+@pytest.mark.parametrize("source", ["scikit-learn", "generated"])
+def test_the_digits_there_are(example, monkeypatch, source):
+    program = example("data_parallel")
+    if source == "generated":
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    program.digits.cache_clear()
+    images, labels = program.digits()
+    program.digits.cache_clear()
+    assert images.shape == (1797 if source == "scikit-learn" else 2000, 64)
+    assert set(labels.tolist()) == set(range(10))
+
+
+def test_they_are_programs():
+    first, last, right = map(
+        float, re.search(r"2 ranks: loss (.*) -> (.*), (.*)% of", as_job(2, "data_parallel.py")).groups()
+    )
+    assert last < 0.5 < 2 < first
+    assert right > 85
+    assert "8 devices: loss 2." in output_of([str(EXAMPLES / "data_parallel_mesh.py")])
+    assert "the serial ones: True" in as_job(4, "uneven_inputs.py")
+    assert "embedding on worker2, 2 trainers; loss 0.693 -> 0.2" in as_job(3, "remote_embedding.py")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_uneven_inputs_train_as_one_process_would(example, n):
+    program = example("uneven_inputs")
+    expected = program.train_serially(n)
+    for weights in jd.spawn(program.main, n):
+        np.testing.assert_allclose(weights, expected, atol=1e-5)
+    np.testing.assert_allclose(expected, program.TRUTH, atol=0.1)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_embedding_on_a_server_and_a_replicated_rest(example, n):
+    program = example("remote_embedding")
+    losses, params = jd.spawn(program.main, n)[0]
+    expected, serial = program.train_serially(max(1, n - 1))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, atol=1e-4), params, serial)
+    assert losses[-1] < 0.65 * losses[0]
