@@ -78,7 +78,7 @@ class StagedFunction:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, bool | int | float | complex):

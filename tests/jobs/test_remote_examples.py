@@ -1,0 +1,97 @@
+"""The examples whose parts live on several workers: what they learn, and that it is what one process would learn."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_examples import as_job, example as example
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.one_process
+
+
+def numbers_in(output, pattern):
+    return [float(one) for one in re.search(pattern, output).groups()]
+
+
+def test_three_trainers_share_a_parameter_server(example):
+    losses, accuracy = jd.spawn(example("parameter_server").main, 4)[0]
+    assert len(losses) == 3 * example("parameter_server").STEPS
+    assert np.mean(losses[-20:]) < 0.2 < 2 < losses[0]
+    assert accuracy > 0.85
+
+
+def test_one_trainer_does_what_one_process_does(example, monkeypatch):
+    server = example("parameter_server")
+    monkeypatch.setattr(server, "STEPS", 20)
+    losses, _ = jd.spawn(server.main, 2)[0]
+    tx, params = optax.adam(server.RATE), server.init_params(0)
+    state, serial = tx.init(params), []
+    for batch in server.batches(0, 1):
+        loss, gradients = jax.value_and_grad(server.loss_of)(params, *batch)
+        updates, state = tx.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+        serial.append(float(loss))
+    np.testing.assert_allclose(losses, serial, rtol=1e-4)
+
+
+def test_the_split_language_model_learns_what_the_whole_one_does(example):
+    model = example("language_model")
+    losses, words = jd.spawn(model.main, 3)[0]
+    assert losses[-1] < 0.25 < 2 < losses[0]
+    assert words == ["fish", "cat", "the"]
+    np.testing.assert_allclose(losses[:15], serial_language_model(model, 15), rtol=1e-3)
+
+
+def serial_language_model(model, steps):
+    modules = model.parts()
+    params = [module.init(jax.random.key(seed), found)["params"] for seed, (module, found) in enumerate(modules)]
+    tx, losses = optax.adam(model.RATE), []
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, text):
+        def loss_fn(params):
+            parts = [lambda x, m=m, p=p: m.apply({"params": p}, x) for (m, _), p in zip(modules, params, strict=True)]
+            return model.loss_fn(*parts, text)
+
+        return jax.value_and_grad(loss_fn)(params)
+
+    for number in range(steps):
+        loss, gradients = step(params, model.sentences(number))
+        updates, state = tx.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses
+
+
+def test_observers_and_learner_keep_the_pole_up_as_one_process_would(example, monkeypatch):
+    play = example("reinforcement")
+    lengths = jd.spawn(play.main, 3)[0]
+    assert lengths[0] < 30
+    assert np.mean(lengths[-5:]) > 80
+    monkeypatch.setattr(play, "ROUNDS", 5)
+    assert serial_lengths(play, observers=2) == lengths[:5]
+
+
+def serial_lengths(play, observers):
+    @jax.jit
+    def step(policy, keys):
+        def loss_fn(policy):
+            losses, lengths = jnp.stack([jnp.stack(play.observe(policy, part)) for part in keys]).mean(0)
+            return losses, lengths
+
+        return jax.value_and_grad(loss_fn, has_aux=True)(policy)
+
+    return play.learn(step, observers)
+
+
+def test_each_is_a_program_of_a_job():
+    accuracy, *_ = numbers_in(as_job(3, "parameter_server.py"), r"300 steps; loss .* ([\d.]+)% read correctly")
+    first, last = numbers_in(as_job(3, "language_model.py"), r"loss ([\d.]+) -> ([\d.]+); the cat eats the fish")
+    start, end = numbers_in(as_job(3, "reinforcement.py"), r"2 observers; the pole stood for (\d+) moves, then (\d+)")
+    assert (accuracy > 85, last < 0.25 < 2 < first, start < 30 < 80 < end) == (True, True, True)
