@@ -120,7 +120,7 @@ class Compiled:
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...]):
         self._structure, self._kinds = structure, kinds
 
-        def forward(variables: list[Any], constants: list[Any]) -> tuple[Any, Any]:
+        def forward(variables: list[Any], constants: list[Any]) -> Outputs:
             def primal(*variables: Any) -> tuple[list[Any], Any]:
                 args, kwargs = self._arguments(variables, constants)
                 return differentiable(function(*args, **kwargs))
@@ -132,7 +132,9 @@ class Compiled:
 
     def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any]:
         """The function's result, and its pullback."""
-        return self._forward(variables, constants).filled([*variables, *constants])
+        outputs: Outputs = self._forward(variables, constants)
+        result, pullback = outputs.filled([*variables, *constants])
+        return result, pullback
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
         parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}

@@ -32,13 +32,17 @@ TAG = jax.ShapeDtypeStruct((4,), np.uint32)
 
 @dataclasses.dataclass
 class Started:
-    """An operation under way. ``claims``: references it makes, for the caller to keep."""
+    """An operation under way. ``known``: the first outputs, known before the answer; ``finish`` makes it the others."""
 
     future: concurrent.futures.Future
     finish: Callable[[Any], list[Any]]
-    claims: tuple[Any, ...] = ()
+    known: Sequence[Any] = ()
 
     def outputs(self) -> list[Any]:
+        return [*self.known, *self.rest()]
+
+    def rest(self) -> list[Any]:
+        """The outputs that come with the answer."""
         return self.finish(self.future.result())
 
 
@@ -93,7 +97,7 @@ class Call:
             return Started(self.send(self.function, operands), self.results.flatten)
         recorded, tag = self.recorded(self.function)
         future = self.send(recorded, operands)
-        return Started(future, lambda result: [as_token(*tag), *self.results.flatten(result)])
+        return Started(future, self.results.flatten, [as_token(*tag)])
 
     def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future:
         args, kwargs = self.arguments.fill(operands)
@@ -248,3 +252,8 @@ def done(outputs: list[Any]) -> Started:
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_result(outputs)
     return Started(future, list)
+
+
+def nothing_more(answer: Any) -> list[Any]:
+    """The outputs that an answer brings where all were known before."""
+    return []

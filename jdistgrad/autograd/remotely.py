@@ -10,12 +10,13 @@ import numpy as np
 from jdistgrad.autograd import boundary
 from jdistgrad.autograd.derived import Publishing, delivered, differentiable, numbered
 from jdistgrad.autograd.ledger import REFERENCE
-from jdistgrad.autograd.operations import TOKEN, Batched, Call, Shapes, Started
+from jdistgrad.autograd.operations import TOKEN, Batched, Call, Shapes, Started, nothing_more
 from jdistgrad.autograd.tape import current_tape, replaying_number
 from jdistgrad.autograd.values import Take
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import HANDLE
 from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.wire.ids import as_token
 
@@ -43,15 +44,14 @@ class CallRemote(Call):
             tape.kept.append(claim)
         else:
             self.made.append(claim)
-        function, outputs = Publishing(self.function, claim.id), [as_token(claim.id)]
-        if self.wanted is None:
-            future = self.send(function, operands)
-            claim.add(WHOLE)
-            return Started(future, lambda handle: [handle, *outputs])
-        recorded, tag = self.recorded(function)
-        future = self.send(recorded, operands)
+        function: Any = Publishing(self.function, claim.id)
+        known = [HANDLE, as_token(claim.id)]
+        if self.wanted is not None:
+            function, tag = self.recorded(function)
+            known = [as_token(*tag, claim.id), *known]
+        future = self.send(function, operands)
         claim.add(WHOLE)
-        return Started(future, lambda handle: [as_token(*tag, claim.id), handle, *outputs])
+        return Started(future, nothing_more, known)
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)

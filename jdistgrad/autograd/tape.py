@@ -12,6 +12,7 @@ import jax
 
 from jdistgrad.autograd import order
 from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
+from jdistgrad.autograd.recordings import Recordings
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker
 from jdistgrad.wire.ids import from_token, spell, worker_of
@@ -51,12 +52,14 @@ class Tape:
         self.ledger = Ledger()
         self.links: list[Link] = []
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
-        self._recordings: dict[int, Any] = {}
+        self.recordings = Recordings()
         self._taken: dict[int, list[Contribution]] = {}
         self._replayed: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Let go of the pullbacks; whoever waits for something hears that nothing will come."""
+        self.recordings.close()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
     def link(self, message: int, to: int, what: str, *, backward: bool = False, reference: int | None = None) -> None:
@@ -72,21 +75,6 @@ class Tape:
         if owner != here:
             value = f"value of {spell(reference)}"
             self.links.append(Link(next_message(), owner, here, value, False, _serving.get(), None, reference))
-
-    def keep(self, message: int, recording: Any) -> None:
-        with self._lock:
-            self._recordings[message] = recording
-
-    def recording(self, message: int, *, last: bool) -> Any:
-        """What was recorded for a message; ``last``: nobody will ask again."""
-        with self._lock:
-            found = self._recordings.pop(message, None) if last else self._recordings.get(message)
-        if found is None:
-            raise ContextError(
-                f"nothing is recorded for message {spell(message)} in this context, or it has been pulled back for the "
-                "last time: differentiate the whole computation again."
-            )
-        return found
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions somebody has taken."""
@@ -120,8 +108,7 @@ class Tape:
         return {node.id: total(self.ledger.read(node)) for node in nodes}
 
     def statistics(self) -> dict[str, int]:
-        with self._lock:
-            return {"recordings": len(self._recordings), "links": len(self.links)}
+        return {"recordings": len(self.recordings), "links": len(self.links)}
 
 
 def next_message() -> int:

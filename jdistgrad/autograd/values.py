@@ -15,7 +15,7 @@ import numpy as np
 from jdistgrad.autograd.exchange import accept, take, value_layout
 from jdistgrad.autograd.layout import Layout
 from jdistgrad.autograd.ledger import Contribution
-from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done
+from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.tape import current_tape, next_number, note_fetched
@@ -112,7 +112,7 @@ class Put:
         tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
         tape.link(number, self.owner, what, backward=True, reference=identifier)
         future = worker.rpc_async(self.owner, accept, (self.kind, identifier, contribution), {}, None)
-        return Started(future, lambda _: [handle, as_token(number)])
+        return Started(future, nothing_more, [handle, as_token(number)])
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct(self.lanes, np.float32), TOKEN]

@@ -48,23 +48,33 @@ _workers: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictiona
 
 
 class Slots:
-    """The scopes that threads of one worker are in, each at the first free place."""
+    """The scopes that threads of one worker are in, each at the first free place when its first thread came."""
 
     def __init__(self) -> None:
         self._scopes: list[Scope | None] = []
+        self._threads: list[int] = []
         self._lock = threading.Lock()
 
     def take(self, scope: "Scope") -> int:
         with self._lock:
-            if None not in self._scopes:
-                self._scopes.append(None)
-            slot = self._scopes.index(None)
-            self._scopes[slot] = scope
+            slot = next((k for k, one in enumerate(self._scopes) if one is scope), None)
+            if slot is None:
+                slot = self._free_slot()
+                self._scopes[slot] = scope
+            self._threads[slot] += 1
             return slot
+
+    def _free_slot(self) -> int:
+        if None not in self._scopes:
+            self._scopes.append(None)
+            self._threads.append(0)
+        return self._scopes.index(None)
 
     def free(self, slot: int) -> None:
         with self._lock:
-            self._scopes[slot] = None
+            self._threads[slot] -= 1
+            if not self._threads[slot]:
+                self._scopes[slot] = None
 
     def at(self, slot: int) -> "Scope | None":
         with self._lock:

@@ -1,6 +1,7 @@
 """The staged step: the same numbers as the serial program, and what it sends when."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,37 @@ def make_params(seed):
 
 def through_the_next(x):
     return jd.rpc_sync((jd.worker_info().rank + 1) % jd.world_size(), mix, args=(x, x + 1))
+
+
+def held_until_pulled(x):
+    """Returns once its caller has asked for its pullback; at once where it is traced for its shapes."""
+    deadline = time.monotonic() + 20
+    while current_scope() and not jd.rpc_sync(0, pulls_sent):
+        assert time.monotonic() < deadline, "nobody has asked for the pullback"
+        time.sleep(0.01)
+    return x * x
+
+
+def pulls_sent():
+    return sum(link.backward for link in current_scope().content(Tape).links)
+
+
+RELEASED = threading.Event()
+RELEASED.set()
+
+
+def hold():
+    RELEASED.clear()
+
+
+def held_until_released(x):
+    assert RELEASED.wait(20), "nobody has released it"
+    return x * x
+
+
+def release(reference, x):
+    RELEASED.set()
+    return x + 1
 
 
 def recordings():
@@ -191,6 +223,34 @@ def meeting(name):
     return {"a": meet_a, "b": meet_b, "c": meet_c}[name]
 
 
+def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
+    """Where the cotangent does not depend on the answer, nothing waits for it."""
+
+    def body():
+        step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), held_until_pulled, args=(x,)).sum()))
+        value, gradient = step(X)
+        close((value, gradient), ((X * X).sum(), 2 * X))
+
+    world.drive(body)
+
+
+def test_a_reference_is_passed_on_before_its_value_is_made(world):
+    def program(x):
+        made = jd.remote(last(), held_until_released, args=(x,))
+        y = jd.rpc_sync(last(), release, args=(jd.by_reference(made), x))
+        return (made.to_here() * y).sum()
+
+    def body():
+        step = jd.jit(jd.value_and_grad(program))
+        step.plan(X)  # traced, with the functions for their shapes
+        jd.rpc_sync(last(), hold)
+        with jd.context():
+            value, gradient = step(X)
+        close((value, gradient), ((X * X * (X + 1)).sum(), 3 * X * X + 2 * X))
+
+    world.drive(body)
+
+
 def test_retraced_only_on_new_shapes(world):
     traced = []
 
@@ -289,10 +349,11 @@ def test_the_callee_compiles_once_per_shape(world):
 
     def body():
         step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum()))
-        step(X)
+        first, *others = [X + k for k in range(6)]
+        step(first)
         before = jd.rpc_sync(last(), compiled_so_far)
-        for k in range(5):
-            step(X + k)
+        for x in others:
+            step(x)
         assert jd.rpc_sync(last(), compiled_so_far) == before
 
     try:

@@ -1,0 +1,54 @@
+"""Pullbacks waiting to be pulled, by message. A pull may come before its call has been served: it waits."""
+
+import threading
+from typing import Any
+
+from jdistgrad.errors import ContextError
+from jdistgrad.wire.ids import spell
+
+_PULLED = object()  # in the place of what nobody should ask for again
+
+
+class Recordings:
+    """What one worker has recorded in one context."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Any] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return sum(one is not _PULLED for one in self._found.values())
+
+    def keep(self, message: int, recording: Any) -> None:
+        with self._changed:
+            self._found[message] = recording
+            self._changed.notify_all()
+
+    def find(self, message: int, *, last: bool) -> Any:
+        """What was recorded for a message, as soon as it is; ``last``: nobody will ask again.
+
+        Raises:
+          ContextError: the context closed first, or somebody asks again.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: message in self._found or self._closed)
+            found = self._found.get(message)
+            if last and found is not None:
+                self._found[message] = _PULLED
+        if found is None:
+            raise ContextError(f"the context was closed before message {spell(message)} was recorded")
+        if found is _PULLED:
+            raise ContextError(
+                f"what was recorded for message {spell(message)} has been pulled back for the last time: differentiate "
+                "the whole computation again."
+            )
+        return found
+
+    def close(self) -> None:
+        """Let go of everything. Nothing will come any more."""
+        with self._changed:
+            self._closed = True
+            self._found.clear()
+            self._changed.notify_all()
