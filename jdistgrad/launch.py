@@ -62,13 +62,18 @@ def check_size(n: int, cores: int) -> None:
         )
 
 
-def command(n: int, program: Sequence[str]) -> list[str]:
-    """The whole command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
+def mpirun(n: int) -> list[str]:
+    """mpirun, with all it must be told to start ``n`` ranks here; what they shall run comes behind it."""
     cores = len(os.sched_getaffinity(0))
     check_size(n, cores)
-    mpirun = find_mpirun()
-    told = flags(n, open_mpi=is_open_mpi(mpirun), root=os.geteuid() == 0, cores=cores)
-    return [mpirun, *told, "-n", str(n), sys.executable, *program]
+    found = find_mpirun()
+    told = flags(n, open_mpi=is_open_mpi(found), root=os.geteuid() == 0, cores=cores)
+    return [found, *told, "-n", str(n)]
+
+
+def command(n: int, program: Sequence[str]) -> list[str]:
+    """The whole command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
+    return [*mpirun(n), sys.executable, *program]
 
 
 def surroundings(n: int, cores: int) -> dict[str, str]:
@@ -92,7 +97,7 @@ def environment(n: int) -> dict[str, str]:
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks; its exit status."""
     check(program)
-    return subprocess.run(command(n, program), check=False).returncode
+    return subprocess.run(command(n, program), env=environment(n), check=False).returncode
 
 
 def run_recorded(n: int, program: Sequence[str], path: str) -> int:
