@@ -45,6 +45,11 @@ def loss_of(params, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, images), labels).mean()
 
 
+def loss_at(params, images, labels):
+    """The same for a reference: its gradient goes to where the parameters are."""
+    return loss_of(params.to_here(), images, labels)
+
+
 def batches(share, shares):
     """What one trainer sees: batches of its own images, in an order of its own."""
     images, labels = digits()
@@ -75,7 +80,7 @@ def train(params, optimizer, board, share, shares):
     """What a trainer does; ``params`` and ``board`` are references to what the server holds."""
     for images, labels in batches(share, shares):
         with jd.context() as ctx:
-            loss, _ = jd.value_and_grad(lambda params: loss_of(params.to_here(), images, labels))(params)  # noqa: B023
+            loss, _ = jd.value_and_grad(loss_at)(params, images, labels)
             optimizer.step(ctx)
         board.rpc_async().note(float(loss))
 

@@ -53,7 +53,8 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
         return client.execute_interactive(source, timeout=30, output_hook=lambda message: None)["content"]
 
     assert execute("import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
-    identifier = client.execute("print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)")
+    waits = "print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)"
+    identifier = client.execute(waits, stop_on_error=False)  # else jupyter gives up what comes soon after
     while client.get_iopub_msg(timeout=30)["content"].get("text") != "waiting\n":
         pass
     manager.interrupt_kernel()
