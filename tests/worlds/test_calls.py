@@ -13,6 +13,8 @@ import pytest
 
 import jdistgrad as jd
 
+pytestmark = pytest.mark.world(1, 3)
+
 
 def who():
     return jd.worker_info()

@@ -15,6 +15,8 @@ import jdistgrad as jd
 from jdistgrad.autograd.tape import Tape
 from jdistgrad.rpc.current import current_scope, current_worker, within
 
+pytestmark = pytest.mark.world(1, 3)
+
 X = jnp.arange(1.0, 4.0)
 
 

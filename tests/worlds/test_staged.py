@@ -12,6 +12,8 @@ import jdistgrad as jd
 from jdistgrad.autograd.tape import Tape
 from jdistgrad.rpc.current import current_scope, current_worker
 
+pytestmark = pytest.mark.world(1, 3)
+
 
 @jax.jit
 def affine(params, x):

@@ -15,6 +15,8 @@ import jdistgrad as jd
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.wire import environment
 
+pytestmark = pytest.mark.world(1, 3)
+
 one_process = pytest.mark.one_process
 
 
