@@ -10,7 +10,7 @@ BIN := .venv/bin
 RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 
-.PHONY: demo test test-worlds test-jobs lint bench doctor clean
+.PHONY: demo test test-worlds test-jobs lint bench docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -37,6 +37,9 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/gradients.py
 
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 doctor: .venv/installed
 	$(BIN)/jdistgrad doctor
 
@@ -55,3 +58,6 @@ clean:
 
 .venv/installed-bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[bench] && touch $@
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[docs] && touch $@

@@ -23,4 +23,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     offered = vars(importlib.import_module(f"{__name__}.exports"))
-    return sorted(name for name in {*globals(), *offered} if name.startswith("__") or name in offered)
+    return [*(name for name in globals() if name.startswith("__")), *(name for name in offered if name[0].isalpha())]

@@ -1,0 +1,70 @@
+"""The documentation: its programs print what it shows, and what it names exists."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.one_process
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(r"```python\n(?P<source>.*?)```\n(?:\n```text\n(?:\$ .*?\n)?(?P<output>.*?)```)?", re.DOTALL)
+NAME = re.compile(r"\bjd\.([a-zA-Z_]+(?:\.\w+)?)")
+
+
+def programs():
+    """Every block that imports the package is a program of its own."""
+    for page in PAGES:
+        for number, found in enumerate(BLOCK.finditer(page.read_text())):
+            if "import jdistgrad" in found["source"]:
+                yield pytest.param(found["source"], found["output"], id=f"{page.stem}-{number}")
+
+
+def command_for(source):
+    if "def test_" in source:
+        return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "program.py"]
+    return (
+        ["program.py"] if "local_workers" in source else ["-m", "jdistgrad", "run", "--local", "-n", "3", "program.py"]
+    )
+
+
+@pytest.mark.parametrize(("source", "output"), list(programs()))
+def test_a_program_prints_what_the_page_shows(source, output, tmp_path):
+    (tmp_path / "program.py").write_text(source)
+    command = [sys.executable, *command_for(source)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if output is None:
+        assert "3 passed" in done.stdout
+    else:
+        assert done.stdout == output
+
+
+def test_the_journey_is_the_real_one():
+    printed = subprocess.run(
+        [sys.executable, DOCS / "programs" / "journey.py"], capture_output=True, text=True, check=True
+    )
+    for part in printed.stdout.split("\n\n"):
+        assert f"```text\n{part.strip()}\n```" in (DOCS / "journey.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_name_on_a_page_exists(page):
+    for name in set(NAME.findall(page.read_text())):
+        found = jd
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+def test_every_exported_name_is_in_the_reference():
+    reference = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    errors = {name for name in dir(jd) if name.endswith("Error")}
+    names = {name for name in dir(jd) if not name.startswith("_")} - errors - {"collectives", "hooks"}
+    assert len(names) > 30
+    assert {name for name in names if not re.search(rf"^::: .*\.{name}$", reference, re.MULTILINE)} == set()
+    assert "::: jdistgrad.errors\n" in reference
