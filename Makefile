@@ -36,6 +36,7 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/gradients.py
+	$(BIN)/python benchmarks/data_parallel.py
 
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdistgrad import launch
 
@@ -35,6 +36,15 @@ def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> flo
     return statistics.median(seconds(function) for _ in range(calls))
 
 
+def in_turn(functions: Sequence[Callable[[], object]], calls: int, warm_up: int = 3) -> list[float]:
+    """The median time of each, called one after the other: what disturbs one disturbs all."""
+    for _ in range(warm_up):
+        for function in functions:
+            function()
+    rounds = [[seconds(function) for function in functions] for _ in range(calls)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
 def pipelined(start: Callable[[], object], finish: Callable[[object], object], calls: int) -> float:
     """Calls per second, with IN_FLIGHT of them under way."""
 
@@ -51,19 +61,19 @@ def pipelined(start: Callable[[], object], finish: Callable[[object], object], c
     return calls / seconds(run)
 
 
-def report(**figures: float) -> None:
+def report(**figures: Any) -> None:
     """What a job has measured, for the program that started it."""
     print(MARK + json.dumps(figures), flush=True)
 
 
-def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[str, float]:
+def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[str, Any]:
     """Run a script on ``n`` ranks; what it reported. ``flags``: mpirun's, in place of our launcher's."""
     command = launch.command(n, [script])
     if flags is not None:
         command = [command[0], *flags, "-n", str(n), sys.executable, script]
     around = launch.environment(n) if flags is None else None
     done = subprocess.run(command, env=around, capture_output=True, text=True, check=False)
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             found.update(json.loads(line.removeprefix(MARK)))

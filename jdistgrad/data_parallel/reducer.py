@@ -199,7 +199,7 @@ class Reducer:
         bucket, divisor = plan.buckets[number], self._divisor(call)
         self._require_finite(call, bucket)
         if self.rules.hook is None and not bucket.sparse:
-            averaging.zeros(bucket, divisor, self.collectives, self._scratch)
+            averaging.zeros(bucket, self.collectives, self._scratch)
         elif bucket.sparse and not self.rules.is_sparse(bucket.slots[0].path):
             reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, divisor, self.collectives)
         else:

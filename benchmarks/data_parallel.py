@@ -1,0 +1,73 @@
+"""Data parallelism on two ranks with one thread each: against PyTorch's DDP over gloo, and against MPI alone.
+
+    python benchmarks/data_parallel.py            # make bench
+
+PyTorch (2.13) is optional: without it its columns stay empty. A step is a value and its averaged gradients; the
+undistributed step beside it is the same without averaging, measured in the same process, in turn.
+"""
+
+import argparse
+import importlib.util
+import statistics
+
+import numpy as np
+from measure import JOBS, compare, milliseconds, ratio, row, run_job, take_turns
+
+MODELS = {
+    "deep": ("MLP 64 x 256x256, batch 64", "<= 1.0 x"),
+    "wide": ("MLP 4 x 2048x2048, batch 64", "aim 1.0 x"),
+    "transformer": ("transformer 4 x 256, 128 tokens, batch 8", "<= 1.0 x"),
+}
+VARIANTS = ("cap_1", "cap_25", "view")
+
+
+def table(found):
+    ours, torch, mpi = found["jdistgrad"], found.get("torch"), found["mpi"]
+    for key, (what, target) in MODELS.items():
+        step, local = ours[f"{key}_step"], ours[f"{key}_local"]
+        best = torch and min((torch[f"{key}_{kind}"] for kind in VARIANTS), key=statistics.median)
+        others = torch and ratio(best, torch[f"{key}_local"])
+        told = f"torch's {others:.2f}" if torch else ""
+        row(f"{what}: step / own local step", f"{ratio(step, local):.2f}", told, "", "below torch's")
+        compare("    step", milliseconds, step, "torch", best, target)
+        compare("    local step", milliseconds, local, "torch", torch and torch[f"{key}_local"], "")
+    faster = f"{1 / ratio(ours['buckets'], ours['one_by_one']):.1f} x"
+    one_by_one = milliseconds(ours["one_by_one"])
+    row(
+        "64-layer MLP's gradients in buckets",
+        milliseconds(ours["buckets"]),
+        f"one by one {one_by_one}",
+        faster,
+        ">= 3 x",
+    )
+    compare("64 MiB of gradients, one leaf", milliseconds, ours["large_1"], "MPI", mpi["large"], "<= 1.5")
+    compare("64 MiB of gradients, 16 leaves", milliseconds, ours["large_16"], "MPI", mpi["large"], "<= 1.5")
+    row("share of communication hidden, 100 ms a bucket", f"{statistics.median(ours['hidden']):.2f}", "", "", ">= 0.8")
+    row("memory beyond local training, in gradients", f"{statistics.median(ours['memory']):.2f}", "", "", "<= 1")
+
+
+def curves():
+    """How far the losses of all ways to train are apart."""
+    jobs = [run_job(str(JOBS / "data_parallel_curves.py"), n=n) for n in (1, 2, 3, 4)]
+    losses = np.array([job["losses"] for job in jobs] + [jobs[0]["local"], jobs[0]["mesh"]])
+    apart = np.max(np.ptp(losses, axis=0) / losses.min(axis=0))
+    what = f"{losses.shape[1]} losses, 1 to 4 ranks, mesh, local: apart by"
+    row(what, f"{apart:.0e}", "", "", "rounding")
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--ours-only", action="store_true")
+    chosen = options.parse_args()
+    names = ["jdistgrad", "mpi"]
+    if not chosen.ours_only and importlib.util.find_spec("torch"):
+        names.append("torch")
+    print(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
+    row("", "jdistgrad", "the other", "ratio", "target")
+    table(take_turns("data_parallel", names, chosen.rounds))
+    curves()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Any number of ranks train the example data_parallel.py, and tell the losses; see data_parallel.py.
+
+One alone does it also as three workers of a local world, and on a mesh of eight devices.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+
+import data_parallel
+import data_parallel_mesh
+import jax
+from measure import report
+
+import jdistgrad as jd
+
+
+def main():
+    jax.config.update("jax_num_cpu_devices", data_parallel_mesh.RANKS)
+    me = jd.init()
+    found = {"losses": data_parallel.train()}
+    size = jd.world_size()
+    jd.shutdown()
+    if size == 1:
+        found |= {"local": jd.spawn(data_parallel.main, 3)[0], "mesh": data_parallel_mesh.train()}
+    if me.rank == 0:
+        report(**found)
+
+
+if __name__ == "__main__":
+    main()

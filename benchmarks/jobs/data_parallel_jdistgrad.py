@@ -1,0 +1,158 @@
+"""Two ranks measure data-parallel steps beside their own undistributed ones; see data_parallel.py. One thread each."""
+
+import os
+
+os.environ["NPROC"] = "1"
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+
+import pathlib
+import resource
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from measure import in_turn, report
+
+import jdistgrad as jd
+
+MIB = 1 << 20
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+
+def mlp(layers, width, batch=64):
+    def loss(params, x):
+        for layer in params:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        return jnp.mean(x**2)
+
+    return loss, [{"w": normal(width, width), "b": jnp.zeros(width)} for _ in range(layers)], normal(batch, width)
+
+
+def norm(layer, x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * layer["scale"] + layer["bias"]
+
+
+def attend(layer, x, heads=4):
+    q, k, v = ((x @ layer[name]).reshape(*x.shape[:2], heads, -1) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1]))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
+
+
+def transformer(layers=4, width=256, length=128, batch=8):
+    def loss(params, x):
+        for layer in params:
+            x = x + attend(layer, norm(layer["before"], x))
+            h = jax.nn.relu(norm(layer["between"], x) @ layer["up"] + layer["up_bias"])
+            x = x + h @ layer["down"] + layer["down_bias"]
+        return jnp.mean(x**2)
+
+    def layer():
+        unit = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+        square = {name: normal(width, width) for name in ("q", "k", "v", "out")}
+        wide = {"up": normal(width, 4 * width), "up_bias": jnp.zeros(4 * width)}
+        narrow = {"down": normal(4 * width, width), "down_bias": jnp.zeros(width)}
+        return {"before": unit, "between": unit, **square, **wide, **narrow}
+
+    return loss, [layer() for _ in range(layers)], normal(batch, length, width)
+
+
+def steps(name, model, calls):
+    loss, params, x = model
+    local, together = jax.jit(jax.value_and_grad(loss)), jd.DataParallel().value_and_grad(loss)
+    runs = [lambda step=step: jax.block_until_ready(step(params, x)) for step in (local, together)]
+    found = in_turn(runs, calls)
+    return {f"{name}_local": found[0], f"{name}_step": found[1]}
+
+
+def reductions(params):
+    """The same gradients in buckets and one by one."""
+    buckets, single = jd.DataParallel(), jd.DataParallel(bucket_cap_mb=1e-6)
+    found = in_turn([lambda: buckets.average(params), lambda: single.average(params)], 20)
+    return {"buckets": found[0], "one_by_one": found[1]}
+
+
+def large(leaves):
+    """64 MiB of gradients in so many leaves, from the moment they are all there."""
+    like = [jnp.zeros(64 * MIB // 4 // leaves)] * leaves
+    dp = jd.DataParallel(bucket_cap_mb=64)
+
+    def run():
+        fresh = [jnp.zeros_like(leaf) + 1 for leaf in like]
+        jax.block_until_ready(fresh)
+        start = time.perf_counter()
+        reduction = dp.reduction(like)
+        for k, gradient in enumerate(fresh):
+            reduction.ready(k, gradient)
+        reduction.finish()
+        return time.perf_counter() - start
+
+    return float(np.median([run() for _ in range(8)][2:]))
+
+
+def hidden(buckets=10, seconds=0.1):
+    """The share of communication that lies within the backward pass, where both take as long."""
+
+    def late(bucket, state, collectives):
+        time.sleep(seconds)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+    @jax.custom_vjp
+    def slow(w, x):
+        return w * x
+
+    def pull(kept, g):
+        g = jax.pure_callback(lambda g: (time.sleep(seconds), g)[1], g, g)
+        return g * kept[1], g * kept[0]
+
+    slow.defvjp(lambda w, x: (w * x, (w, x)), pull)
+
+    def loss(params, x):
+        for w in params:
+            x = slow(w, x)
+        return jnp.sum(x)
+
+    hook = jd.hooks.Hook(lambda bucket: (), late, "late")
+    dp = jd.DataParallel(bucket_cap_mb=1e-6, hook=hook)
+    step = dp.value_and_grad(loss)
+    for _ in range(3):
+        step([jnp.ones(8)] * buckets, jnp.ones(8))
+    return dp.statistics().overlap / dp.statistics().communication
+
+
+def memory():
+    """What data parallelism adds to the peak, in copies of the gradients."""
+    loss, params, x = mlp(4, 2048)
+    step = jax.jit(jax.value_and_grad(loss))
+
+    def peak(step):
+        for _ in range(15):
+            gradients = step(params, x)[1]
+        jax.block_until_ready(gradients)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    before = peak(step)
+    after = peak(jd.DataParallel().value_and_grad(loss))
+    return (after - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def main():
+    me = jd.init()
+    found = {"memory": memory()}
+    found |= steps("deep", mlp(64, 256), 20) | steps("wide", mlp(4, 2048), 12) | steps("transformer", transformer(), 8)
+    found |= reductions(mlp(64, 256)[1])
+    found |= {"large_1": large(1), "large_16": large(16), "hidden": hidden()}
+    if me.rank == 0:
+        report(**found)
+    jd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
