@@ -31,6 +31,10 @@ sink: Callable[[Event], None] | None = None
 
 def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:
     """Tell of something that ends now."""
+    pass_on(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
+
+
+def pass_on(event: Event) -> None:
     listener = sink  # it may go away meanwhile
     if listener is not None:
-        listener(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
+        listener(event)

@@ -5,6 +5,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jdistgrad import events
+from jdistgrad.events import Event
+
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
@@ -51,7 +54,7 @@ class Clock:
 
 def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
     """What is told when one more step has been reduced."""
-    return dataclasses.replace(
+    told = dataclasses.replace(
         before,
         rank=rank,
         size=size,
@@ -64,6 +67,18 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         **sizes(plan.buckets),
         **times(clock),
     )
+    if events.sink is not None:
+        tell(told)
+    return told
+
+
+def tell(told: Statistics) -> None:
+    """A step for the timeline: the backward pass, and each bucket from when all were there until it was reduced."""
+    computed = max((span.ready for span in told.spans), default=0.0)
+    events.pass_on(Event(events.PIECE, told.rank, "", "backward", computed - told.compute, computed, {}))
+    for span in told.spans:
+        details = {"bytes": told.bucket_sizes[span.bucket], "waited": span.met - span.ready}
+        events.pass_on(Event(events.BUCKET, told.rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
 
 
 def times(clock: Clock) -> dict[str, Any]:

@@ -109,6 +109,25 @@ def test_the_file_has_a_process_for_each_worker_and_an_arrow_for_each_call(world
         assert entry["pid"] in of_worker(recorded.events, rank)
 
 
+def test_buckets_stand_after_the_gradients_in_them_were_ready(world):
+    def main():
+        me, dp = jd.init(), jd.DataParallel(bucket_cap_mb=1e-4)
+        params = {"b": jnp.ones(5), "w": jnp.ones((40, 5))}
+        dp.value_and_grad(lambda p, x: jnp.sum((x @ p["w"] + p["b"]) ** 2))(params, jnp.full(40, 1.0 + me.rank))
+        jd.shutdown()
+
+    with jd.timeline() as recorded:
+        world.run(main)
+    ranks = {environment.rank()} if environment.launched() else set(range(3))
+    for rank in ranks:
+        mine = [event for event in recorded.events if event.rank == rank]
+        (backward,) = [event for event in mine if event.kind == "piece"]
+        buckets = [event for event in mine if event.kind == "bucket"]
+        assert sorted(event.details["bytes"] for event in buckets) == [20, 800]
+        assert all(backward.start < event.start < event.end for event in buckets)
+        assert [event.end for event in buckets] == sorted(event.end for event in buckets)
+
+
 def test_nothing_is_recorded_outside(world):
     with jd.timeline() as recorded:
         pass
