@@ -27,7 +27,7 @@ test-jobs: .venv/installed-test
 	$(BIN)/python -m pytest tests/jobs
 
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest -m "not one_process"
+	$(RUN) -n $* -m pytest -m "not one_process" tests/worlds tests/data_parallel
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -88,7 +88,7 @@ def squares(function, x):
 
 
 @pytest.mark.parametrize("apply", [line, compiled_line])
-def test_a_function_beside_its_parameters(world, apply):
+def test_a_function_beside_its_parameters(big_world, apply):
     def body():
         function = RemoteFunction(last(), init_line, apply, args=(2.0,))
         local = init_line(2.0)
@@ -99,12 +99,12 @@ def test_a_function_beside_its_parameters(world, apply):
         assert kept.owner == function.owner
         np.testing.assert_allclose(kept.to_here(), line(local, X), rtol=1e-6)
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 @pytest.mark.parametrize("apply", [line, compiled_line])
 @pytest.mark.parametrize("staged", [False, True])
-def test_gradients_of_a_functions_parameters_stay_with_them(world, apply, staged):
+def test_gradients_of_a_functions_parameters_stay_with_them(big_world, apply, staged):
     def body():
         function = RemoteFunction(last(), init_line, apply, args=(2.0,))
         step = jd.value_and_grad(squares, argnums=(0, 1))
@@ -116,10 +116,10 @@ def test_gradients_of_a_functions_parameters_stay_with_them(world, apply, staged
         expected = jax.value_and_grad(lambda p, x: jnp.sum(line(p, x) ** 2), (0, 1))(init_line(2.0), X)
         assert_trees_close((loss, (found, by_x)), expected)
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_every_way_of_calling_has_the_derivative(world):
+def test_every_way_of_calling_has_the_derivative(big_world):
     def loss(function, x):
         return jnp.sum(function.rpc_async(x).result() * function.remote(x).to_here() * function(x))
 
@@ -129,10 +129,10 @@ def test_every_way_of_calling_has_the_derivative(world):
             found = jd.grad(loss)(function, X).parameters.to_here()
         assert_trees_close(found, jax.grad(lambda p: jnp.sum(line(p, X) ** 3))(init_line(2.0)))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_parameters_that_exist_and_others_in_their_place(world):
+def test_parameters_that_exist_and_others_in_their_place(big_world):
     def body():
         mine = jd.RRef(init_line(5.0))
         function = RemoteFunction(0, mine, line)
@@ -141,14 +141,14 @@ def test_parameters_that_exist_and_others_in_their_place(world):
         np.testing.assert_allclose(other(X) - function(X), 2 * X, rtol=1e-5)
         assert other.owner.rank == last()
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 def call_it(function, x):
     return function(x), isinstance(function.parameters, dict)
 
 
-def test_as_an_argument_it_arrives_with_its_parameters(world):
+def test_as_an_argument_it_arrives_with_its_parameters(big_world):
     def body():
         for function in (
             RemoteFunction(last(), init_line, line, args=(2.0,)),
@@ -158,7 +158,7 @@ def test_as_an_argument_it_arrives_with_its_parameters(world):
             np.testing.assert_allclose(there, function(X), rtol=1e-6)
             assert at_home
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 # flax.
@@ -181,7 +181,7 @@ def serial(module, *args, seed=3):
     ],
     ids=["compact", "layers", "sequential", "normalized"],
 )
-def test_a_linen_module_is_the_serial_one(world, module, staged):
+def test_a_linen_module_is_the_serial_one(big_world, module, staged):
     def body():
         params, apply = serial(module, X)
         remote = RemoteModule(last(), module, (X,), rng=3)
@@ -192,11 +192,11 @@ def test_a_linen_module_is_the_serial_one(world, module, staged):
             found = loss, (by_module.parameters.to_here(), by_x)
         assert_trees_close(found, jax.value_and_grad(lambda p, x: squares(lambda x: apply(p, x), x), (0, 1))(params, X))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_an_nnx_module_is_the_serial_one(world, staged):
+def test_an_nnx_module_is_the_serial_one(big_world, staged):
     def body():
         make = functools.partial(Both, 4, outputs=3)
         local = make(rngs=nnx.Rngs(3))
@@ -210,7 +210,7 @@ def test_an_nnx_module_is_the_serial_one(world, staged):
         assert_trees_close((loss, found), (expected, nnx.to_pure_dict(gradients)))
         np.testing.assert_allclose(remote(X, double=True), 2 * local(X), rtol=1e-6)
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 def count_traces(rank):
@@ -219,7 +219,7 @@ def count_traces(rank):
     return found
 
 
-def test_the_worker_traces_a_module_once_for_each_shape(world):
+def test_the_worker_traces_a_module_once_for_each_shape(big_world):
     def body():
         remote = RemoteModule(last(), Encoder(6), (X,))
         jd.rpc_sync(last(), count_traces, args=(last(),))
@@ -234,10 +234,10 @@ def test_the_worker_traces_a_module_once_for_each_shape(world):
                 jd.value_and_grad(squares)(again, X)
         assert jd.rpc_sync(last(), count_traces, args=(last(),)) == []
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_arguments_that_are_no_arrays(world):
+def test_arguments_that_are_no_arrays(big_world):
     def body():
         remote = RemoteModule(last(), Encoder(2), (X,))
         np.testing.assert_allclose(remote(X, double=True), 2 * remote(X), rtol=1e-6)
@@ -247,10 +247,10 @@ def test_arguments_that_are_no_arrays(world):
         )
         assert_trees_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_random_generators_travel_with_the_call(world):
+def test_random_generators_travel_with_the_call(big_world):
     def body():
         remote = RemoteModule(last(), Normalized(), (X,))
         key = jax.random.key(1)
@@ -258,10 +258,10 @@ def test_random_generators_travel_with_the_call(world):
         assert (np.asarray(dropped) == 0).any()
         np.testing.assert_array_equal(dropped, remote(X, rngs={"dropout": key}))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_modules_on_several_workers_train_as_one(world):
+def test_modules_on_several_workers_train_as_one(big_world):
     def loss_fn(modules, x):
         for module in modules:
             x = module(x)
@@ -298,10 +298,10 @@ def test_modules_on_several_workers_train_as_one(world):
             losses.append(float(value))
         return losses
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_nothing_stays_behind_when_a_module_is_dropped(world):
+def test_nothing_stays_behind_when_a_module_is_dropped(big_world):
     def body():
         before = jd.rpc_sync(last(), owned_values)
         remote = RemoteModule(last(), Normalized(), (X,))
@@ -310,7 +310,7 @@ def test_nothing_stays_behind_when_a_module_is_dropped(world):
         assert jd.rpc_sync(last(), owned_values) >= before + 2
         del remote
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 def owned_values():
@@ -320,17 +320,17 @@ def owned_values():
 # Bad input.
 
 
-def test_what_fails_while_a_module_is_made_is_said_at_once(world):
+def test_what_fails_while_a_module_is_made_is_said_at_once(big_world):
     def body():
         with pytest.raises(RuntimeError, match="no such layer"):
             RemoteModule(last(), Broken(), (X,))
         with pytest.raises(TypeError, match="init_line"):
             RemoteFunction(last(), init_line, line, args=(1, 2))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
-def test_what_is_no_module_is_refused(world):
+def test_what_is_no_module_is_refused(big_world):
     def body():
         with pytest.raises(TypeError, match=r"takes a flax.linen module.*not 3"):
             RemoteModule(last(), 3)
@@ -341,7 +341,7 @@ def test_what_is_no_module_is_refused(world):
         with pytest.raises(TypeError, match=r"Encoder holds something that cannot be hashed"):
             RemoteModule(last(), Encoder(3, np.ones(3)), (X,))
 
-    world.drive(body)
+    big_world.drive(body)
 
 
 # Blueprints.
