@@ -14,9 +14,9 @@ def to_host(leaf: Any) -> np.ndarray:
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:
-    """Memory as an array of the kind and on the device of a leaf."""
+    """Memory as an array of the kind and on the device of a leaf, bound to it if the leaf is."""
     if isinstance(leaf, jax.Array):
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
-        return jax.device_put(memory, leaf.sharding)
+        return jax.device_put(memory, leaf.sharding if leaf.committed else None)
     return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)

@@ -151,6 +151,38 @@ def test_gradients_of_a_context_are_averaged_and_put_back(world):
     on_all(world, body)
 
 
+def test_gradients_of_contexts_with_uneven_inputs(big_world):
+    """Rank r has r + 1 steps, each with a context of its own; all end with the last one's value."""
+
+    def body(rank, size):
+        dp, dense = DataParallel(), jd.RRef(jnp.ones(3))
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [dense])
+        with dp.join(divide_by_initial_world_size=False) as join:
+            for _ in range(rank + 1):
+                with jd.context() as ctx:
+                    jd.backward(ctx, lambda value: jnp.sum(value.to_here()) * (rank + 1.0), dense)
+                    dp.average_in(ctx, [dense])
+                    optimizer.step(ctx)
+            final = join.finish(dense.local_value())
+        means = [np.mean([r + 1.0 for r in range(step, size)]) for step in range(size)]
+        np.testing.assert_allclose(final, np.full(3, 1 - 0.1 * sum(means)), rtol=1e-5)
+
+    on_all(big_world, body)
+
+
+def test_parameters_averaged_every_few_steps(big_world):
+    """Ranks that go their own way for some steps, and meet."""
+
+    def body(rank, size):
+        dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
+        for _ in range(2):
+            params = dp.average(jax.tree.map(lambda p: p + rank, params))
+        np.testing.assert_allclose(params["w"], np.full(3, 3 * (size - 1) / 2), rtol=1e-6)
+        dp.verify(params)
+
+    on_all(big_world, body)
+
+
 def branches(params, x, which):
     chosen = params["both"] * x + params[which]
     return jnp.sum(chosen**2)

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jdistgrad as jd
 
@@ -92,3 +95,24 @@ def test_an_embedding_on_a_server_and_a_replicated_rest(example, n):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, atol=1e-4), params, serial)
     assert losses[-1] < 0.65 * losses[0]
+
+
+def test_the_how_to_page_runs_as_it_stands():
+    page = (EXAMPLES.parent / "docs" / "how-to" / "data-parallel.md").read_text()
+    program = compile("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), "data-parallel.md", "exec")
+
+    def main():
+        me = jd.init()
+        x = np.random.default_rng(me.rank).normal(size=(8, 4)).astype("float32")
+        names = {"jax": jax, "jnp": jnp, "jd": jd, "optax": optax, "P": P, "x": x, "y": x[:, :2]}
+        exec(program, names)
+        jd.shutdown()
+        return names
+
+    results = jd.spawn(main, 3)
+    for names in results:
+        jax.tree.map(np.testing.assert_array_equal, names["params"], results[0]["params"])
+        assert (names["told"].size, names["told"].bucket_sizes) == (3, (12,))
+    params, x, y = jax.tree.map(np.asarray, [names[name] for name in ("params", "x", "y")])
+    on_mesh, expected = names["step"](params, x, y), jax.grad(names["loss_fn"])(params, x, y)
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-4), on_mesh, expected)

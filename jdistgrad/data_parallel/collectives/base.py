@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.arrays import like
 from jdistgrad.errors import CollectiveError, DisagreementError
 
 Op = Literal["sum", "max", "min"]
@@ -59,13 +60,13 @@ class Collectives(abc.ABC):
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         self.agree(f"{name} of {x.dtype}{list(x.shape)}" + (f" from rank {root}" if name == "broadcast" else ""))
         if name == "allgather":
-            return jax.device_put(self.gather_arrays(np.asarray(x)), x.sharding)
+            return like(self.gather_arrays(np.asarray(x)), x)
         memory = np.array(x)
         if name == "broadcast":
             self.broadcast_in_place(memory, root)
         else:
             self.reduce_in_place(memory, name)  # type: ignore[arg-type]
-        return jax.device_put(memory, x.sharding)
+        return like(memory, x)
 
     def agree(self, text: str) -> None:
         """Raises DisagreementError on every rank unless all say the same. Every rank must call it."""
