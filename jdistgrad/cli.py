@@ -1,4 +1,4 @@
-"""The command line: ``jdistgrad run``, ``doctor`` and ``trace``."""
+"""The command line: ``jdistgrad run``, ``doctor``, ``bench`` and ``trace``."""
 
 import argparse
 import sys
@@ -27,6 +27,10 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
     check.set_defaults(act=lambda options, program: doctor.main(options.n))
+
+    measure = commands.add_parser("bench", help="measure calls, gradients and reductions here, beside a reference")
+    measure.add_argument("-n", type=int, default=2, help="how many workers (default 2)")
+    measure.set_defaults(act=bench)
 
     merge = commands.add_parser("trace", help="make one timeline of those of several ranks")
     merge.add_argument("files", nargs="+", help="what `with jdistgrad.timeline(FILE)` wrote on each rank")
@@ -57,6 +61,12 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
     with timeline(options.timeline):
         return programs.run_local(options.n, program)
+
+
+def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
+    from jdistgrad.observe import bench
+
+    return bench.main(options.n)
 
 
 def trace(options: argparse.Namespace, program: Sequence[str]) -> int:

@@ -68,8 +68,11 @@ def jdistgrad(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("local", [(), ("--local",)], ids=["job", "threads"])
-@pytest.mark.parametrize("program", [("program.py",), ("-m", "program")], ids=["script", "module"])
+@pytest.mark.parametrize(
+    ("local", "program"),
+    [((), ("program.py",)), (("--local",), ("program.py",)), (("--local",), ("-m", "program"))],
+    ids=["job", "threads", "threads-of-a-module"],
+)
 def test_a_program_as_it_stands_is_every_worker(jdistgrad, local, program, tmp_path):
     path = tmp_path / "trace.json"
     output = jdistgrad("run", *local, "-n", "3", "--timeline", str(path), *program, "hello")

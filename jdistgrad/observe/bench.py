@@ -1,0 +1,139 @@
+"""`jdistgrad bench`: what calls, gradients and reductions take on this machine, beside a reference. A few seconds."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jdistgrad as jd
+from jdistgrad import launch
+from jdistgrad.errors import LauncherError
+from jdistgrad.observe.reference import JOB, LOCAL, MACHINE
+
+Times = dict[str, float]
+
+SECONDS = 0.4  # for each measurement
+MARK = "jdistgrad bench: "  # before the numbers, among what mpirun prints
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+@jax.jit
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def loss_fn(a: Any, b: Any, to: int) -> Any:
+    return jnp.sum(jd.rpc_sync(to, add, args=(a, b)) * b)
+
+
+def median(action: Callable[[], Any]) -> float:
+    """Seconds that an action takes, once it is warm."""
+    for _ in range(3):
+        action()
+    taken: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while not taken or time.perf_counter() < end:
+        start = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def calls(to: int) -> Times:
+    """Round trips to a worker."""
+
+    def many() -> None:
+        for future in [jd.rpc_async(to, echo, args=(k,)) for k in range(32)]:
+            future.result()
+
+    small, large = jnp.ones(1), np.ones(16 << 18, np.float32)
+    return {
+        "call, 4 bytes": median(lambda: jax.block_until_ready(jd.rpc_sync(to, echo, args=(small,)))),
+        "call, 16 MiB": median(lambda: jd.rpc_sync(to, echo, args=(large,))),
+        "32 calls in flight": median(many),
+    }
+
+
+def gradients(to: int) -> Times:
+    """A loss with one call, and its gradient."""
+    a, b = jnp.ones((3, 3)), jnp.full((3, 3), 2.0)
+    eager = jd.value_and_grad(lambda a, b: loss_fn(a, b, to), argnums=(0, 1))
+    staged = jd.jit(eager)
+
+    def run(step: Callable[..., Any]) -> None:
+        with jd.context():
+            jax.block_until_ready(step(a, b))
+
+    return {"gradient, jd.jit": median(lambda: run(staged)), "gradient, eager": median(lambda: run(eager))}
+
+
+def reduction() -> Times:
+    """Averaging 4 MiB of gradients over all ranks; as often on each."""
+    dp, tree = jd.DataParallel(), {"w": jnp.ones((1024, 1024))}
+    taken: list[float] = []
+    for _ in range(15):
+        start = time.perf_counter()
+        jax.block_until_ready(dp.average(tree))
+        taken.append(time.perf_counter() - start)
+    return {"average, 4 MiB": statistics.median(taken[3:])}
+
+
+def measure() -> Times:
+    """Everything, on every worker of a world; the numbers on worker 0."""
+    me = jd.init()
+    peer = jd.world_size() - 1
+    found = {**calls(peer), **gradients(peer)} if me.rank == 0 else {}
+    found |= reduction()
+    jd.shutdown()
+    return found
+
+
+def of_a_job(n: int) -> Times:
+    """The numbers of a job of so many ranks."""
+    command = launch.command(n, ["-m", "jdistgrad.observe.bench"])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        raise LauncherError(f"the job of {n} ranks failed; `jdistgrad doctor` may say why:\n{done.stderr.strip()}")
+    return json.loads(lines[0].removeprefix(MARK))
+
+
+def table(title: str, found: Mapping[str, float], reference: Mapping[str, float]) -> str:
+    lines = [f"{title:<36}{'here':>12}{'reference':>12}{'ratio':>8}"]
+    for what, seconds in found.items():
+        known = reference[what]
+        lines.append(f"  {what:<34}{spell(seconds):>12}{spell(known):>12}{seconds / known:>8.2f}")
+    return "\n".join(lines)
+
+
+def spell(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def main(n: int) -> int:
+    """Measure a local world, and a job where there is an MPI."""
+    print(table(f"{n} threads of one process", jd.spawn(measure, n)[0], LOCAL), flush=True)
+    try:
+        print(table(f"{n} processes under mpirun", of_a_job(n), JOB))
+    except LauncherError as error:
+        print(f"jdistgrad bench: no job was measured: {error}", file=sys.stderr)
+        return 1
+    finally:
+        print(f"The reference is of 2 workers on {MACHINE}.")
+    return 0
+
+
+if __name__ == "__main__":
+    numbers = measure()
+    if "call, 4 bytes" in numbers:
+        print(MARK + json.dumps(numbers), flush=True)
