@@ -7,15 +7,12 @@ of a local world. ``runpy`` does not: it puts things in their place and back for
 import importlib.util
 import pathlib
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.errors import LauncherError
-
-_first = threading.Lock()
 
 
 class Program:
@@ -35,15 +32,12 @@ class Program:
             sys.argv[:] = list(arguments)
         folder = str(pathlib.Path(how).resolve().parent) if how == self.file else ""
         sys.path.insert(0, folder)
-        self._taken = False
 
     def run(self) -> None:
         """Run it to its end, as ``__main__``; a ``sys.exit`` without an error is an end like any other."""
         module = types.ModuleType("__main__")
         module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
-        with _first:
-            if not self._taken:  # what looks for a class's module by name finds the first one's, which is the same
-                sys.modules["__main__"], self._taken = module, True
+        sys.modules["__main__"] = module  # what looks for a class's module by name finds the latest, which is the same
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:

@@ -79,13 +79,16 @@ def test_one_ranks_failure_ends_the_job(user_tests):
 
         def test_one_fails(world):
             assert MPI.COMM_WORLD.rank != 1, "boom"
+            MPI.COMM_WORLD.Barrier()
 
         def test_the_others_would_wait_here(world):
             MPI.COMM_WORLD.Barrier()
         """,
         ranks=3,
         fails=True,
+        time_limit=20,
     )
+    assert "has not ended" not in output
     assert "rank 1: test_user.py::test_one_fails[3-workers] failed" in output
     assert "AssertionError: boom" in output
 

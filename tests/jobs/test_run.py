@@ -32,6 +32,7 @@ def double(x):
 
 
 me = jd.init()
+assert sys.modules["__main__"].Told.__name__ == "Told"  # where pickle and typing look for it
 peer = (me.rank + 1) % jd.world_size()
 gradient = jax.grad(lambda x: jd.rpc_sync(peer, double, args=(x,)).sum())
 with jd.context():
@@ -104,7 +105,7 @@ def test_the_exit_status_of_a_thread_is_the_programs(jdistgrad):
 
 
 def test_a_program_without_shutdown_is_told_so(jdistgrad):
-    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init()", status=1)
+    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init(); exit(0)", status=1)
     assert "returned without shutdown()" in output
 
 
