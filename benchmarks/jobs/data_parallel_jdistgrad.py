@@ -127,25 +127,23 @@ def hidden(buckets=10, seconds=0.1):
     return dp.statistics().overlap / dp.statistics().communication
 
 
-def memory():
-    """What data parallelism adds to the peak, in copies of the gradients."""
+def memory(differentiate):
+    """How far steps raise the peak of this process, in copies of the gradients."""
     loss, params, x = mlp(4, 2048)
-    step = jax.jit(jax.value_and_grad(loss))
-
-    def peak(step):
-        for _ in range(15):
-            gradients = step(params, x)[1]
+    step, before = differentiate(loss), peak()
+    for _ in range(30):
+        gradients = step(params, x)[1]
         jax.block_until_ready(gradients)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (peak() - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
-    before = peak(step)
-    after = peak(jd.DataParallel().value_and_grad(loss))
-    return (after - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main():
     me = jd.init()
-    found = {"memory": memory()}
+    found = {"memory": memory(jd.DataParallel().value_and_grad)}
     found |= steps("deep", mlp(64, 256), 20) | steps("wide", mlp(4, 2048), 12) | steps("transformer", transformer(), 8)
     found |= reductions(mlp(64, 256)[1])
     found |= {"large_1": large(1), "large_16": large(16), "hidden": hidden()}

@@ -1,0 +1,13 @@
+"""Two ranks train without each other: the memory that takes; see data_parallel.py."""
+
+import jax
+from data_parallel_jdistgrad import memory, report
+
+import jdistgrad as jd
+
+if __name__ == "__main__":
+    me = jd.init()
+    found = memory(lambda loss: jax.jit(jax.value_and_grad(loss)))
+    if me.rank == 0:
+        report(memory=found)
+    jd.shutdown()
