@@ -53,6 +53,8 @@ def check(arguments: Sequence[str]) -> None:
     if how in ("-m", "-c"):
         if not rest:
             raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
+        if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
+            raise no_module(rest[0])
     elif how.startswith("-"):
         raise LauncherError(f"{how} is no option of `jdistgrad run`; it knows -n, --local and --timeline (see --help)")
     elif not pathlib.Path(how).is_file():
@@ -61,20 +63,29 @@ def check(arguments: Sequence[str]) -> None:
 
 def find_module(name: str) -> tuple[str, Any]:
     """The file and the code of a module, or of a package's ``__main__``."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        raise no_module(name)
+    return str(spec.origin), spec.loader.get_code(spec.name)
+
+
+def find_spec(name: str) -> Any:
+    """Where a module is, for a program that is run in this folder; None where there is none."""
     sys.path.insert(0, "")
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
+        return importlib.util.find_spec(name)
     except ImportError:
-        spec = None
+        return None
     finally:
         del sys.path[0]
-    if spec is None or spec.loader is None:
-        raise LauncherError(
-            f"there is no module {name!r} that could be run, neither installed nor in {pathlib.Path.cwd()}"
-        )
-    return str(spec.origin), spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+
+
+def no_module(name: str) -> LauncherError:
+    return LauncherError(
+        f"there is no module {name!r} that could be run, neither installed nor in {pathlib.Path.cwd()}"
+    )
 
 
 def run_local(n: int, arguments: Sequence[str]) -> int:

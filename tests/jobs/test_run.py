@@ -115,6 +115,7 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
         (["--local"], "what shall be run?"),
         (["--local", "missing.py"], "there is no script 'missing.py' in"),
         (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
+        (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),
         (["--local", "-m"], "-m needs a module behind it"),
         (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
         (["-n", "100000", "-c", "pass"], r"100000 ranks are too many for the \d+ cores here: .* as threads: --local"),
