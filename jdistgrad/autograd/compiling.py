@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.derived import differentiable, is_compiled
+from jdistgrad.autograd.derived import differentiable, is_compiled, nothing_hidden
 from jdistgrad.autograd.layout import Hole, Layout, is_array, split
 
 VARIABLE, ARRAY = "variable", "array"
@@ -60,7 +60,7 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any]) -> tuple
         args, kwargs = layout.fill(variables)
         result = function(*args, **kwargs)
         results, arrays = split(result, is_array)
-        found.append(results)
+        found.append(nothing_hidden(results, function))
         return differentiable(result)[0], arrays
 
     _, pullback, arrays = jax.vjp(primal, *operands, has_aux=True)
@@ -111,7 +111,7 @@ class Outputs:
 
 
 def _as_jax(array: Any) -> jax.Array:
-    return array if isinstance(array, jax.Array) else jnp.asarray(array)
+    return array if isinstance(array, jax.Array) else jnp.array(array)  # a copy: somebody may write into it
 
 
 class Compiled:

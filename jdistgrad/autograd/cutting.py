@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.operations import Pull
+from jdistgrad.autograd.operations import Call, Pull
 from jdistgrad.autograd.primitive import untied_p, wire_p
 
 INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"} | {
@@ -143,9 +143,10 @@ def _mark_last_pulls(equations: Sequence[Equation], outputs: Sequence[Atom]) -> 
     """What is pulled once in the whole step need not be kept after that."""
     users = collections.Counter(variable for equation in equations for variable in equation.variables())
     users.update(atom for atom in outputs if isinstance(atom, int))
+    made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
     for equation in equations:
-        operation = equation.operation
-        if isinstance(operation, Pull) and isinstance(equation.inputs[0], int) and users[equation.inputs[0]] == 1:
+        operation, tag = equation.operation, equation.inputs[0] if equation.inputs else None
+        if isinstance(operation, Pull) and tag in made and users[tag] == 1:
             equation.operation = dataclasses.replace(operation, last=True)
 
 

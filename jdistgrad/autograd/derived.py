@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.layout import Layout, has_gradient, is_array, split
+from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole, has_gradient, is_array, split
 from jdistgrad.autograd.tape import replaying_number
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.owner import Owned
@@ -21,6 +22,7 @@ from jdistgrad.rpc.references import HANDLE, ByReference, RRef
 from jdistgrad.rpc.tracing import is_traced
 
 JITTED = type(jax.jit(lambda: None))
+SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 PURE = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
 
@@ -163,11 +165,23 @@ class ShapesOf:
         def trace(*operands: Any) -> list[Any]:
             args, kwargs = delivered(layout.fill(operands))
             results, arrays = split(self.function(*args, **kwargs), is_array)
-            found.append(results)
+            found.append(nothing_hidden(results, self.function))
             return arrays
 
         shapes = jax.eval_shape(trace, *operands)
         return found[0], list(shapes)
+
+
+def nothing_hidden(results: Layout, function: Any) -> Layout:
+    """A function's results, if JAX can see everything in them that it traces."""
+    for leaf in trees.leaves(results.tree):
+        if not isinstance(leaf, SEEN_THROUGH) and hides_traced(leaf):
+            raise DifferentiationError(
+                f"{describe(function)} returned a {type(leaf).__name__} with an array inside. JAX does not look into "
+                "it, so there is no derivative. Return a container that JAX knows (jax.tree_util.register_dataclass "
+                "makes one of your class)."
+            )
+    return results
 
 
 def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:

@@ -176,7 +176,13 @@ class Pull:
             pulled = Pulled(
                 describe(call.function), message, next_number(), numbers, self.live, self.last, self.maps, next_place()
             )
-            return Started(worker.rpc_async(call.to, pulled, (list(cotangents),), {}, None), list)
+            return Started(
+                worker.rpc_async(call.to, pulled, (list(cotangents),), {}, self._timeout(worker.timeout)), list
+            )
+
+    def _timeout(self, default: float) -> float:
+        """It may have to wait for the call itself, which then has its own time."""
+        return default + (default if self.call.timeout is None else self.call.timeout)
 
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import shaped, trace_state_clean
 from jdistgrad.autograd.operations import Operation
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
 
@@ -96,9 +97,17 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
 
 def _called_back(operation: Operation, place: Any, count: int, *operands: Any) -> list[np.ndarray]:
     """On a thread of XLA's. No JAX here: it can deadlock."""
-    with current.at(place), as_numpy():
-        outputs = operation.start([np.asarray(one) for one in operands]).outputs()
+    try:
+        with current.at(place), as_numpy():
+            outputs = operation.start([np.asarray(one) for one in operands]).outputs()
+    except Exception as error:
+        raise DifferentiationError(_told(error)) from error
     return [np.asarray(one) for one in outputs]
+
+
+def _told(error: Exception) -> str:
+    """An error with its notes: of an exception in a callback, XLA keeps the text alone."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 untied_p.def_impl(lambda array: array)

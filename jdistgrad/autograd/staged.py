@@ -16,9 +16,10 @@ from jdistgrad import events
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd import order
 from jdistgrad.autograd.contexts import some_context
-from jdistgrad.autograd.cutting import Constant, Node, Plan, cut
+from jdistgrad.autograd.cutting import Constant, Plan, cut
 from jdistgrad.autograd.gradients import hold
 from jdistgrad.autograd.operations import Call, Started
+from jdistgrad.autograd.pieces import compiled
 from jdistgrad.autograd.primitive import as_array
 from jdistgrad.autograd.remotely import CallRemote
 from jdistgrad.rpc.current import current_worker, find_worker
@@ -129,21 +130,6 @@ def _unsent(*inputs: Any) -> list[Any]:
     raise AssertionError("an operation is sent, not computed")
 
 
-def compiled(node: Node) -> Callable[..., list[Any]]:
-    """A piece as one jitted function of its inputs."""
-
-    def piece(*inputs: Any) -> list[Any]:
-        known = dict(zip(node.inputs, inputs, strict=True))
-        for equation in node.equations:
-            values = [atom.value if isinstance(atom, Constant) else known[atom] for atom in equation.inputs]
-            primitive = equation.eqn.primitive
-            results = primitive.bind(*values, **primitive.get_bind_params(equation.eqn.params))
-            known.update(zip(equation.outputs, results if primitive.multiple_results else [results], strict=True))
-        return [known[output] for output in node.outputs]
-
-    return jax.jit(piece)
-
-
 class Run:
     """One run of a step: what is known so far, what is ready, what is under way."""
 
@@ -168,7 +154,8 @@ class Run:
             for future in self._under_way:
                 future.cancel()
             raise
-        return [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
+        found = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
+        return [one if isinstance(one, jax.Array) else jax.numpy.array(one) for one in found]
 
     def _advance(self) -> None:
         if self._sends:

@@ -152,7 +152,7 @@ def current_tape(what: Callable[[], str]) -> Tape:
     if scope is None:
         raise ContextError(
             f"{what()} is differentiated outside any context. Put it inside `with jdistgrad.context() as ctx:`, or use "
-            "jdistgrad.value_and_grad, which opens one itself."
+            "jdistgrad.value_and_grad, which opens one itself (but not where JAX traces it: under jax.jit, vmap ...)."
         )
     return scope.content(Tape)
 

@@ -195,6 +195,18 @@ class Codec:
             _decoding.claims = outer
 
 
+def hides_traced(value: Any) -> bool:
+    """Whether something JAX traces is inside an object that JAX cannot look into."""
+    try:
+        with encoding(None):
+            NamePickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
+    except EncodingError as error:
+        return str(error) == arrays.TRACED
+    except Exception:  # what cannot be pickled is not looked into
+        return False
+    return False
+
+
 def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
     """Take over the references of a message that has arrived."""
     if not parcel.attached:

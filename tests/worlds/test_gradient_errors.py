@@ -66,6 +66,28 @@ def test_nothing_to_differentiate(world):
     world.drive(body)
 
 
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def boxed(x):
+    return Box(x * x)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jd.jit], ids=["eager", "staged"])
+def test_an_array_hidden_in_an_object_is_refused(big_world, how):
+    """It would have no derivative, and nobody would notice."""
+
+    def body():
+        with jd.context():
+            with pytest.raises((jd.DifferentiationError, jd.EncodingError), match=r"array inside|no data yet"):
+                how(jd.grad(lambda x: jd.rpc_sync(rank(1), boxed, args=(x,)).value.sum()))(X)
+            still_works()
+
+    big_world.drive(body)
+
+
 def test_a_closed_context_is_refused(world):
     def body():
         with jd.context() as ctx:

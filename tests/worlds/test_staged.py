@@ -78,6 +78,26 @@ def fail(x):
     raise ValueError("no such luck")
 
 
+compilations = {"count": 0}
+
+
+def count_compilations(event, *_, **__):
+    if event.endswith("backend_compile_duration"):
+        compilations["count"] += 1
+
+
+def compiled_so_far():
+    return current_worker().rank, compilations["count"]
+
+
+@pytest.fixture
+def counted():
+    """Compilations of this process are counted."""
+    jax.monitoring.register_event_duration_secs_listener(count_compilations)
+    yield
+    jax.monitoring.clear_event_listeners()
+
+
 def close(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
 
@@ -236,6 +256,71 @@ def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
     world.drive(body)
 
 
+@jax.custom_vjp
+def sleepy(x):
+    return jax.pure_callback(take_a_nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+sleepy.defvjp(lambda x: (sleepy(x), None), lambda _, cotangent: (2 * cotangent,))
+
+
+def take_a_nap(x):
+    time.sleep(1.5)
+    return 2 * np.asarray(x)
+
+
+def sleep_and_double(x):
+    return sleepy(x)
+
+
+def test_a_pullback_has_time_to_wait_for_its_call(big_world):
+    """The call may take longer than the world's calls; so may what was asked for together with it."""
+
+    def body():
+        step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
+        close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
+
+    big_world.drive(body, timeout=1)
+
+
+def test_a_pullback_from_outside_can_be_pulled_again(world):
+    def body():
+        with jd.context():
+            _, pullback = jax.vjp(lambda x: jd.rpc_sync(last(), mix, args=(x, x)), X)
+            staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
+            found = [staged(pullback, X)[0], staged(pullback, 2 * X)[0], pullback(X)[0]]
+        expected = X * (jnp.cos(X) * X + jnp.sin(X))
+        close(found, [expected, 2 * expected, expected])
+
+    world.drive(body)
+
+
+def test_what_comes_out_is_an_array_of_its_own(world):
+    def body():
+        step = jd.jit(jd.value_and_grad(lambda x, unused: jd.rpc_sync(last(), mix, args=(x, x)).sum(), argnums=(0, 1)))
+        _, (_, unused) = step(X, 2.0)
+        assert float(unused.at[...].set(1.0)) == 1
+        mine = np.ones(3)
+        handed_through = jd.jit(lambda z: z)(mine)
+        mine[0] = 7
+        assert float(handed_through[0]) == 1
+
+    world.drive(body)
+
+
+def test_alike_pieces_are_compiled_once(big_world, counted):
+    def body():
+        step = jd.jit(lambda xs: sum(jd.rpc_sync(last(), mix, args=(x, x)).sum() * 3.5 for x in xs))
+        xs = [X + k for k in range(12)]
+        step(xs[:4])
+        before = compilations["count"]
+        found = step(xs)
+        assert compilations["count"] == before
+        close(found, sum((mix(x, x) * 3.5).sum() for x in xs))
+
+    big_world.drive(body)
+
+
 def test_a_reference_is_passed_on_before_its_value_is_made(world):
     def program(x):
         made = jd.remote(last(), held_until_released, args=(x,))
@@ -334,21 +419,7 @@ def test_under_a_transformation_it_is_the_function_itself(world):
     world.drive(body)
 
 
-def compiled_so_far():
-    return current_worker().rank, compilations["count"]
-
-
-compilations = {"count": 0}
-
-
-def count_compilations(event, *_, **__):
-    if event.endswith("backend_compile_duration"):
-        compilations["count"] += 1
-
-
-def test_the_callee_compiles_once_per_shape(world):
-    jax.monitoring.register_event_duration_secs_listener(count_compilations)
-
+def test_the_callee_compiles_once_per_shape(world, counted):
     def body():
         step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum()))
         first, *others = [X + k for k in range(6)]
@@ -358,7 +429,4 @@ def test_the_callee_compiles_once_per_shape(world):
             step(x)
         assert jd.rpc_sync(last(), compiled_so_far) == before
 
-    try:
-        world.drive(body)
-    finally:
-        jax.monitoring.clear_event_listeners()
+    world.drive(body)
