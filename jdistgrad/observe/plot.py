@@ -21,7 +21,7 @@ def plot(trace: Trace, axes: Any = None) -> Any:
         for row, place in enumerate(rows):
             mine = [one for one in slices if one["cat"] == kind and (one["pid"], one["tid"]) == place]
             spans = [((one["ts"] - first) / 1e3, one["dur"] / 1e3) for one in mine]
-            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3)
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.5)
     label(axes, [row_name(trace, *place) for place in rows], {entry["cat"] for entry in slices})
     return axes
 
