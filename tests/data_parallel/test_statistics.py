@@ -1,0 +1,90 @@
+"""What a DataParallel tells of its steps, and what it hides behind them."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import SMALL, batch, close, loss, on_all, parameters, serial
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.statistics import trace
+
+
+def test_statistics(big_world):
+    def body(rank, size):
+        def slow(bucket, state, collectives):
+            time.sleep(0.02)
+            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+        dp = DataParallel(bucket_cap_mb=SMALL, hook=hooks.Hook(lambda bucket: (), slow, "slow"))
+        step = dp.value_and_grad(loss)
+        for _ in range(2):
+            step(parameters(), batch(rank))
+        told = dp.statistics()
+        assert (told.rank, told.size, told.steps, told.hook) == (rank, size, 2, "slow")
+        assert told.buckets_reduced == 2 * len(told.bucket_sizes)
+        assert sum(told.bucket_sizes) * 2 == told.bytes_reduced
+        assert sorted(k for bucket in told.bucket_leaves for k in bucket) == list(range(9)) == sorted(told.order)
+        assert told.communication >= 0.02 * len(told.bucket_sizes)
+        assert 0 <= told.overlap <= min(told.communication, told.compute)
+        assert [span.bucket for span in told.spans] == list(range(len(told.bucket_sizes)))
+        require_trace(json.loads(json.dumps(trace(told))), told)
+
+    on_all(big_world, body)
+
+
+def require_trace(found, told):
+    """What a trace viewer reads: complete events with a process, a track, a start and a duration in microseconds."""
+    assert {event["pid"] for event in found["traceEvents"]} == {told.rank}
+    events = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    tracks = {event["args"]["name"]: event["tid"] for event in found["traceEvents"] if event["ph"] == "M"}
+    assert list(tracks) == ["compute", "waiting", "communication"]
+    for track, number in tracks.items():
+        length = sum(event["dur"] for event in events if event["tid"] == number)
+        assert length == pytest.approx(getattr(told, track) * 1e6, abs=1)
+    sent = [(event["name"], event["args"]["bytes"]) for event in events if event["tid"] == tracks["communication"]]
+    assert sent == [(f"bucket {k}", size) for k, size in enumerate(told.bucket_sizes)]
+    assert trace() == {"traceEvents": [], "displayTimeUnit": "ms"}
+
+
+def test_communication_hides_behind_computation(big_world):
+    """Each reduction takes 30 ms longer, each piece of the backward pass about as long: most of it is hidden."""
+
+    def work(x):
+        return jax.pure_callback(lambda x: (time.sleep(0.03), x)[1], x, x)
+
+    @jax.custom_vjp
+    def slow_layer(w, x):
+        return jnp.tanh(x * w)
+
+    slow_layer.defvjp(
+        lambda w, x: (jnp.tanh(x * w), (w, x)),
+        lambda kept, g: jax.vjp(lambda w, x: jnp.tanh(x * w), *kept)[1](work(g)),
+    )
+
+    def deep(params, x):
+        for w in params:
+            x = slow_layer(w, x)
+        return jnp.sum(x**2)
+
+    def late(bucket, state, collectives):
+        time.sleep(0.03)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+    def body(rank, size):
+        params = [jnp.full(8, 0.5 + k / 10) for k in range(8)]
+        dp = DataParallel(bucket_cap_mb=1e-5, hook=hooks.Hook(lambda bucket: (), late, "late"))
+        step = dp.value_and_grad(deep)
+        shares = []
+        for _ in range(4):
+            _, gradients = step(params, jnp.full(8, 1.0 + rank))
+            told = dp.statistics()
+            shares.append(told.overlap / told.communication)
+        close(gradients, serial(deep, params, [jnp.full(8, 1.0 + r) for r in range(size)])[1])
+        assert len(told.bucket_sizes) == 8
+        assert max(shares) > 0.6, shares
+
+    on_all(big_world, body)
