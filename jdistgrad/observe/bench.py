@@ -89,10 +89,12 @@ def reduction() -> Times:
 
 
 def measure() -> Times:
-    """Everything, on every worker of a world; the numbers on worker 0."""
+    """Everything, on every worker. Calls have a world of their own, in which the others only serve."""
     me = jd.init()
     peer = jd.world_size() - 1
     found = {**calls(peer), **gradients(peer)} if me.rank == 0 else {}
+    jd.shutdown()
+    jd.init()
     found |= reduction()
     jd.shutdown()
     return found
