@@ -84,6 +84,7 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     """
     return {
         "NPROC": str(max(1, cores // n)),
+        "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
     }
