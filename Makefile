@@ -16,8 +16,8 @@ demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
 # Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
-SUITES := test-mpi-4 test-worlds test-mpi-3 test-jobs test-mpi-2 test-mpi-1
-test: .venv/installed-test
+SUITES := test-mpi-4 test-worlds test-mpi-3 test-jobs test-mpi-2 test-mpi-1 docs
+test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
 test-worlds: .venv/installed-test
