@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import events
@@ -100,36 +100,3 @@ def sizes(buckets: Sequence) -> dict[str, Any]:
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
         "bucket_leaves": tuple(tuple(slot.index for slot in bucket.slots) for bucket in buckets),
     }
-
-
-_TRACKS = ("compute", "waiting", "communication")
-
-
-def trace(*told: Statistics) -> dict[str, Any]:
-    """The last steps of some ranks in Chrome's trace format, to be saved as JSON; Perfetto (ui.perfetto.dev) opens it.
-
-    A rank is a process there, with a track for computing, one for waiting for other ranks and one for reducing.
-
-    Example:
-      >>> with open("step.json", "w") as file:
-      ...     json.dump(trace(dp.statistics()), file)
-    """
-    return {"traceEvents": [event for one in told for event in _events(one)], "displayTimeUnit": "ms"}
-
-
-def _events(told: Statistics) -> Iterator[dict[str, Any]]:
-    if not told.spans:
-        return
-    for number, track in enumerate(_TRACKS):
-        yield {"ph": "M", "name": "thread_name", "pid": told.rank, "tid": number, "args": {"name": track}}
-    computed = max(span.ready for span in told.spans)
-    yield _event(told.rank, "compute", "backward", computed - told.compute, computed)
-    for span in told.spans:
-        size = told.bucket_sizes[span.bucket]
-        yield _event(told.rank, "waiting", f"bucket {span.bucket}", span.ready, span.met)
-        yield _event(told.rank, "communication", f"bucket {span.bucket}", span.met, span.reduced, bytes=size)
-
-
-def _event(rank: int, track: str, name: str, start: float, end: float, **args: int) -> dict[str, Any]:
-    place = {"pid": rank, "tid": _TRACKS.index(track), "ts": start * 1e6, "dur": (end - start) * 1e6}
-    return {"ph": "X", "name": name, "cat": track, "args": args, **place}
