@@ -3,6 +3,7 @@
 import concurrent.futures
 import math
 import operator
+import threading
 import time
 
 import jax
@@ -283,12 +284,26 @@ def test_the_worlds_timeout_is_the_default(world):
     world.drive(body, timeout=0.2)
 
 
+LET_GO = threading.Event()
+
+
+def let_go():
+    LET_GO.set()
+
+
+def held():
+    assert LET_GO.wait(20)
+    LET_GO.clear()
+    return "let go"
+
+
 def test_waiting_less_than_the_call_lasts(world):
     def body():
-        future = jd.rpc_async(last(), nap, args=(0.2,))
+        future = jd.rpc_async(last(), held)
         with pytest.raises(concurrent.futures.TimeoutError):
             future.result(timeout=0.02)
-        assert future.result() == 0.2
+        jd.rpc_sync(last(), let_go)
+        assert future.result() == "let go"
 
     world.drive(body)
 
