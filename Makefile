@@ -15,16 +15,19 @@ export JDISTGRAD_MPI CUDA_ROOT
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
+# A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
 SUITES := test-mpi-4 test-worlds test-mpi-3 test-jobs test-mpi-2 test-mpi-1 docs
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
 test-worlds: .venv/installed-test
-	$(BIN)/python -m pytest --ignore tests/jobs
+	@mkdir -p build
+	$(BIN)/python -m pytest --ignore tests/jobs --basetemp build/files-of-worlds
 
 test-jobs: .venv/installed-test
-	$(BIN)/python -m pytest tests/jobs
+	@mkdir -p build
+	$(BIN)/python -m pytest tests/jobs --basetemp build/files-of-jobs
 
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest -m "not one_process" tests/worlds tests/data_parallel

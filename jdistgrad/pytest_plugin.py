@@ -11,7 +11,10 @@ test asks for a world.
 
 import faulthandler
 import os
+import pathlib
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,12 +73,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("world_time_limit", "seconds after which a test that uses a world ends the run", default="60")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if environment.launched():
+        config.option.basetemp = folder_of_this_rank(config)
     config.addinivalue_line(
         "markers",
         f"world(size, ...): how many workers the test's local world has (default {SIZE}); several sizes: one test "
         "each. Under mpirun: how many ranks it needs at least.",
     )
+
+
+def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
+    """Where its temporary files go: ranks that end together would clear pytest's common folder under each other.
+
+    A failure on a rank ends the process without any cleaning up: then they can be looked at.
+    """
+    given = config.option.basetemp
+    parent = pathlib.Path(given or tempfile.mkdtemp(prefix="pytest-of-rank-"))
+    parent.mkdir(parents=True, exist_ok=True)
+    if not given:
+        config.add_cleanup(lambda: shutil.rmtree(parent))
+    return parent / f"rank{environment.rank()}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,6 +1,7 @@
 """The pytest plugin, as somebody uses it who has only installed the package."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -39,10 +40,10 @@ ADDS = """
 def user_tests(tmp_path):
     """Runs a test file of somebody else's project, here or on some ranks."""
 
-    def run(source, *, ranks=0, fails=False, time_limit=60):
+    def run(source, *, ranks=0, fails=False, time_limit=60, options=()):
         (tmp_path / "test_user.py").write_text(textwrap.dedent(source))
         (tmp_path / "pytest.ini").write_text(f"[pytest]\nworld_time_limit = {time_limit}\n")
-        pytest_command = ["-m", "pytest", "--color=no", "-rs", "-s", "-v", "-p", "no:cacheprovider"]
+        pytest_command = ["-m", "pytest", "--color=no", "-rs", "-s", "-v", "-p", "no:cacheprovider", *options]
         command = launch.command(ranks, pytest_command) if ranks else [sys.executable, *pytest_command]
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         done = subprocess.run(command, cwd=tmp_path, env=variables, text=True, capture_output=True, check=False)
@@ -64,6 +65,18 @@ def test_under_mpirun_the_ranks_there_are(user_tests):
     output = user_tests(ADDS, ranks=3)
     assert output.count("2 passed") == 3
     assert all(f"ranks here: [{rank}]" in output for rank in range(3))
+
+
+@pytest.mark.parametrize("given", [[], ["--basetemp", "files"]])
+def test_ranks_do_not_share_temporary_files(user_tests, given):
+    source = """
+        def test_it(world, tmp_path):
+            print("files in", tmp_path)
+    """
+    output = user_tests(source, ranks=3, options=given)
+    folders = {line.split()[-1] for line in output.splitlines() if "files in" in line}
+    assert len(folders) == 3
+    assert all(pathlib.Path(folder).exists() == bool(given) for folder in folders)
 
 
 def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
