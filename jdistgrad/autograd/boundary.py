@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, TAKEN
-from jdistgrad.autograd.operations import Call, Number, Pull
 from jdistgrad.autograd.primitive import evaluate, untied
+from jdistgrad.autograd.pulls import Number, Pull
 from jdistgrad.autograd.values import Fetch, Publish, Put, Take
 from jdistgrad.errors import DifferentiationError
 

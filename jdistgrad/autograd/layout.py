@@ -58,6 +58,20 @@ class Layout:
 
         return trees.map_leaves(refill, self.tree)
 
+    def emptied(self) -> "Layout":
+        """The tree with holes for everything that is sent anew each time: see ``items``."""
+        return Layout(trees.map_leaves(lambda leaf: Hole() if _is_item(leaf) else leaf, self.tree), ())
+
+    def items(self, operands: Iterable[Any]) -> list[Any]:
+        """What goes into the holes of ``emptied``: operands, references, arrays."""
+        rest, found = iter(operands), []
+        for leaf in trees.leaves(self.tree):
+            if isinstance(leaf, Hole):
+                found.append(next(rest))
+            elif _is_item(leaf):
+                found.append(leaf.refill(rest) if isinstance(leaf, ReferenceHole) else leaf)
+        return found
+
     def holes(self) -> list[Any]:
         """For each operand, its hole."""
         found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
@@ -72,6 +86,10 @@ class Layout:
             return ByReference(leaf) if isinstance(leaf, RRef | ByReference) else leaf
 
         return trees.map_leaves(wrap, self.tree)
+
+
+def _is_item(leaf: Any) -> bool:
+    return isinstance(leaf, Hole | ReferenceHole | ByReference | np.ndarray) or is_array(leaf)
 
 
 def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.cutting import Constant, Equation, Node
+from jdistgrad.autograd.cutting import Node
+from jdistgrad.autograd.equations import Constant, Equation
 
 SHARED = 4096  # pieces, of all steps, that others may share
 

@@ -89,13 +89,13 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     _compiled.set()
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
-        callback = functools.partial(_called_back, operation, place, len(operands))
-        return tuple(jax.pure_callback(callback, shapes, *operands))
+        callback = functools.partial(_called_back, operation, place)
+        return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
 
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
 
 
-def _called_back(operation: Operation, place: Any, count: int, *operands: Any) -> list[np.ndarray]:
+def _called_back(operation: Operation, place: Any, *operands: Any) -> list[np.ndarray]:
     """On a thread of XLA's. No JAX here: it can deadlock."""
     try:
         with current.at(place), as_numpy():

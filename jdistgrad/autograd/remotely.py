@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from jdistgrad.autograd import boundary
+from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.derived import Publishing, delivered, differentiable, numbered
 from jdistgrad.autograd.ledger import REFERENCE
-from jdistgrad.autograd.operations import TOKEN, Batched, Call, Shapes, Started, nothing_more
+from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, nothing_more
 from jdistgrad.autograd.tape import current_tape, replaying_number
 from jdistgrad.autograd.values import Take
 from jdistgrad.errors import DifferentiationError

@@ -41,10 +41,7 @@ class Results:
         if self._known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
         elif len(arrays) != len(self.shapes):
-            raise DifferentiationError(
-                f"a remote function returned {len(arrays)} arrays; when it was traced, it returned {len(self.shapes)}. "
-                "A function called inside jax.jit must return the same structure each time."
-            )
+            raise changed_structure(len(arrays), len(self.shapes))
         return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]
 
     def rebuild(self, arrays: Any) -> Any:
@@ -55,3 +52,10 @@ class Results:
     def batched(self) -> "Results":
         """The same with a batch dimension."""
         return Results(self)
+
+
+def changed_structure(found: int, expected: int) -> DifferentiationError:
+    return DifferentiationError(
+        f"a remote function returned {found} arrays; when it was traced, it returned {expected}. A function called "
+        "inside jax.jit must return the same structure each time."
+    )

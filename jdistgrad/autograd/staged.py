@@ -15,10 +15,13 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd import order
+from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.contexts import some_context
-from jdistgrad.autograd.cutting import Constant, Plan, cut
+from jdistgrad.autograd.convoys import Convoy
+from jdistgrad.autograd.cutting import Plan, cut
+from jdistgrad.autograd.equations import Constant
 from jdistgrad.autograd.gradients import hold
-from jdistgrad.autograd.operations import Call, Started
+from jdistgrad.autograd.operations import Started
 from jdistgrad.autograd.pieces import compiled
 from jdistgrad.autograd.primitive import as_array
 from jdistgrad.autograd.remotely import CallRemote
@@ -123,6 +126,8 @@ class Step:
 
 
 def _needs_context(operation: Any) -> bool:
+    if isinstance(operation, Convoy):
+        return any(_needs_context(member.operation) for member in operation.members)
     return isinstance(operation, CallRemote) or (isinstance(operation, Call) and operation.wanted is not None)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jdistgrad.autograd import boundary
+from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.layout import is_array, split
-from jdistgrad.autograd.operations import Call
 from jdistgrad.autograd.remotely import CallRemote
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.values import Fetch, Publish

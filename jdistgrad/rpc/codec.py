@@ -1,11 +1,12 @@
 """How values travel between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
 
+import functools
 import io
 import pickle
 import threading
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle
 import jax
@@ -18,6 +19,8 @@ from jdistgrad.rpc.weights import Weight
 from jdistgrad.wire import arrays
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
+
+T = TypeVar("T")
 
 JITTED = type(jax.jit(lambda: None))
 
@@ -82,6 +85,39 @@ class encoding:  # noqa: N801 used like a function
         _encoding.shipment = self._outer
 
 
+class Frozen(Generic[T]):
+    """A value that is sent often and never changes, without references: encoded once, and decoded once."""
+
+    def __init__(self, value: T):
+        self.value = value
+        self._streams: dict[type, bytes] = {}
+
+    def stream(self, pickler: Any) -> bytes:
+        """Its encoding by picklers of this one's kind, which is told of a function that cannot be encoded."""
+        kind = type(pickler)
+        if kind not in self._streams:
+            stream = io.BytesIO()
+            inner = kind(stream, protocol=5)
+            try:
+                with encoding(None):
+                    inner.dump(self.value)
+            except BaseException:
+                pickler.last_function = inner.last_function
+                raise
+            self._streams[kind] = stream.getvalue()
+        return self._streams[kind]
+
+
+def thawed(stream: bytes) -> Frozen:
+    """What arrived, decoded if it has not been seen before."""
+    return _thawed(stream, functions.registrations())
+
+
+@functools.lru_cache(maxsize=4096)
+def _thawed(stream: bytes, registrations: int) -> Frozen:
+    return Frozen(pickle.loads(stream))
+
+
 class _Reducing:
     """The rules both picklers share."""
 
@@ -91,6 +127,8 @@ class _Reducing:
         kind = type(value)
         if kind is np.ndarray:
             return arrays.reduce_numpy(value)
+        if kind is Frozen:
+            return thawed, (value.stream(self),)
         name = functions.registered_name(value)
         if name is not None:
             return functions.registered, (name,)

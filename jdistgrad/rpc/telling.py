@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdistgrad import events
 from jdistgrad.rpc.deadlines import Pending
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.wire.ids import spell
 
@@ -26,6 +27,13 @@ def call_served(served: "Served", *, failed: bool) -> None:
         kind = getattr(function, "served_as", events.SERVE)
         details = {"call": spell(served.message.id), **message_of(function), **ending(failed)}
         events.tell(kind, worker.rank, worker.name, str(served), served.since, **details)
+
+
+def task_served(function: Any, worker: WorkerInfo, since: float) -> None:
+    """One of several functions that were called together."""
+    if events.sink is not None:
+        kind = getattr(function, "served_as", events.SERVE)
+        events.tell(kind, worker.rank, worker.name, describe(function), since, **message_of(function))
 
 
 def message_of(function: Any) -> dict[str, str]:

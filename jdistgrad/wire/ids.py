@@ -32,7 +32,7 @@ def as_token(*identifiers: int) -> np.ndarray:
 
 
 def from_token(token: Any) -> tuple[int, ...]:
-    parts = [int(part) for part in np.asarray(token)]
+    parts = np.asarray(token).tolist()
     return tuple(high << 32 | low for high, low in zip(parts[::2], parts[1::2], strict=True))
 
 

@@ -5,7 +5,7 @@ naps for a fixed share of the time nothing has happened, so that what comes afte
 ``t / SHARE`` late: 6 % of whatever the other side was doing. An idle worker costs about 2 % of a core.
 """
 
-SPIN = 200e-6
+SPIN = 1e-3
 SHORTEST = 20e-6
 LONGEST = 1e-3
 SHARE = 16

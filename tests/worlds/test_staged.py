@@ -375,9 +375,71 @@ def test_what_was_pulled_for_the_last_time_is_forgotten(world):
     world.drive(body)
 
 
+def through_three(x, y):
+    for function in (mix, as_written, jnp.multiply):
+        x = jd.rpc_sync(last(), function, args=(x, y))
+    return x.sum()
+
+
+def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
+    def serial(x, y):
+        return (as_written(mix(x, y), y) * y).sum()
+
+    def body():
+        step = jd.jit(jd.value_and_grad(through_three, argnums=(0, 1)))
+        step.plan(X, X + 1)  # traced, with the functions for their shapes
+        with jd.context() as ctx, jd.timeline() as recorded:
+            close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
+            assert jd.rpc_sync(last(), recordings) == 0
+            pairs = [(link.what, link.backward) for link in ctx.tape.links if link.source == 0 and link.answers is None]
+        assert len(pairs) == 6  # each call and each pullback has its place in the graph
+        asked = [one.name for one in recorded.events if one.kind == "call" and "recordings" not in one.name]
+        assert asked == [f"{mix.__module__}.mix, {mix.__module__}.as_written and 4 more"]
+
+    world.drive(body)
+
+
+def test_a_row_with_references_and_second_derivatives(world):
+    def program(params, x):
+        hidden = jd.rpc_sync(last(), affine, args=(params, x))
+        return jd.rpc_sync(last(), jnp.tanh, args=(hidden,)).sum()
+
+    def serial(params, x):
+        return jnp.tanh(affine(params, x)).sum()
+
+    def body():
+        params = jd.remote(last(), make_params, args=(3,))
+        values = params.to_here()
+        with jd.context():
+            _, (of_params, of_x) = jd.jit(jd.value_and_grad(program, argnums=(0, 1)))(params, X)
+            close((of_params.to_here(), of_x), jax.grad(serial, argnums=(0, 1))(values, X))
+            hessian = jd.jit(jax.jacrev(jax.grad(program, argnums=1), argnums=1))(params, X)
+            close(hessian, jax.jacrev(jax.grad(serial, argnums=1), argnums=1)(values, X))
+
+    world.drive(body)
+
+
+def test_a_failure_in_a_row_names_the_function_that_failed(world):
+    def program(x):
+        x = jd.rpc_sync(last(), jnp.sin, args=(x,))
+        return jd.rpc_sync(last(), sometimes, args=(jd.rpc_sync(last(), jnp.cos, args=(x,)),)).sum()
+
+    def body():
+        jd.rpc_sync(last(), forget_runs)
+        step = jd.jit(program)
+        step(X)
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            step(X)
+        notes = "\n".join(caught.value.__notes__)
+        assert f"in {sometimes.__module__}.sometimes, called by" in notes
+        close(step(X), jnp.cos(jnp.sin(X)).sum())
+
+    world.drive(body)
+
+
 def test_errors_say_where_the_call_stands(world):
     def body():
-        jd.rpc_sync(last(), runs.clear)
+        jd.rpc_sync(last(), forget_runs)
         step = jd.jit(lambda x: jd.rpc_sync(last(), sometimes, args=(x,)))
         step(X)
         with pytest.raises(ValueError, match="no such luck") as caught:
@@ -391,6 +453,10 @@ def test_errors_say_where_the_call_stands(world):
 
 
 runs = []
+
+
+def forget_runs():
+    runs.clear()
 
 
 def sometimes(x):

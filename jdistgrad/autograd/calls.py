@@ -1,0 +1,127 @@
+"""A function called on another worker, recorded or not."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
+from jdistgrad.autograd.layout import Layout, ReferenceHole
+from jdistgrad.autograd.operations import TAG, Batched, Packed, Shapes, Started
+from jdistgrad.autograd.order import next_place
+from jdistgrad.autograd.recording import Lane, Recorded
+from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.routes import CallStop
+from jdistgrad.autograd.tape import current_tape, next_message
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import standing_in
+from jdistgrad.wire.ids import as_token
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A function called on a worker. ``wanted``: the operands to record a pullback for; None: not recorded.
+
+    Outputs: the arrays among its results; before them, where it is recorded, the tag that the pullback is found by.
+    """
+
+    to: int
+    function: Any
+    arguments: Layout
+    results: Results
+    timeout: float | None = None
+    wanted: tuple[int, ...] | None = None
+    lanes: tuple[Lane, ...] = ()
+    where: str = ""  # in the user's program
+
+    def __str__(self) -> str:
+        return f"{describe(self.function)} to rank {self.to}{'' if self.wanted is None else ', recorded'}"
+
+    def recording(self, wanted: Sequence[int]) -> "Call":
+        return dataclasses.replace(self, wanted=tuple(sorted(wanted)))
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        if self.wanted is None:
+            return Started(self.send(self.function, operands), self.results.flatten)
+        recorded, tag = self.recorded(self.function)
+        return Started(self.send(recorded, operands), self.results.flatten, [as_token(*tag)])
+
+    def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future:
+        args, kwargs = self.arguments.fill(operands)
+        return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
+
+    def recorded(self, function: Any) -> tuple[Recorded, tuple[int, int]]:
+        """The function to send where its pullback shall be kept; and where it will be: context and message."""
+        scope, message = self._announced()
+        return Recorded(function, message, self._positions(), next_place(), self.lanes), (scope, message)
+
+    def _announced(self) -> tuple[int, int]:
+        """A new message, told to the context; both."""
+        what = describe(self.function)
+        message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
+        tape.link(message, self.to, what)
+        scope = current_scope()
+        assert scope is not None
+        return scope.id, message
+
+    def _positions(self) -> tuple[int, ...]:
+        assert self.wanted is not None
+        return tuple(self.arguments.positions[k] for k in self.wanted)
+
+    # As a stop of a route.
+
+    def stop(self) -> CallStop:
+        wanted = None if self.wanted is None else self._positions()
+        return CallStop(self.function, self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes))
+
+    def pack(self, operands: Sequence[Any]) -> Packed:
+        items = self.arguments.items(operands)
+        if self.wanted is None:
+            return Packed((), items)
+        tag = self._announced()
+        return Packed(tag[1:], items, [as_token(*tag)])
+
+    def patience(self, default: float) -> float:
+        return default if self.timeout is None else self.timeout
+
+    def handles(self) -> set[int]:
+        """Which operands are references' handles."""
+        return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
+
+    def pullback(self, wanted: tuple[int, ...], live: tuple[int, ...]) -> Any:
+        """The pullback as a function."""
+        return PullbackOf(self.function, wanted, live)
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        if self.results.known is None:
+            args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
+            self.results.learn(current_worker().rpc_sync(self.to, ShapesOf(self.function), args, kwargs, None))
+        return [TAG, *self.results.shapes] if self.wanted is not None else self.results.shapes
+
+    def _with_lanes(self, operands: Shapes) -> Shapes:
+        found = list(operands)
+        for lane in self.lanes:
+            found = [
+                jax.ShapeDtypeStruct(lane.shape(one.shape), one.dtype) if where == lane.leaf else one
+                for where, one in zip(self.arguments.positions, found, strict=True)
+            ]
+        return found
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Of what is recorded, each lane has a pullback of its own: the wanted operands get lanes at the callee."""
+        positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
+        given = {positions[k] for k, flag in enumerate(batched) if flag}
+        spread = sorted({positions[k] for k in {*(self.wanted or ())} - self.handles()} - given)
+        function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
+        behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
+        lanes = (*behind, *(Lane(where, 0, size) for where in spread))
+        call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
+        plain = 0 if self.wanted is None else 1
+        return Batched(call, lambda count: [k >= plain for k in range(count)])

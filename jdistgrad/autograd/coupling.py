@@ -1,0 +1,130 @@
+"""Which operations of a step go to a worker in one message: those that follow each other with nothing between.
+
+    y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
+
+f, g and both pullbacks need nothing from here once x is known, so they are asked for together, and what one of them
+hands to the next never travels. Pure functions from equations to equations.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdistgrad.autograd.calls import Call
+from jdistgrad.autograd.convoys import Convoy, Member
+from jdistgrad.autograd.equations import Answers, Atom, Constant, Equation, in_order
+from jdistgrad.autograd.layout import ReferenceHole, is_differentiable
+from jdistgrad.autograd.pulls import Pull
+from jdistgrad.autograd.routes import Filled, Made, Source
+from jdistgrad.rpc import trees
+
+SMALL = 1 << 16  # bytes: constants up to here are kept
+
+
+def constants_known(equations: Sequence[Equation]) -> list[Equation]:
+    """The equations, with cotangents that are one number everywhere as constants of the operations that need them.
+
+    Small ones are kept as arrays; large ones are made where they are needed, if they can be.
+    """
+    filled = {equation.outputs[0]: shape for equation in equations for shape in _filled(equation)}
+    small = {variable: Constant(one.make(np)) for variable, one in filled.items() if one.size <= SMALL}
+    for equation in equations:
+        if equation.operation is not None:
+            equation.inputs = [small.get(atom, atom) if isinstance(atom, int) else atom for atom in equation.inputs]
+            equation.fills = {atom: filled[atom] for atom in equation.variables() if atom in filled}
+    return list(equations)
+
+
+def _filled(equation: Equation) -> Iterator[Filled]:
+    """What an equation makes, if that is one known number everywhere."""
+    if equation.operation is None and equation.eqn.primitive.name == "broadcast_in_dim" and len(equation.inputs) == 1:
+        (source,), (made,) = equation.inputs, equation.eqn.outvars
+        if isinstance(source, Constant) and not np.ndim(source.value) and is_differentiable(made.aval):
+            yield Filled(np.asarray(source.value, made.aval.dtype), made.aval.shape)
+
+
+def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
+    """The equations, with a convoy in the place of each row of operations that can go together."""
+    answers, taken = Answers.needed(equations), set[int]()
+    convoys = []
+    for first, equation in enumerate(equations):
+        if first not in taken and _can_travel(equation):
+            members = _row(first, equations, answers)
+            taken.update(members)
+            convoys.append([equations[k] for k in members])
+    alone = [equation for k, equation in enumerate(equations) if k not in taken]
+    return in_order([*alone, *(_convoy(members, equations, outputs) for members in convoys)])
+
+
+def _can_travel(equation: Equation) -> bool:
+    """Plain calls, and pulls. What makes references runs at its own time, and so does what returns them."""
+    operation = equation.operation
+    call = operation.call if type(operation) is Pull else operation
+    if type(call) is not Call or call.results.known is None or (operation is call and call.lanes):
+        return False
+    return not any(isinstance(leaf, ReferenceHole) for leaf in trees.leaves(call.results.known[0].tree))
+
+
+def target(operation: Any) -> int:
+    return operation.call.to if isinstance(operation, Pull) else operation.to
+
+
+def _row(first: int, equations: Sequence[Equation], answers: Answers) -> list[int]:
+    """A row of operations of which each needs the one before, and nothing else that is not known when the first goes.
+
+    Nobody waits longer for a row than for its members: where some operation could start on what an early member
+    answers, the row ends with that member.
+    """
+    to, known = target(equations[first].operation), answers.before[first]
+    row, made = [first], set(equations[first].outputs)
+    for k in range(first + 1, len(equations)):
+        equation = equations[k]
+        if equation.operation is None or not answers.before[k] >> row[-1] & 1:
+            continue
+        given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
+        if _can_travel(equation) and target(equation.operation) == to and not answers.for_all(given) & ~known:
+            row.append(k)
+            made.update(equation.outputs)
+    while len(row) > 1 and (needed_early := _needed_early(row, equations, answers)) is not None:
+        row = row[: needed_early + 1]
+    return row
+
+
+def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
+    """The first member whose answer some operation outside waits for, but not for the last one's."""
+    outside = [
+        answers.before[k]
+        for k, equation in enumerate(equations)
+        if equation.operation is not None and k not in row and not answers.before[k] >> row[-1] & 1
+    ]
+    return next((turn for turn, k in enumerate(row[:-1]) if any(mask >> k & 1 for mask in outside)), None)
+
+
+def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
+    """One equation for a row of operations."""
+    sources, made = dict[Atom, Source](), dict[Atom, Made]()
+    inputs: list[Atom] = []
+    parts = []
+    for turn, equation in enumerate(members):
+        for atom in equation.inputs:
+            if atom not in sources and atom in equation.fills:
+                sources[atom] = equation.fills[atom]
+            elif atom not in sources:
+                sources[atom] = len(inputs)
+                inputs.append(atom)
+        parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
+        made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
+        sources |= made
+    used = {variable for one in equations if one not in members for variable in one.variables()}
+    used.update(atom for atom in outputs if isinstance(atom, int))
+    given = [output for equation in members for output in equation.outputs if output in used]
+    given.sort(key=lambda output: not _known(members, made[output]))
+    wanted = tuple(made[output] for output in given)
+    return Equation(inputs, given, None, Convoy(target(members[0].operation), tuple(parts), wanted))
+
+
+def _known(members: list[Equation], source: Made) -> bool:
+    """Whether it is known before any answer: the tag of what is recorded."""
+    call = members[source.turn].operation
+    return source.number == 0 and type(call) is Call and call.wanted is not None

@@ -1,0 +1,118 @@
+"""Which operations of a step share a message, without any wire."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdistgrad.autograd.calls import Call
+from jdistgrad.autograd.cutting import cut
+from jdistgrad.autograd.layout import Hole, Layout
+from jdistgrad.autograd.primitive import wire_p
+from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.routes import Filled, Made
+
+X = np.ones(3, np.float32)
+
+
+def call(to, function, *operands):
+    results = Results()
+    shape = jnp.broadcast_shapes(*(np.shape(one) for one in operands))
+    results.learn((Layout(Hole(), (0,)), [jax.ShapeDtypeStruct(shape, np.float32)]))
+    arguments = Layout((tuple(Hole() for _ in operands), {}), tuple(range(len(operands))))
+    return wire_p.bind(*operands, operation=Call(to, function, arguments, results))[0]
+
+
+def convoys(fun, *args):
+    """For each message of the step, the functions it asks for."""
+    plan = cut(jax.make_jaxpr(fun)(*args))
+    return [[member.operation.function.__name__ for member in one.members] for one in plan.operations]
+
+
+def members(fun, *args):
+    (convoy,) = cut(jax.make_jaxpr(fun)(*args)).operations
+    return convoy
+
+
+def test_what_follows_on_one_worker_goes_together():
+    def step(x):
+        return call(1, jnp.tanh, call(1, jnp.cos, call(1, jnp.sin, x)))
+
+    assert convoys(step, X) == [["sin", "cos", "tanh"]]
+    convoy = members(step, X)
+    assert [member.sources for member in convoy.members] == [(0,), (Made(0, 0),), (Made(1, 0),)]
+    assert convoy.wanted == (Made(2, 0),)  # the others stay where they are made
+
+
+def test_what_was_known_at_the_start_can_be_used_on_the_way():
+    def step(x, y):
+        return call(1, jnp.add, call(1, jnp.sin, x), y)
+
+    assert [member.sources for member in members(step, X, X).members] == [(0,), (Made(0, 0), 1)]
+
+
+def test_a_computation_in_between_is_made_here():
+    assert convoys(lambda x: call(1, jnp.cos, call(1, jnp.sin, x) + 1), X) == [["sin"], ["cos"]]
+
+
+def test_another_worker_gets_a_message_of_its_own():
+    assert convoys(lambda x: call(1, jnp.tanh, call(2, jnp.cos, call(1, jnp.sin, x))), X) == [
+        ["sin"],
+        ["cos"],
+        ["tanh"],
+    ]
+
+
+def test_an_answer_from_elsewhere_is_not_waited_for():
+    """The first could have gone at once; the second needs what another worker says."""
+
+    def step(x):
+        elsewhere = call(2, jnp.cos, x)
+        return call(1, jnp.add, call(1, jnp.sin, x), elsewhere)
+
+    assert sorted(convoys(step, X)) == [["add"], ["cos"], ["sin"]]
+
+
+def test_who_waits_for_an_early_member_gets_it_early():
+    def step(x):
+        first = call(1, jnp.sin, x)
+        return call(1, jnp.tanh, call(1, jnp.cos, first)) + call(2, jnp.exp, first)
+
+    assert sorted(convoys(step, X)) == [["cos", "tanh"], ["exp"], ["sin"]]
+
+
+def test_independent_calls_do_not_queue_behind_each_other():
+    def step(x):
+        first = call(1, jnp.sin, x)
+        return call(1, jnp.cos, first) + call(1, jnp.tanh, first)
+
+    assert sorted(convoys(step, X)) == [["cos"], ["sin"], ["tanh"]]
+
+
+@pytest.mark.parametrize(("length", "travels"), [(3, True), (1 << 20, False)], ids=["small", "large"])
+def test_one_number_everywhere_is_a_constant_or_made_where_it_is_used(length, travels):
+    def step(x):
+        return call(1, jnp.multiply, call(1, jnp.sin, x), jnp.full(length, 2.5))
+
+    convoy = members(step, jax.ShapeDtypeStruct((length,), np.float32))
+    *_, source = convoy.members[1].sources
+    assert isinstance(source, int) == travels
+    if not travels:
+        assert isinstance(source, Filled)
+        assert source.make(np).shape == (length,)
+        assert source.make(np)[7] == 2.5
+
+
+def test_all_that_is_made_stays_in_order():
+    """A local computation that uses an early answer comes after the whole row."""
+
+    def step(x):
+        first = call(1, jnp.sin, x)
+        beside = first * 2
+        return beside + call(1, jnp.cos, first)
+
+    plan = cut(jax.make_jaxpr(step)(X))
+    known = set(plan.inputs)
+    for node in plan.nodes:
+        assert {atom for atom in node.inputs if isinstance(atom, int)} <= known
+        known.update(node.outputs)
