@@ -52,12 +52,12 @@ def take(kind: str, identifier: int, count: int, lanes: tuple[int, ...], taken: 
 
 def gradient_of(identifier: int) -> Any:
     """The gradient of a value owned here, in the context this code runs in: zero where nothing was contributed."""
-    return gradient_tree(identifier, current_tape(lambda: "a gradient").gradients().get(identifier))
+    return gradient_tree(identifier, current_tape(lambda: "a gradient").gradient(identifier))
 
 
 def value_gradient(identifier: int) -> Any | None:
     """Like ``gradient_of``; None where nothing was contributed."""
-    leaves = current_tape(lambda: "a gradient").gradients().get(identifier)
+    leaves = current_tape(lambda: "a gradient").gradient(identifier)
     return None if leaves is None else gradient_tree(identifier, leaves)
 
 

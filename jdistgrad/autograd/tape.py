@@ -107,6 +107,11 @@ class Tape:
         nodes = [node for node in self.ledger.nodes() if node.kind == REFERENCE]
         return {node.id: total(self.ledger.read(node)) for node in nodes}
 
+    def gradient(self, identifier: int) -> list[Any] | None:
+        """The same of one reference; None where nothing was contributed."""
+        contributions = self.ledger.read(Node(REFERENCE, identifier))
+        return total(contributions) if contributions else None
+
     def statistics(self) -> dict[str, int]:
         return {"recordings": len(self.recordings), "links": len(self.links)}
 

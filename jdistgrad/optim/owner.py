@@ -55,7 +55,7 @@ class OwnedParameters:
         """Update the values, with the gradients that the context this code runs in holds for them."""
         gradients = self._gradients()
         with self._lock:
-            parameters, self._state = self._update(gradients, self._state, self._parameters(), jnp.float32(scale))
+            parameters, self._state = self._update(gradients, self._state, self._parameters(), np.float32(scale))
             self._set(parameters)
 
     def state(self) -> tuple[list[Any], Any]:
