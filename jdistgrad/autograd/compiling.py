@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.derived import differentiable, is_compiled, nothing_hidden
+from jdistgrad.autograd.filled import made
 from jdistgrad.autograd.layout import Hole, Layout, is_array, split
 
 VARIABLE, ARRAY = "variable", "array"
@@ -75,6 +76,8 @@ def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Any) -> 
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
     def pull(*cotangents: Any) -> Any:
         return pullback(_with_zeros(live, cotangents, shapes))
+
+    cotangents = made(cotangents)
 
     for one in maps:
         axes = [one.axis if flag else None for flag in one.flags]

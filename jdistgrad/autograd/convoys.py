@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.autograd.calls import Call
+from jdistgrad.autograd.filled import Filled
 from jdistgrad.autograd.operations import Packed, Started
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.pulls import Pull
-from jdistgrad.autograd.routes import Filled, Made, Route, Source, Visit
+from jdistgrad.autograd.routes import Made, Route, Source, Visit
 from jdistgrad.rpc.codec import Frozen
 from jdistgrad.rpc.current import current_worker
 

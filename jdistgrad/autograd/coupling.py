@@ -6,42 +6,16 @@ f, g and both pullbacks need nothing from here once x is known, so they are aske
 hands to the next never travels. Pure functions from equations to equations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.convoys import Convoy, Member
-from jdistgrad.autograd.equations import Answers, Atom, Constant, Equation, in_order
-from jdistgrad.autograd.layout import ReferenceHole, is_differentiable
+from jdistgrad.autograd.equations import Answers, Atom, Equation, in_order
+from jdistgrad.autograd.layout import ReferenceHole
 from jdistgrad.autograd.pulls import Pull
-from jdistgrad.autograd.routes import Filled, Made, Source
+from jdistgrad.autograd.routes import Made, Source
 from jdistgrad.rpc import trees
-
-SMALL = 1 << 16  # bytes: constants up to here are kept
-
-
-def constants_known(equations: Sequence[Equation]) -> list[Equation]:
-    """The equations, with cotangents that are one number everywhere as constants of the operations that need them.
-
-    Small ones are kept as arrays; large ones are made where they are needed, if they can be.
-    """
-    filled = {equation.outputs[0]: shape for equation in equations for shape in _filled(equation)}
-    small = {variable: Constant(one.make(np)) for variable, one in filled.items() if one.size <= SMALL}
-    for equation in equations:
-        if equation.operation is not None:
-            equation.inputs = [small.get(atom, atom) if isinstance(atom, int) else atom for atom in equation.inputs]
-            equation.fills = {atom: filled[atom] for atom in equation.variables() if atom in filled}
-    return list(equations)
-
-
-def _filled(equation: Equation) -> Iterator[Filled]:
-    """What an equation makes, if that is one known number everywhere."""
-    if equation.operation is None and equation.eqn.primitive.name == "broadcast_in_dim" and len(equation.inputs) == 1:
-        (source,), (made,) = equation.inputs, equation.eqn.outvars
-        if isinstance(source, Constant) and not np.ndim(source.value) and is_differentiable(made.aval):
-            yield Filled(np.asarray(source.value, made.aval.dtype), made.aval.shape)
 
 
 def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.autograd.calls import Call
-from jdistgrad.autograd.coupling import constants_known, coupled
+from jdistgrad.autograd.constants import constants_known
+from jdistgrad.autograd.coupling import coupled
 from jdistgrad.autograd.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.autograd.pulls import Pull
 

@@ -39,6 +39,12 @@ class Equation:
     def variables(self) -> Iterator[int]:
         return (atom for atom in self.inputs if isinstance(atom, int))
 
+    def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Its outputs, where it sends nothing; as part of what JAX traces, if it does."""
+        primitive = self.eqn.primitive
+        results = primitive.bind(*values, **primitive.get_bind_params(self.eqn.params))
+        return results if primitive.multiple_results else [results]
+
 
 def has_wire(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is sent."""

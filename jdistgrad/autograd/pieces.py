@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdistgrad.autograd.cutting import Node
-from jdistgrad.autograd.equations import Constant, Equation
+from jdistgrad.autograd.equations import Constant
 
 SHARED = 4096  # pieces, of all steps, that others may share
 
@@ -38,16 +38,10 @@ def _jitted(piece: Piece) -> Callable[..., list[Any]]:
         known = dict(zip(node.inputs, inputs, strict=True))
         for equation in node.equations:
             values = [atom.value if isinstance(atom, Constant) else known[atom] for atom in equation.inputs]
-            known.update(zip(equation.outputs, _bind(equation, values), strict=True))
+            known.update(zip(equation.outputs, equation.evaluate(values), strict=True))
         return [known[output] for output in node.outputs]
 
     return jax.jit(run)
-
-
-def _bind(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
-    primitive = equation.eqn.primitive
-    results = primitive.bind(*values, **primitive.get_bind_params(equation.eqn.params))
-    return results if primitive.multiple_results else [results]
 
 
 def key(node: Node) -> Any:

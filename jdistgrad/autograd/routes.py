@@ -9,11 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from jdistgrad import events
 from jdistgrad.autograd.compiling import Map
+from jdistgrad.autograd.filled import Filled, made
 from jdistgrad.autograd.layout import Layout, is_array, split
 from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
@@ -31,21 +29,6 @@ class Made:
 
     turn: int
     number: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Filled:
-    """An array that is one number everywhere."""
-
-    value: np.ndarray
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.value.nbytes * int(np.prod(self.shape))
-
-    def make(self, numpy: Any) -> Any:
-        return numpy.full(self.shape, self.value)
 
 
 Source = int | Made | Filled  # a number: of what the message brings
@@ -68,7 +51,7 @@ class CallStop:
         return Recorded(self.function, numbers[0], self.wanted, place, self.lanes)
 
     def run(self, task: Any, items: list[Any]) -> list[Any]:
-        args, kwargs = self.arguments.fill(items)
+        args, kwargs = self.arguments.fill(made(items))
         if self.wanted is None:
             args, kwargs = delivered(args, kwargs)
         result = task(*args, **kwargs)
@@ -142,17 +125,17 @@ class Visit:
         return self._route.value.stops
 
     def __call__(self) -> list[Any]:
-        route, made = self._route.value, list[list[Any]]()
+        route, before = self._route.value, list[list[Any]]()
         for turn, (stop, sources) in enumerate(zip(route.stops, route.sources, strict=True)):
             since = time.monotonic()
             self._running = task = stop.task(self._numbers[turn], (*self._place, turn))
-            made.append(stop.run(task, [self._item(source, made) for source in sources]))
+            before.append(stop.run(task, [self._item(source, before) for source in sources]))
             if len(route.stops) > 1:
                 task_served(task, current_worker().info, since)
         self._running = None
-        return [made[one.turn][one.number] for one in route.wanted]
+        return [before[one.turn][one.number] for one in route.wanted]
 
-    def _item(self, source: Source, made: list[list[Any]]) -> Any:
+    def _item(self, source: Source, before: list[list[Any]]) -> Any:
         if isinstance(source, int):
             return self._items[source]
-        return made[source.turn][source.number] if isinstance(source, Made) else source.make(jnp)
+        return before[source.turn][source.number] if isinstance(source, Made) else source

@@ -7,10 +7,11 @@ import pytest
 
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.cutting import cut
+from jdistgrad.autograd.filled import Filled
 from jdistgrad.autograd.layout import Hole, Layout
 from jdistgrad.autograd.primitive import wire_p
 from jdistgrad.autograd.results import Results
-from jdistgrad.autograd.routes import Filled, Made
+from jdistgrad.autograd.routes import Made
 
 X = np.ones(3, np.float32)
 

@@ -399,6 +399,17 @@ def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
     world.drive(body)
 
 
+@pytest.mark.parametrize("function", [mix, as_written], ids=["jitted", "as written"])
+def test_a_large_cotangent_that_is_one_number_is_not_sent(world, function):
+    def body():
+        large = jnp.linspace(-1, 1, 1 << 16).reshape(2, -1)
+        step = jd.jit(jd.value_and_grad(lambda x: 2.5 * jd.rpc_sync(last(), function, args=(x, x)).sum()))
+        close(step(large)[1], jax.grad(lambda x: 2.5 * function(x, x).sum())(large))
+        assert "broadcast" not in str(step.plan(large))
+
+    world.drive(body)
+
+
 def test_a_row_with_references_and_second_derivatives(world):
     def program(params, x):
         hidden = jd.rpc_sync(last(), affine, args=(params, x))
