@@ -36,10 +36,7 @@ lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 bench: .venv/installed-bench
-	$(BIN)/python benchmarks/calls.py
-	$(BIN)/python benchmarks/local.py
-	$(BIN)/python benchmarks/gradients.py
-	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/table.py
 
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

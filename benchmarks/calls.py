@@ -5,11 +5,9 @@
 PyTorch (2.13) is optional: without it its columns stay empty.
 """
 
-import argparse
-import importlib.util
 import os
 
-from measure import compare, microseconds, milliseconds, per_second, row, take_turns
+from measure import compare, microseconds, milliseconds, options, per_second, row, take_turns, title
 
 BOUND = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
@@ -31,19 +29,12 @@ def table(found):
         row("values still owned after them", f"{ours['owned'][0]:.0f}", "", "", "0")
 
 
-def main():
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--ours-only", action="store_true")
-    chosen = options.parse_args()
-    names = ["jdistgrad", "mpi"]
-    if not chosen.ours_only and importlib.util.find_spec("torch"):
-        names.insert(1, "torch")
-    for flags, title in ((None, "jdistgrad run -n 2"), (BOUND, "plain mpirun -n 2: each rank bound to one core")):
-        print(f"\n{title}; medians of {chosen.rounds} jobs each, in turn")
-        row("", "jdistgrad", "the other", "ratio", "target")
+def main(chosen):
+    names = ["jdistgrad", *(["torch"] if chosen.torch else []), "mpi"]
+    for flags, how in ((None, "jdistgrad run -n 2"), (BOUND, "plain mpirun -n 2: each rank bound to one core")):
+        title(f"{how}; medians of {chosen.rounds} jobs each, in turn")
         table(take_turns("calls", names, chosen.rounds, flags))
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__))

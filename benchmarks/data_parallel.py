@@ -6,12 +6,10 @@ PyTorch (2.13) is optional: without it its columns stay empty. A step is a value
 undistributed step beside it is the same without averaging, measured in the same process, in turn.
 """
 
-import argparse
-import importlib.util
 import statistics
 
 import numpy as np
-from measure import JOBS, compare, milliseconds, ratio, row, run_job, take_turns
+from measure import JOBS, compare, milliseconds, options, ratio, row, run_job, take_turns, title
 
 MODELS = {
     "deep": ("MLP 64 x 256x256, batch 64", "<= 1.0 x"),
@@ -28,9 +26,9 @@ def table(found):
         best = torch and min((torch[f"{key}_{kind}"] for kind in VARIANTS), key=statistics.median)
         others = torch and ratio(best, torch[f"{key}_local"])
         told = f"torch's {others:.2f}" if torch else ""
-        row(f"{what}: step / own local step", f"{ratio(step, local):.2f}", told, "", "below torch's")
-        compare("    step", milliseconds, step, "torch", best, target)
-        compare("    local step", milliseconds, local, "torch", torch and torch[f"{key}_local"], "")
+        row(f"{what}: step / local", f"{ratio(step, local):.2f}", told, "", "below torch's")
+        compare(f"{what}: a step", milliseconds, step, "torch", best, target)
+        compare(f"{what}: local", milliseconds, local, "torch", torch and torch[f"{key}_local"], "")
     faster = f"{1 / ratio(ours['buckets'], ours['one_by_one']):.1f} x"
     one_by_one = milliseconds(ours["one_by_one"])
     row(
@@ -56,19 +54,12 @@ def curves():
     row(what, f"{apart:.0e}", "", "", "rounding")
 
 
-def main():
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--ours-only", action="store_true")
-    chosen = options.parse_args()
-    names = ["jdistgrad", "alone", "mpi"]
-    if not chosen.ours_only and importlib.util.find_spec("torch"):
-        names.append("torch")
-    print(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    row("", "jdistgrad", "the other", "ratio", "target")
+def main(chosen):
+    names = ["jdistgrad", "alone", "mpi", *(["torch"] if chosen.torch else [])]
+    title(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("data_parallel", names, chosen.rounds))
     curves()
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__))

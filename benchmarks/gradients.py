@@ -5,11 +5,9 @@
 PyTorch (2.13) is optional: without it its columns stay empty.
 """
 
-import argparse
-import importlib.util
 import statistics
 
-from measure import compare, microseconds, milliseconds, row, take_turns
+from measure import compare, microseconds, milliseconds, options, row, take_turns, title
 
 
 def table(found):
@@ -39,18 +37,11 @@ def table(found):
         )
 
 
-def main():
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--ours-only", action="store_true")
-    chosen = options.parse_args()
-    names = ["jdistgrad"]
-    if not chosen.ours_only and importlib.util.find_spec("torch"):
-        names.append("torch")
-    print(f"gradients, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    row("", "jdistgrad", "the other", "ratio", "target")
+def main(chosen):
+    names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
+    title(f"gradients, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("gradients", names, chosen.rounds))
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__))

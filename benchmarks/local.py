@@ -6,13 +6,13 @@ python benchmarks/local.py            # make bench
 import statistics
 
 import jax.numpy as jnp
-from measure import median, row
+from measure import median, options, row, title
 
 import jdistgrad as jd
 
 
-def main():
-    row("", "jdistgrad", "", "", "target")
+def main(chosen):
+    title("calls in a local world")
     with jd.local_workers(2):
         for name, n in (("4 B", 1), ("64 MiB", 16 << 20)):
             array = jnp.ones(n, jnp.float32)
@@ -23,4 +23,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__))

@@ -5,7 +5,9 @@ whatever runs beside it pays. So each has a job to itself, the jobs take turns, 
 of neighbours: a machine that drifts does so for both.
 """
 
+import argparse
 import collections
+import importlib.util
 import json
 import os
 import pathlib
@@ -14,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdistgrad import launch
 
+ROWS: list["Row"] = []  # of all tables this process has printed
 JOBS = pathlib.Path(__file__).parent / "jobs"
 IN_FLIGHT = 32
 MARK = "measured: "
@@ -112,6 +115,16 @@ def per_second(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.0f} /s"
 
 
+class Row(NamedTuple):
+    """A line of a table, all of it as it is printed."""
+
+    what: str
+    ours: str
+    other: str
+    compared: str
+    target: str
+
+
 def compare(what, unit, ours, name, others, target):
     if others is None:
         row(what, unit(ours), "", "", target)
@@ -119,5 +132,22 @@ def compare(what, unit, ours, name, others, target):
         row(what, unit(ours), f"{name} {unit(others)}", f"{ratio(ours, others):.2f}", target)
 
 
-def row(what: str, ours: str, other: str, compared: str, target: str) -> None:
+def row(*columns: str) -> None:
+    ROWS.append(Row(*columns))
+    what, ours, other, compared, target = columns
     print(f"{what:<54} {ours:>12} {other:>22} {compared:>7}   {target}", flush=True)
+
+
+def title(text: str) -> None:
+    print(f"\n{text}", flush=True)
+    row("", "jdistgrad", "the other", "ratio", "target")
+
+
+def options(text: str | None) -> argparse.Namespace:
+    """The options that all benchmarks have: ``rounds``, and ``torch``: whether to measure PyTorch too."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default 5)")
+    parser.add_argument("--ours-only", action="store_true", help="leave PyTorch out")
+    chosen = parser.parse_args()
+    chosen.torch = not chosen.ours_only and importlib.util.find_spec("torch") is not None
+    return chosen
