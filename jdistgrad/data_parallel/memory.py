@@ -3,11 +3,15 @@
 JAX arrays are immutable by contract, so this is only for arrays fresh from a compiled function that no one else holds.
 """
 
+import collections
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from jdistgrad.data_parallel.leaves import is_sparse
 
 
 def on_host(array: jax.Array) -> bool:
@@ -22,6 +26,24 @@ def writable(array: jax.Array) -> np.ndarray:
         return np.empty(0, array.dtype)
     memory = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
     return np.frombuffer(memoryview(memory), array.dtype)
+
+
+def own_copies(leaves: Sequence[Any]) -> list[Any]:
+    """Copies that may be overwritten, made by one compiled function for each device. Sparse leaves stay themselves."""
+    copied = list(leaves)
+    places: dict[Any, list[int]] = collections.defaultdict(list)
+    for place, leaf in enumerate(leaves):
+        if not is_sparse(leaf):
+            places[frozenset(leaf.devices()) if isinstance(leaf, jax.Array) else None].append(place)
+    for some in places.values():
+        for place, copy in zip(some, _copied([leaves[place] for place in some]), strict=True):
+            copied[place] = copy
+    return copied
+
+
+@jax.jit
+def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jax.numpy.copy(array) for array in arrays]
 
 
 class Scratch:

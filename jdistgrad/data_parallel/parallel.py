@@ -17,6 +17,7 @@ from jdistgrad.data_parallel.hooks import Hook, average as plain_average, checke
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.layout import Bucket
 from jdistgrad.data_parallel.leaves import describe, flatten, require_inexact
+from jdistgrad.data_parallel.memory import own_copies
 from jdistgrad.data_parallel.plan import limits_of
 from jdistgrad.data_parallel.program import Programs
 from jdistgrad.data_parallel.reducer import Plan, Reducer, Rules, make_plan
@@ -138,8 +139,9 @@ class DataParallel:
         plan = self._plan_for(gradients, leaves, structure, None)
         self._reducer.step += 1
         reduction = Reduction(self._reducer, self._thread, plan)
+        copies = own_copies(leaves)
         for leaf in plan.order:
-            reduction.ready(leaf, _own(leaves[leaf]))
+            reduction.ready(leaf, copies[leaf])
         averaged = reduction.finish()
         self._note(plan, reduction)
         return jax.tree.unflatten(structure, averaged)
@@ -270,8 +272,3 @@ class DataParallel:
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states)[0]
-
-
-def _own(leaf: Any) -> Any:
-    """A copy that may be overwritten."""
-    return jax.numpy.array(leaf, copy=True) if not hasattr(leaf, "indices") else leaf

@@ -175,7 +175,8 @@ def test_wrong_arguments_are_refused(world):
     on_all(world, body)
 
 
-def test_some_of_the_workers(big_world):
+@pytest.mark.world(4)
+def test_some_of_the_workers(world):
     """In the order they were named; the others take no part, and several groups do not mix."""
 
     def body(rank, size):
@@ -186,7 +187,7 @@ def test_some_of_the_workers(big_world):
             np.testing.assert_array_equal(again.allgather(jnp.int32(rank)), named)
         assert float(everybody.allreduce(jnp.ones(()))) == size
 
-    on_all(big_world, body)
+    on_all(world, body)
 
 
 def test_groups_that_are_none_are_refused(world):
