@@ -13,8 +13,8 @@ from jdistgrad.autograd.operations import Packed, Started
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.pulls import Pull
 from jdistgrad.autograd.routes import Made, Route, Source, Visit
-from jdistgrad.rpc.codec import Frozen
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.frozen import Frozen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from jdistgrad.autograd.layout import Layout, is_array, split
 from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
 from jdistgrad.autograd.results import changed_structure
-from jdistgrad.rpc.codec import Frozen
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references import delivered
 from jdistgrad.rpc.telling import task_served

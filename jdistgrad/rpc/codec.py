@@ -1,12 +1,10 @@
 """How values travel between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
 
-import functools
 import io
 import pickle
-import threading
 import types
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cloudpickle
 import jax
@@ -14,108 +12,13 @@ import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import functions
-from jdistgrad.rpc.claims import Claim, ClaimTable
-from jdistgrad.rpc.weights import Weight
+from jdistgrad.rpc.frozen import Frozen, thawed
+from jdistgrad.rpc.shipments import Shipment, decoding, encoding
 from jdistgrad.wire import arrays
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
-T = TypeVar("T")
-
 JITTED = type(jax.jit(lambda: None))
-
-_encoding = threading.local()  # the shipment of the value that this thread is encoding
-_decoding = threading.local()  # the references that came with the value that this thread is decoding
-
-
-class Shipment:
-    """The references in one message: what each of them gives away travels beside the pickle stream.
-
-    A receiver takes it over before it decodes anything, so that nothing is lost of what it cannot decode, or never
-    asks for.
-    """
-
-    def __init__(self) -> None:
-        self.given: list[tuple[Claim, Weight]] = []
-
-    def add(self, claim: Claim) -> int:
-        self.given.append((claim, claim.split()))
-        return len(self.given) - 1
-
-    def take_back(self) -> None:
-        for claim, weight in self.given:
-            claim.add(weight)
-
-    def attachment(self) -> bytes:
-        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
-
-
-def ship(claim: Claim) -> int:
-    """Called while a value is being encoded: give a share of a reference away. Its number in the shipment.
-
-    Raises EncodingError outside an encoding: a reference has no meaning in an ordinary pickle.
-    """
-    shipment = getattr(_encoding, "shipment", None)
-    if shipment is None:
-        raise EncodingError(
-            "a remote reference can only travel inside a call of jdistgrad: pickled by itself nobody would know of "
-            "the copy. Send it as an argument or a result, or save rref.to_here() instead."
-        )
-    return shipment.add(claim)
-
-
-def arrived(number: int) -> Claim:
-    """Called while a value is being decoded: the claim that came as this number of its shipment."""
-    return _decoding.claims[number]
-
-
-class encoding:  # noqa: N801 used like a function
-    """A block in which references that this thread pickles join a shipment; None: they are refused."""
-
-    __slots__ = ("_outer", "_shipment")
-
-    def __init__(self, shipment: Shipment | None):
-        self._shipment = shipment
-
-    def __enter__(self) -> None:
-        self._outer = getattr(_encoding, "shipment", None)
-        _encoding.shipment = self._shipment
-
-    def __exit__(self, *error: object) -> None:
-        _encoding.shipment = self._outer
-
-
-class Frozen(Generic[T]):
-    """A value that is sent often and never changes, without references: encoded once, and decoded once."""
-
-    def __init__(self, value: T):
-        self.value = value
-        self._streams: dict[type, bytes] = {}
-
-    def stream(self, pickler: Any) -> bytes:
-        """Its encoding by picklers of this one's kind, which is told of a function that cannot be encoded."""
-        kind = type(pickler)
-        if kind not in self._streams:
-            stream = io.BytesIO()
-            inner = kind(stream, protocol=5)
-            try:
-                with encoding(None):
-                    inner.dump(self.value)
-            except BaseException:
-                pickler.last_function = inner.last_function
-                raise
-            self._streams[kind] = stream.getvalue()
-        return self._streams[kind]
-
-
-def thawed(stream: bytes) -> Frozen:
-    """What arrived, decoded if it has not been seen before."""
-    return _thawed(stream, functions.registrations())
-
-
-@functools.lru_cache(maxsize=4096)
-def _thawed(stream: bytes, registrations: int) -> Frozen:
-    return Frozen(pickle.loads(stream))
 
 
 class _Reducing:
@@ -217,9 +120,9 @@ class Codec:
         return ""
 
     def decode(self, parcel: Parcel) -> Any:
-        outer, _decoding.claims = getattr(_decoding, "claims", None), parcel.attached
         try:
-            return pickle.loads(parcel.stream, buffers=parcel.buffers)
+            with decoding(parcel.attached):
+                return pickle.loads(parcel.stream, buffers=parcel.buffers)
         except DistgradError:
             raise
         except (AttributeError, ImportError) as error:
@@ -229,8 +132,6 @@ class Codec:
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {type(error).__name__}: {error}") from error
-        finally:
-            _decoding.claims = outer
 
 
 def hides_traced(value: Any) -> bool:
@@ -243,14 +144,6 @@ def hides_traced(value: Any) -> bool:
     except Exception:  # what cannot be pickled is not looked into
         return False
     return False
-
-
-def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
-    """Take over the references of a message that has arrived."""
-    if not parcel.attached:
-        return []
-    arrivals = pickle.loads(parcel.attached)
-    return [table.add(identifier, owner, Weight(units, scale)) for identifier, owner, units, scale in arrivals]
 
 
 def _steady(buffer: memoryview) -> memoryview:

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from jdistgrad.errors import RemoteError
-from jdistgrad.rpc.codec import encoding
+from jdistgrad.rpc.shipments import encoding
 
 
 @dataclasses.dataclass(slots=True)

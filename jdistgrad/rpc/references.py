@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import NotOwnerError, StaleReferenceError
-from jdistgrad.rpc import codec, tracing, trees
+from jdistgrad.rpc import shipments, tracing, trees
 from jdistgrad.rpc.claims import Claim, Key, Missing, StandIn
 from jdistgrad.rpc.current import current_worker, find_worker
 from jdistgrad.rpc.directory import WorkerInfo
@@ -164,7 +164,7 @@ class RRef(Generic[T]):
         self._worker("sending")
         if isinstance(self._claim, StandIn):
             return RRef._of, (self._claim,)
-        return _arrived, (codec.ship(self._claim),)
+        return _arrived, (shipments.ship(self._claim),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,7 +216,7 @@ trees.WHOLE.add(RRef)
 
 
 def _arrived(number: int) -> RRef:
-    return RRef._of(codec.arrived(number))
+    return RRef._of(shipments.arrived(number))
 
 
 class ByReference:

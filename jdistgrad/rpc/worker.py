@@ -15,7 +15,6 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import Caller, Target
 from jdistgrad.rpc.claims import Claim, ClaimTable, Key
 from jdistgrad.rpc.closing import Closing
-from jdistgrad.rpc.codec import claims_of
 from jdistgrad.rpc.deadlines import Pending
 from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.futures import CallFuture
@@ -23,6 +22,7 @@ from jdistgrad.rpc.liveness import Liveness
 from jdistgrad.rpc.owner import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving import Served, creation_of, release_scope, value_of
+from jdistgrad.rpc.shipments import claims_of
 from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
 from jdistgrad.rpc.weights import NOTHING, WHOLE

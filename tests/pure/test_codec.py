@@ -5,7 +5,8 @@ import pytest
 
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc import functions
-from jdistgrad.rpc.codec import Codec, Frozen
+from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.frozen import Frozen
 
 LARGE = 100_000
 
