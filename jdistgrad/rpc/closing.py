@@ -83,8 +83,8 @@ class Closing:
         worker = self._worker
         if worker.failure is not None:
             raise worker.failure
-        if worker.lost:
-            raise errors.WorkerLostError(f"shutdown of {worker.info}: " + "; ".join(worker.lost.values()))
+        if worker.peers.lost:
+            raise errors.WorkerLostError(f"shutdown of {worker.info}: " + "; ".join(worker.peers.lost.values()))
         if time.monotonic() >= deadline:
             raise self._too_late(timeout)
 
@@ -111,7 +111,7 @@ class Closing:
             self._told_to_close.set()
         elif message.kind is Kind.CLOSE:  # it gave up waiting just as the others found everything quiet
             for peer in set(range(self._worker.size)) - {self._worker.rank}:
-                self._worker.lose(peer, "the world was shut down without waiting for this worker any longer")
+                self._worker.peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
     def _report(self) -> Report:
         self._worker.flush_drops()

@@ -38,5 +38,5 @@ def _check_end() -> None:
         return
     if not _latest.closed:
         abort_job(f"{_latest.info} ended without calling jdistgrad.shutdown()")
-    if _latest.hung is not None:
-        abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.hung} for ever")
+    if _latest.peers.hung is not None:
+        abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")

@@ -4,22 +4,20 @@ import collections
 import concurrent.futures
 import functools
 import logging
-import time
 from typing import Any
 
 import jax
 
 from jdistgrad import errors
-from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import Caller, Target
 from jdistgrad.rpc.claims import Claim, ClaimTable, Key
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.deadlines import Pending
-from jdistgrad.rpc.directory import Directory, WorkerInfo
+from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.liveness import Liveness
 from jdistgrad.rpc.owner import Owned, OwnerTable
+from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving import Served, creation_of, release_scope, value_of
 from jdistgrad.rpc.shipments import claims_of
@@ -64,11 +62,9 @@ class Worker:
         self.owned, self.claims = OwnerTable(), ClaimTable(self)
         self.scopes, self.messages = ScopeTable(rank), IdSource(rank)
         self.slots, self._abandoned = current.Slots(), collections.deque[int]()
-        self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
+        self.peers = Peers(self)
         self.closing = Closing(self)
         self.failure: BaseException | None = None
-        self.lost: dict[int, str] = {}
-        self.hung: WorkerInfo | None = None
         self.closed = False
 
     # Calls and references.
@@ -142,7 +138,7 @@ class Worker:
         if scope is None:
             return
         peers, contents = scope.close()
-        for peer in peers - {self.rank, *self.lost}:
+        for peer in peers - {self.rank, *self.peers.lost}:
             try:
                 self.cast(peer, release_scope, (identifier,))
             except (errors.WorkerLostError, errors.WorldClosedError):
@@ -155,8 +151,7 @@ class Worker:
             raise self.failure
         if self.closed:
             raise errors.NotInitializedError(f"{call}: this world has been shut down. Call jdistgrad.init() again.")
-        if call.peer.rank in self.lost:
-            raise errors.WorkerLostError(f"{call}: {self.lost[call.peer.rank]}", worker=call.peer)
+        self.peers.check(call)
 
     # Messages out and in.
 
@@ -174,7 +169,7 @@ class Worker:
         kind, body = message.kind, message.body
         if isinstance(body, Parcel):
             message.body = self._take_over(body)
-        self.liveness.heard(message.source, time.monotonic())
+        self.peers.heard(message.source)
         if kind is Kind.CALL or kind is Kind.REMOTE or kind is Kind.CAST:
             self.traffic.serving()
             value = self.owned.announce(message.id).value if kind is Kind.REMOTE else None
@@ -189,7 +184,7 @@ class Worker:
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
-            self.lose(message.source, self.open(message))
+            self.peers.lose(message.source, self.open(message))
         else:
             self.closing.handle(message)
         if kind in WORK:
@@ -226,13 +221,7 @@ class Worker:
     def tick(self, now: float) -> None:
         self.flush_drops()
         self.calls.expire(now)
-        awaited = (self.calls.awaited() | self.closing.awaited()) - {self.rank}
-        ask, lost = self.liveness.look(awaited, now)
-        for peer in ask:
-            self.post(peer, Message(Kind.PING, self.rank, 0))
-        for peer in lost:
-            self.hung = self.hung or self.directory.workers[peer]
-            self.lose(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
+        self.peers.look(self.calls.awaited() | self.closing.awaited(), now)
 
     def flush_drops(self) -> None:
         """Close abandoned scopes, and send dropped weights home."""
@@ -245,21 +234,6 @@ class Worker:
                 log.debug("%s: the owner of %d dropped references has gone", self.info, len(dropped))
 
     # The end.
-
-    def lose(self, peer: int, reason: str) -> None:
-        """Give a peer up: calls to it fail now and later."""
-        worker = self.directory.workers[peer]
-        why = self.lost.setdefault(peer, f"{worker} is lost: {reason}")
-        self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=worker), peer)
-
-    def leave(self, why: str) -> None:
-        """Tell everybody else that this worker goes."""
-        for peer in range(self.size):
-            if peer != self.rank and peer not in self.lost:
-                try:
-                    self.post(peer, Message(Kind.LEAVE, self.rank, 0, why))
-                except errors.WorkerLostError:
-                    log.debug("%s: rank %d has gone before", self.info, peer)
 
     def fail(self, error: BaseException) -> None:
         """The world is broken: everything that waits in it ends with this error."""

@@ -95,11 +95,11 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         if graceful:
             worker.closing.run(float("inf") if timeout is None else checked_timeout(timeout))
         else:
-            worker.leave("it left with shutdown(graceful=False)")
+            worker.peers.leave("it left with shutdown(graceful=False)")
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
-        worker.leave(f"its shutdown failed: {error}")
+        worker.peers.leave(f"its shutdown failed: {error}")
         _close(worker, graceful=False)
         raise
     found = leftovers(worker)
