@@ -1,0 +1,29 @@
+"""What the tests of gradients differentiate: functions for a worker to run, and random arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def layer(params, x, *, scale=1.0):
+    h = jnp.tanh(x @ params["w"] + params["b"])
+    return {"h": h * scale, "pair": (jnp.sum(h**2), h[0] * 3)}
+
+
+fast_layer = jax.jit(layer)
+
+
+def parameters(n, m, seed=0):
+    chance = np.random.default_rng(seed)
+    return {"w": jnp.float32(chance.normal(size=(n, m))), "b": jnp.float32(chance.normal(size=m))}
+
+
+def vector(n, seed=1):
+    return jnp.float32(np.random.default_rng(seed).normal(size=n))
+
+
+def product(x, y):
+    return jnp.sin(x) * y
+
+
+fast_product = jax.jit(product)

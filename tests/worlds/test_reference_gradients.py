@@ -1,0 +1,132 @@
+"""Gradients by values that references stand for: they stay with their owners, and pass from one to the next."""
+
+import jax
+import jax.numpy as jnp
+from oracles import rank, same, serial, sum_squares, sync
+from programs import fast_layer, layer, parameters, product, vector
+
+import jdistgrad as jd
+
+
+def test_gradients_of_references_stay_with_their_owners(big_world):
+    """Whether the callee owns the parameters or a third worker does."""
+
+    def body():
+        x = vector((2, 3))
+        for owner in range(jd.world_size()):
+            rref = jd.remote(owner, parameters, args=(3, 2))
+            serially = jax.value_and_grad(lambda p: sum_squares(layer(p, x)))(rref.to_here())
+            for callee in range(jd.world_size()):
+                function = (layer, fast_layer)[(owner + callee) % 2]
+                loss = lambda p: sum_squares(jd.rpc_sync(callee, function, args=(p, x)))  # noqa: B023, E731
+                value, gradient = jd.value_and_grad(loss)(rref)
+                assert gradient.owner.rank == owner
+                same((value, gradient.to_here()), serially)
+                del gradient
+
+    big_world.drive(body)
+
+
+def test_a_reference_used_here_and_there(big_world):
+    """Fetched, passed to two workers, and used in a call nobody needs."""
+
+    def program(call, p, x):
+        call(0, layer, p, x)
+        return sum_squares(call(1, fast_layer, p, x)) * sum_squares(call(2, layer, p, x * 2))
+
+    def body():
+        x = vector((2, 3))
+        rref = jd.remote(rank(1), parameters, args=(3, 2))
+        loss = lambda p, x: program(sync, p, x) + rref_sum(p)  # noqa: E731
+        value, (of_p, of_x) = jd.value_and_grad(loss, argnums=(0, 1))(rref, x)
+        expected = jax.value_and_grad(lambda p, x: program(serial, p, x) + sum_squares(p), argnums=(0, 1))
+        same((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
+
+    big_world.drive(body)
+
+
+def rref_sum(rref):
+    return sum_squares(rref.to_here())
+
+
+def test_references_in_a_pytree_of_arguments(big_world):
+    def body():
+        refs = {"a": [jd.remote(rank(k), parameters, args=(3, k + 1)) for k in range(3)]}
+        x = vector((2, 3))
+
+        def loss(call):
+            return lambda refs: sum(sum_squares(call(k + 1, layer, p, x)) for k, p in enumerate(refs["a"]))
+
+        value, gradients = jd.value_and_grad(loss(sync))(refs)
+        values = {"a": [rref.to_here() for rref in refs["a"]]}
+        same((value, {"a": [one.to_here() for one in gradients["a"]]}), jax.value_and_grad(loss(serial))(values))
+
+    big_world.drive(body)
+
+
+def test_hessian_through_a_reference_nobody_differentiates(big_world):
+    def body():
+        rref, x = jd.remote(rank(2), parameters, args=(3, 2)), vector(3)
+        loss = lambda p, call: lambda x: sum_squares(call(1, layer, p, x[None]))  # noqa: E731
+        with jd.context():
+            found = jax.jacrev(jax.grad(loss(rref, sync)))(x)
+        same(found, jax.jacrev(jax.grad(loss(rref.to_here(), serial)))(x), rtol=1e-4, atol=1e-4)
+
+    big_world.drive(body)
+
+
+def test_a_reference_in_compiled_code(big_world):
+    def body():
+        rref, x = jd.remote(rank(1), parameters, args=(3, 2)), vector((2, 3))
+        loss = lambda p, x: sum_squares(jd.rpc_sync(rank(2), fast_layer, args=(p, x)))  # noqa: E731
+        with jd.context():
+            value, (of_p, of_x) = jax.jit(jd.value_and_grad(loss, argnums=(0, 1)))(rref, x)
+            found = value, (of_p.to_here(), of_x)
+        both = jax.value_and_grad(lambda p, x: sum_squares(layer(p, x)), argnums=(0, 1))
+        same(found, both(rref.to_here(), x))
+
+    big_world.drive(body)
+
+
+def own_and_fetch(x):
+    rref = jd.RRef({"x": x * 2, "n": 3})
+    return jd.rpc_sync(rank(1), doubled, args=(rref,)) * rref.local_value()["x"]
+
+
+def doubled(tree):
+    return tree["x"] * tree["n"]
+
+
+def test_a_traced_value_given_to_a_reference(big_world):
+    def body():
+        with jd.context():
+            found = jax.jacrev(own_and_fetch)(vector(3))
+            second = jax.jacrev(jax.jacrev(own_and_fetch))(vector(3))
+        serially = lambda x: 6 * x * 2 * x  # noqa: E731
+        same(found, jax.jacrev(serially)(vector(3)))
+        same(second, jax.jacrev(jax.jacrev(serially))(vector(3)))
+
+    big_world.drive(body)
+
+
+def test_a_chain_of_references(big_world):
+    """A reference made of a reference made of one: gradients pass from owner to owner."""
+
+    def loss(remote, x):
+        value = x
+        for k in range(5):
+            value = remote(k, value, x)
+        return value
+
+    def body():
+        def remotely(k, value, x):
+            return jd.remote(rank(k), product, args=(value, x))
+
+        with jd.context():
+            found = jax.jacrev(lambda x: loss(remotely, x).to_here())(vector(3))
+            second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: loss(remotely, x).to_here()[1])(x)))(vector(3))
+        serially = lambda x: loss(lambda k, value, x: product(value, x), x)  # noqa: E731
+        same(found, jax.jacrev(serially)(vector(3)))
+        same(second, jax.grad(lambda x: jnp.sum(jax.grad(lambda x: serially(x)[1])(x)))(vector(3)))
+
+    big_world.drive(body)
