@@ -1,0 +1,68 @@
+"""Errors of a staged step name the function, the worker and the line of the call."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from staged_functions import X, close
+from workers import last
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def test_a_failure_in_a_row_names_the_function_that_failed(world):
+    def program(x):
+        x = jd.rpc_sync(last(), jnp.sin, args=(x,))
+        return jd.rpc_sync(last(), sometimes, args=(jd.rpc_sync(last(), jnp.cos, args=(x,)),)).sum()
+
+    def body():
+        jd.rpc_sync(last(), forget_runs)
+        step = jd.jit(program)
+        step(X)
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            step(X)
+        notes = "\n".join(caught.value.__notes__)
+        assert f"in {sometimes.__module__}.sometimes, called by" in notes
+        close(step(X), jnp.cos(jnp.sin(X)).sum())
+
+    world.drive(body)
+
+
+def test_errors_say_where_the_call_stands(world):
+    def body():
+        jd.rpc_sync(last(), forget_runs)
+        step = jd.jit(lambda x: jd.rpc_sync(last(), sometimes, args=(x,)))
+        step(X)
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            step(X)
+        notes = "\n".join(caught.value.__notes__)
+        assert "test_staged_errors.py" in notes
+        assert "test_errors_say_where_the_call_stands" in notes
+        close(step(X), X)
+
+    world.drive(body)
+
+
+runs = []
+
+
+def forget_runs():
+    runs.clear()
+
+
+def sometimes(x):
+    """Fails at every second call with data."""
+    if not isinstance(x, jax.core.Tracer):
+        runs.append(x)
+        if len(runs) % 2 == 0:
+            raise ValueError("no such luck")
+    return x
+
+
+def test_arguments_must_be_arrays(world):
+    def body():
+        with pytest.raises(TypeError, match="str: 'text'"):
+            jd.jit(lambda x: x)("text")
+
+    world.drive(body)
