@@ -1,0 +1,78 @@
+"""What can be called, and handed over to be called."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from workers import apply
+
+import jdistgrad as jd
+
+FUNCTIONS = [jnp.sin, jax.nn.relu, np.tanh, operator.neg, abs]
+
+
+def test_functions_as_arguments(world):
+    def body():
+        for function in FUNCTIONS:
+            expected = function(jnp.float32(0.5))
+            assert jd.rpc_sync(jd.world_size() - 1, apply, args=(function, jnp.float32(0.5))) == expected
+
+    world.drive(body)
+
+
+class Counter:
+    def __init__(self, start):
+        self.start = start
+
+    def plus(self, x):
+        return self.start + x
+
+    @classmethod
+    def make(cls, start):
+        return cls(start).start
+
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+    def __call__(self, x):
+        return -self.start - x
+
+
+CALLABLES = [
+    (jnp.add, (1, 2), 3),
+    (operator.add, (1, 2), 3),
+    (Counter(10).plus, (5,), 15),
+    (Counter.make, (4,), 4),
+    (Counter.twice, (4,), 8),
+    (Counter(1), (5,), -6),
+    (functools.partial(operator.sub, 10), (3,), 7),
+    (jax.jit(jnp.add), (1, 2), 3),
+]
+
+
+@jax.jit
+def jitted(x):
+    return x + 1
+
+
+@jax.custom_vjp
+def custom(x):
+    return 2 * x
+
+
+custom.defvjp(lambda x: (custom(x), None), lambda _, y: (2 * y,))
+
+
+def test_callables_of_every_kind(world):
+    def body():
+        last = jd.world_size() - 1
+        for function, args, expected in CALLABLES[:-1]:
+            assert jd.rpc_sync(last, function, args=args) == expected
+        assert jd.rpc_sync(last, Counter, args=(3,)).start == 3
+        assert jd.rpc_sync(last, jitted, args=(1,)) == 2
+        assert jd.rpc_sync(last, custom, args=(1.5,)) == 3
+
+    world.drive(body)
