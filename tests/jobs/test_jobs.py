@@ -4,6 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.one_process
 
+
 SECONDS = 20  # starting Python and JAX on a loaded machine included
 
 
@@ -116,71 +117,6 @@ def test_a_rank_that_raises_before_init_ends_the_job(mpi_job):
     assert job.seconds < SECONDS
 
 
-def test_importing_does_not_start_mpi(mpi_job):
-    mpi_job(
-        1,
-        """
-        import sys
-        import jdistgrad, jdistgrad.cli
-        assert "mpi4py.MPI" not in sys.modules
-        print("not started", flush=True)
-        """,
-    ).expect("not started")
-
-
-def test_interrupts_under_traffic_lose_nothing(mpi_job):
-    """Ctrl-C again and again while the main thread itself looks for messages: each ends one wait, and nothing else."""
-    mpi_job(
-        2,
-        """
-        import operator, os, signal, threading, time
-        import jdistgrad as jd
-        me = jd.init()
-        if me.rank == 0:
-            stop = threading.Event()
-
-            def press():
-                while not stop.wait(0.002):
-                    os.kill(os.getpid(), signal.SIGINT)
-
-            interrupted = 0
-            presser = threading.Thread(target=press)
-            deadline = time.monotonic() + 3
-            while True:
-                try:
-                    if time.monotonic() > deadline:
-                        stop.set()
-                        presser.join()
-                        break
-                    if not presser.is_alive():
-                        presser.start()
-                    assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
-                except KeyboardInterrupt:
-                    interrupted += 1
-            print("interrupted often:", interrupted > 100, flush=True)
-        jd.shutdown(timeout=20)
-        print("quiet", flush=True)
-        """,
-    ).expect("interrupted often: True", "quiet")
-
-
-def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
-    mpi_job(
-        2,
-        """
-        import math, time
-        import jdistgrad as jd
-        me = jd.init()
-        if me.rank == 0:
-            jd.rpc_sync(1, time.sleep, args=(3,), timeout=math.inf)
-            print("answered", flush=True)
-        jd.shutdown()
-        """,
-        JDISTGRAD_HEARTBEAT="0.2",
-        JDISTGRAD_SILENCE="1",
-    ).expect("answered")
-
-
 def test_a_rank_that_never_joins_is_named(mpi_job):
     job = mpi_job(
         3,
@@ -210,76 +146,3 @@ def test_duplicate_names_are_refused_on_every_rank(mpi_job):
     )
     job.expect("refused: init: ranks 0 and 1 both want the name 'ps'")
     assert job.output.count("refused:") == 3
-
-
-def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
-    """Foreign bytes, and frames cut short: a call among them fails with an error, the world goes on."""
-    job = mpi_job(
-        2,
-        """
-        import operator
-        import jdistgrad as jd
-        from jdistgrad.rpc.current import current_worker
-        from jdistgrad.wire import frames
-        me = jd.init()
-        if me.rank == 0:
-            worker = current_worker()
-            comm, encode = worker.transport._comm, worker.transport._codec.encode
-            comm.Send(b"not a message at all, but bytes", 1, 0)
-            comm.Send(b"", 1, 0)
-
-            def send(self, peer, message, **options):  # cuts the frame of the next call short, or garbles it
-                frame, _ = frames.pack(message.kind, message.id, 1, encode(message.body, snapshot=True))
-                comm.Send(spoil(frame), peer, 0)
-
-            genuine = type(worker.transport).send
-            for spoil in (lambda frame: frame[:-16], lambda frame: frame[:40] + b"?" * (len(frame) - 40)):
-                type(worker.transport).send = send
-                future = jd.rpc_async(1, operator.add, args=(1, 2))
-                type(worker.transport).send = genuine
-                print("call failed:", repr(future.exception(5)), flush=True)
-            assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
-            print("still works", flush=True)
-        jd.shutdown()
-        """,
-    )
-    job.expect("bytes that are no message arrived", "call failed: WireError('a message was cut short", "still works")
-    job.expect("a message could not be rebuilt: UnpicklingError")
-
-
-def test_mpi_initialised_by_the_program_before_or_after(mpi_job):
-    mpi_job(
-        2,
-        """
-        import operator
-        from mpi4py import MPI
-        import jdistgrad as jd
-        total = MPI.COMM_WORLD.allreduce(1)
-        me = jd.init()
-        assert jd.rpc_sync(1 - me.rank, operator.add, args=(total, 1)) == 3
-        MPI.COMM_WORLD.Barrier()
-        jd.shutdown()
-        assert MPI.COMM_WORLD.allreduce(2) == 4
-        print("done", flush=True)
-        """,
-    ).expect("done")
-
-
-def test_interrupting_a_wait_under_mpi(mpi_job):
-    mpi_job(
-        2,
-        """
-        import operator, os, signal, threading, time
-        import jdistgrad as jd
-        me = jd.init()
-        if me.rank == 0:
-            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
-            try:
-                jd.rpc_sync(1, time.sleep, args=(1.5,))
-            except KeyboardInterrupt:
-                print("interrupted", flush=True)
-            assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
-            print("usable", flush=True)
-        jd.shutdown()
-        """,
-    ).expect("interrupted", "usable")
