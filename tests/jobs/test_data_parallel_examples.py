@@ -1,9 +1,6 @@
 """The data-parallel examples, as threads, as jobs and on a mesh: they learn, and the result is the serial one."""
 
-import importlib
-import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -12,30 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from running import EXAMPLES, as_job, as_program, example as example
 
 import jdistgrad as jd
 
 pytestmark = pytest.mark.one_process
-
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
-def output_of(command):
-    done = subprocess.run(
-        [sys.executable, *command], text=True, timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def as_job(n, name):
-    return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
 
 
 @pytest.fixture
@@ -73,7 +51,7 @@ def test_they_are_programs():
     )
     assert last < 0.5 < 2 < first
     assert right > 85
-    assert "8 devices: loss 2." in output_of([str(EXAMPLES / "data_parallel_mesh.py")])
+    assert "8 devices: loss 2." in as_program("data_parallel_mesh.py")
     assert "the serial ones: True" in as_job(4, "uneven_inputs.py")
     assert "embedding on worker2, 2 trainers; loss 0.693 -> 0.2" in as_job(3, "remote_embedding.py")
 

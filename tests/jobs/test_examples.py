@@ -1,10 +1,6 @@
 """The examples, as threads and as jobs: they run, and what they find is right."""
 
-import importlib
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from running import as_job, as_program, example as example
 
 import jdistgrad as jd
 
 pytestmark = pytest.mark.one_process
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SIZES = [1, 3]
-
-
-@pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
-def output_of(command):
-    done = subprocess.run(
-        [sys.executable, *command], text=True, timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def as_threads(name):
-    return output_of([str(EXAMPLES / name)])
-
-
-def as_job(n, name):
-    return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -60,7 +34,7 @@ def test_the_notes_second_example_trains_as_one_process_would(example, n):
         assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("run", [as_threads, lambda name: as_job(2, name)], ids=["threads", "job"])
+@pytest.mark.parametrize("run", [as_program, lambda name: as_job(2, name)], ids=["threads", "job"])
 def test_both_examples_of_the_note_are_programs(run):
     output = run("distributed_autograd.py")
     assert output.count("equal to the serial one: True") == 2
@@ -113,7 +87,7 @@ def serial_losses(training, encoders):
 
 @pytest.mark.parametrize(
     "run",
-    [as_threads, lambda name: as_job(1, name), lambda name: as_job(3, name)],
+    [as_program, lambda name: as_job(1, name), lambda name: as_job(3, name)],
     ids=["threads", "1-rank", "3-ranks"],
 )
 def test_the_demo_shows_the_loss_falling(run):

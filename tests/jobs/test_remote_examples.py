@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_examples import as_job, example as example
+from running import as_job, example as example
 
 import jdistgrad as jd
 
