@@ -76,7 +76,7 @@ class Call:
 
     def stop(self) -> CallStop:
         wanted = None if self.wanted is None else self._positions()
-        return CallStop(self.function, self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes))
+        return CallStop(self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes))
 
     def pack(self, operands: Sequence[Any]) -> Packed:
         items = self.arguments.items(operands)

@@ -1,5 +1,6 @@
 """What a step's operations are given that is known before it runs: numbers, and arrays of one number everywhere."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,13 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
         if equation.operation is None and all(_is_number(atom) for atom in inputs):
             _evaluate(equation, [atom.value for atom in inputs if isinstance(atom, Constant)], numbers, filled)
     small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if one.size <= SMALL}
-    for equation in equations:
-        if equation.operation is not None:
-            equation.inputs = [small.get(atom, atom) for atom in equation.inputs]
-            equation.fills = {atom: filled[atom] for atom in equation.variables() if atom in filled}
-    return list(equations)
+    return [_with_constants(one, small, filled) if one.operation is not None else one for one in equations]
+
+
+def _with_constants(equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Filled]) -> Equation:
+    inputs = [small.get(atom, atom) for atom in equation.inputs]
+    fills = {atom: filled[atom] for atom in inputs if isinstance(atom, int) and atom in filled}
+    return dataclasses.replace(equation, inputs=inputs, fills=fills)
 
 
 def _is_number(atom: Atom) -> bool:

@@ -4,14 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.filled import Filled
 from jdistgrad.autograd.operations import Packed, Started
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.pulls import Pull
+from jdistgrad.autograd.results import as_jax
 from jdistgrad.autograd.routes import Made, Route, Source, Visit
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.frozen import Frozen
@@ -51,11 +49,12 @@ class Convoy:
         if self._route is None:
             self._route = Frozen(self._planned(packed, awaited))
         brought = [item for one in packed for item in one.items if not isinstance(item, Made | Filled)]
-        visit = Visit(self._route, [one.numbers for one in packed], next_place(), brought)
+        functions = [getattr(member.operation, "function", None) for member in self.members]
+        visit = Visit(self._route, functions, [one.numbers for one in packed], next_place(), brought)
         worker = current_worker()
         timeout = sum(member.operation.patience(worker.timeout) for member in self.members)
         future = worker.rpc_async(self.to, visit, (), {}, timeout)
-        return Started(future, _as_jax, wanted[: len(wanted) - len(awaited)])
+        return Started(future, as_jax, wanted[: len(wanted) - len(awaited)])
 
     def _planned(self, packed: Sequence[Packed], awaited: list[Made]) -> Route:
         count, sources = 0, []
@@ -64,7 +63,7 @@ class Convoy:
             for item in one.items:
                 sources[-1].append(item if isinstance(item, Made | Filled) else count)
                 count += not isinstance(item, Made | Filled)
-        return Route([member.operation.stop() for member in self.members], sources, awaited)
+        return Route.of([member.operation.stop() for member in self.members], sources, awaited)
 
 
 def _found(source: Source, operands: Sequence[Any], packed: Sequence[Packed]) -> Any:
@@ -75,7 +74,3 @@ def _found(source: Source, operands: Sequence[Any], packed: Sequence[Packed]) ->
         return source
     known = packed[source.turn].known
     return known[source.number] if source.number < len(known) else Made(source.turn, source.number - len(known))
-
-
-def _as_jax(arrays: list[Any]) -> list[Any]:
-    return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]

@@ -2,62 +2,78 @@
 
     y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
 
-f, g and both pullbacks need nothing from here once x is known, so they are asked for together, and what one of them
-hands to the next never travels. Pure functions from equations to equations.
+f, g (jitted functions) and both pullbacks need nothing from here once x is known. So they are asked for together, and what one
+of them hands to the next never travels. Pure functions from equations to equations.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import jaxprs_in_params
+
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.convoys import Convoy, Member
+from jdistgrad.autograd.derived import is_compiled
 from jdistgrad.autograd.equations import Answers, Atom, Equation, in_order
 from jdistgrad.autograd.layout import ReferenceHole
 from jdistgrad.autograd.pulls import Pull
 from jdistgrad.autograd.routes import Made, Source
 from jdistgrad.rpc import trees
 
+LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
+
 
 def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """The equations, with a convoy in the place of each row of operations that can go together."""
     answers, taken = Answers.needed(equations), set[int]()
+    travellers = _travellers(equations)
     convoys = []
-    for first, equation in enumerate(equations):
-        if first not in taken and _can_travel(equation):
-            members = _row(first, equations, answers)
+    for first in sorted(travellers):
+        if first not in taken:
+            members = _row(first, equations, answers, travellers)
             taken.update(members)
             convoys.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
     return in_order([*alone, *(_convoy(members, equations, outputs) for members in convoys)])
 
 
-def _can_travel(equation: Equation) -> bool:
-    """Plain calls, and pulls. What makes references runs at its own time, and so does what returns them."""
-    operation = equation.operation
-    call = operation.call if type(operation) is Pull else operation
-    if type(call) is not Call or call.results.known is None or (operation is call and call.lanes):
+def _travellers(equations: Sequence[Equation]) -> set[int]:
+    """The operations that can travel: calls that are plain, and pulls of calls of this step that are."""
+    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
+    tags = {equations[k].outputs[0] for k in calls}
+    return calls | {k for k, one in enumerate(equations) if isinstance(one.operation, Pull) and one.inputs[0] in tags}
+
+
+def _is_plain(call: Call) -> bool:
+    """Of a function that is pure by contract, on arguments of known types, without a time of its own.
+
+    Functions that run as written may wait for whatever they like: nobody shall wait with them. What makes or returns
+    references runs at its own time.
+    """
+    if not is_compiled(call.function) or call.timeout is not None or not call.arguments.is_plain:
         return False
-    return not any(isinstance(leaf, ReferenceHole) for leaf in trees.leaves(call.results.known[0].tree))
+    known = call.results.known
+    return known is not None and not any(isinstance(leaf, ReferenceHole) for leaf in trees.leaves(known[0].tree))
 
 
 def target(operation: Any) -> int:
     return operation.call.to if isinstance(operation, Pull) else operation.to
 
 
-def _row(first: int, equations: Sequence[Equation], answers: Answers) -> list[int]:
+def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers: set[int]) -> list[int]:
     """A row of operations of which each needs the one before, and nothing else that is not known when the first goes.
 
-    Nobody waits longer for a row than for its members: where some operation could start on what an early member
-    answers, the row ends with that member.
+    Nobody waits longer for a row than for its members: where an operation, or a computation that may take long, could
+    start on what an early member answers, the row ends with that member.
     """
     to, known = target(equations[first].operation), answers.before[first]
     row, made = [first], set(equations[first].outputs)
     for k in range(first + 1, len(equations)):
         equation = equations[k]
-        if equation.operation is None or not answers.before[k] >> row[-1] & 1:
+        if k not in travellers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
         given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
-        if _can_travel(equation) and target(equation.operation) == to and not answers.for_all(given) & ~known:
+        if not answers.for_all(given) & ~known:
             row.append(k)
             made.update(equation.outputs)
     while len(row) > 1 and (needed_early := _needed_early(row, equations, answers)) is not None:
@@ -66,13 +82,26 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers) -> list[in
 
 
 def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
-    """The first member whose answer some operation outside waits for, but not for the last one's."""
+    """The first member whose answer something outside waits for, but not for the last one's."""
     outside = [
         answers.before[k]
         for k, equation in enumerate(equations)
-        if equation.operation is not None and k not in row and not answers.before[k] >> row[-1] & 1
+        if k not in row and not answers.before[k] >> row[-1] & 1 and _takes_time(equation)
     ]
     return next((turn for turn, k in enumerate(row[:-1]) if any(mask >> k & 1 for mask in outside)), None)
+
+
+def _takes_time(equation: Equation) -> bool:
+    return equation.operation is not None or _may_be_long(equation.eqn)
+
+
+def _may_be_long(eqn: Any) -> bool:
+    """Whether an equation may be more than one pass over its arrays."""
+    inner = list(jaxprs_in_params(eqn.params))
+    name = eqn.primitive.name
+    if inner and not name.startswith(("scan", "while")):
+        return any(_may_be_long(one) for jaxpr in inner for one in jaxpr.eqns)
+    return bool(inner) or "callback" in name or name in LONG
 
 
 def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:

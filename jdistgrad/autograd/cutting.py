@@ -48,21 +48,24 @@ class Plan:
 def cut(closed: Any) -> Plan:
     """The plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
-    equations = needed(equations, outputs)
-    _mark_last_pulls(equations, outputs)
-    equations = needed(coupled(constants_known(equations), outputs), outputs)
+    equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
+    equations = needed(coupled(equations, outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size)
 
 
-def _mark_last_pulls(equations: Sequence[Equation], outputs: Sequence[Atom]) -> None:
+def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """What is pulled once in the whole step need not be kept after that."""
     users = collections.Counter(variable for equation in equations for variable in equation.variables())
     users.update(atom for atom in outputs if isinstance(atom, int))
     made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
-    for equation in equations:
+
+    def marked(equation: Equation) -> Equation:
         operation, tag = equation.operation, equation.inputs[0] if equation.inputs else None
-        if isinstance(operation, Pull) and tag in made and users[tag] == 1:
-            equation.operation = dataclasses.replace(operation, last=True)
+        if not isinstance(operation, Pull) or tag not in made or users[tag] != 1:
+            return equation
+        return dataclasses.replace(equation, operation=dataclasses.replace(operation, last=True))
+
+    return list(map(marked, equations))
 
 
 def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
@@ -89,13 +92,14 @@ def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
 
 
 def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
-    """What needs nothing is computed where it is used, if that is one piece."""
+    """What is one number everywhere is made where it is used, if that is one piece (whose key is a tuple)."""
     users: dict[int, set[Any]] = collections.defaultdict(set)
     for number in reversed(range(len(equations))):
         equation = equations[number]
-        found = set().union(*(users[output] for output in equation.outputs))
-        if not list(equation.variables()) and len(found) == 1 and isinstance(min(found), tuple):
-            keys[number] = found.pop()
+        if equation.operation is None and equation.eqn.primitive.name == "broadcast_in_dim":
+            found = users[equation.outputs[0]]
+            if not list(equation.variables()) and len(found) == 1 and isinstance(min(found), tuple):
+                (keys[number],) = found
         for variable in equation.variables():
             users[variable].add(keys[number])
 

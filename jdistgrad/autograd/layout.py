@@ -62,6 +62,11 @@ class Layout:
         """The tree with holes for everything that is sent anew each time: see ``items``."""
         return Layout(trees.map_leaves(lambda leaf: Hole() if _is_item(leaf) else leaf, self.tree), ())
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything but the items is of types that nobody changes or defines anew."""
+        return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
+
     def items(self, operands: Iterable[Any]) -> list[Any]:
         """What goes into the holes of ``emptied``: operands, references, arrays."""
         rest, found = iter(operands), []

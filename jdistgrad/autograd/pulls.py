@@ -36,7 +36,7 @@ class Pull:
     def start(self, operands: Sequence[Any]) -> Started:
         worker, packed = current_worker(), self.pack(operands)
         with within(self._scope(operands)):
-            pulled = self.stop().task(packed.numbers, next_place())
+            pulled = self.stop().task(None, packed.numbers, next_place())
             timeout = self.patience(worker.timeout)
             return Started(worker.rpc_async(self.call.to, pulled, (packed.items,), {}, timeout), list)
 

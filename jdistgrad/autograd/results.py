@@ -42,7 +42,7 @@ class Results:
             self.learn((layout, [shape_of(one) for one in arrays]))
         elif len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
-        return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]
+        return as_jax(arrays)
 
     def rebuild(self, arrays: Any) -> Any:
         """The result that has these arrays."""
@@ -52,6 +52,10 @@ class Results:
     def batched(self) -> "Results":
         """The same with a batch dimension."""
         return Results(self)
+
+
+def as_jax(arrays: list[Any]) -> list[Any]:
+    return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]
 
 
 def changed_structure(found: int, expected: int) -> DifferentiationError:

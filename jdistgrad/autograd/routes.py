@@ -3,7 +3,6 @@
 A route says everything that is the same each time a step runs. It is decoded once by those who get it often.
 """
 
-import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from jdistgrad.autograd.filled import Filled, made
 from jdistgrad.autograd.layout import Layout, is_array, split
 from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
-from jdistgrad.autograd.results import changed_structure
+from jdistgrad.autograd.results import as_jax, changed_structure
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.functions import describe
@@ -38,29 +37,23 @@ Source = int | Made | Filled  # a number: of what the message brings
 class CallStop:
     """Call a function; ``wanted``: record it, to be pulled back to these leaves of its arguments."""
 
-    function: Any
     arguments: Layout
     wanted: tuple[int, ...] | None
     lanes: tuple[Lane, ...]
     count: int  # arrays it returns
     served_as = events.SERVE
 
-    def task(self, numbers: Sequence[int], place: Place) -> Any:
-        if self.wanted is None:
-            return self.function
-        return Recorded(self.function, numbers[0], self.wanted, place, self.lanes)
+    def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
+        return function if self.wanted is None else Recorded(function, numbers[0], self.wanted, place, self.lanes)
 
     def run(self, task: Any, items: list[Any]) -> list[Any]:
         args, kwargs = self.arguments.fill(made(items))
         if self.wanted is None:
             args, kwargs = delivered(args, kwargs)
-        result = task(*args, **kwargs)
-        if isinstance(result, concurrent.futures.Future):
-            result = result.result()
-        _, arrays = split(result, is_array)
+        _, arrays = split(task(*args, **kwargs), is_array)
         if len(arrays) != self.count:
             raise changed_structure(len(arrays), self.count)
-        return arrays
+        return as_jax(arrays)
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +67,7 @@ class PullStop:
     maps: tuple[Map, ...]
     served_as = events.PULLBACK
 
-    def task(self, numbers: Sequence[int], place: Place) -> Pulled:
+    def task(self, function: None, numbers: Sequence[int], place: Place) -> Pulled:
         message, number = numbers
         return Pulled(self.what, message, number, self.wanted, self.live, self.last, self.maps, place)
 
@@ -84,58 +77,97 @@ class PullStop:
 
 @dataclasses.dataclass(eq=False)
 class Route:
-    """Stops, where the items of each come from, and which arrays go back."""
+    """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
+
+    ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it.
+    """
 
     stops: list[CallStop | PullStop]
     sources: list[list[Source]]
     wanted: list[Made]
+    needed: frozenset[Made]
+    forgotten: list[list[int | Made]]
+
+    @classmethod
+    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Route":
+        last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Filled)}
+        forgotten: list[list[int | Made]] = [[] for _ in stops]
+        for one, turn in last.items():
+            if one not in wanted:
+                forgotten[turn].append(one)
+        needed = frozenset(one for one in (*last, *wanted) if isinstance(one, Made))
+        return cls(stops, sources, wanted, needed, forgotten)
 
 
 class Visit:
-    """One run of a route. ``numbers``: of messages and contributions, for each stop; ``items``: what it brings."""
+    """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
+    it brings."""
 
     takes_references = True
 
-    def __init__(self, route: Frozen[Route], numbers: list[tuple[int, ...]], place: Place, items: list[Any]):
-        self._route, self._numbers, self._place, self._items = route, numbers, place, items
-        self._running: Any = None
+    def __init__(
+        self,
+        route: Frozen[Route],
+        functions: list[Any],
+        numbers: list[tuple[int, ...]],
+        place: Place,
+        items: list[Any],
+    ):
+        self._route, self._functions, self._numbers = route, functions, numbers
+        self._place, self._items = place, items
+        self._running: int | None = None
 
     def __reduce__(self) -> Any:
-        return Visit, (self._route, self._numbers, self._place, self._items)
+        return Visit, (self._route, self._functions, self._numbers, self._place, self._items)
 
     @property
     def label(self) -> str:
         """What runs now; else all of it."""
-        if self._running is not None:
-            return describe(self._running)
-        names = [describe(stop.task(numbers, ())) for stop, numbers in zip(self._stops, self._numbers, strict=True)]
+        running = self._running
+        if running is not None:
+            return describe(self._task(running))
+        names = [describe(self._task(turn)) for turn in range(len(self._functions))]
         return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
     @property
     def served_as(self) -> str:
-        return self._stops[0].served_as if len(self._stops) == 1 else events.SERVE
+        return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
 
     @property
     def message(self) -> int | None:
         """The id by which its context knows it, if it is one thing."""
         return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
 
-    @property
-    def _stops(self) -> list[CallStop | PullStop]:
-        return self._route.value.stops
-
     def __call__(self) -> list[Any]:
-        route, before = self._route.value, list[list[Any]]()
-        for turn, (stop, sources) in enumerate(zip(route.stops, route.sources, strict=True)):
-            since = time.monotonic()
-            self._running = task = stop.task(self._numbers[turn], (*self._place, turn))
-            before.append(stop.run(task, [self._item(source, before) for source in sources]))
-            if len(route.stops) > 1:
-                task_served(task, current_worker().info, since)
+        route, before = self._route.value, dict[Made, Any]()
+        for turn in range(len(route.stops)):
+            self._running = turn
+            for number, array in enumerate(self._stop(turn, before)):
+                if Made(turn, number) in route.needed:
+                    before[Made(turn, number)] = array
+            for one in route.forgotten[turn]:
+                if isinstance(one, Made):
+                    del before[one]
+                else:
+                    self._items[one] = None
         self._running = None
-        return [before[one.turn][one.number] for one in route.wanted]
+        return [before[one] for one in route.wanted]
 
-    def _item(self, source: Source, before: list[list[Any]]) -> Any:
+    def _stop(self, turn: int, before: dict[Made, Any]) -> list[Any]:
+        task, since, failed = self._task(turn), time.monotonic(), True
+        try:
+            items = [self._item(source, before) for source in self._route.value.sources[turn]]
+            arrays = self._route.value.stops[turn].run(task, items)
+            failed = False
+            return arrays
+        finally:
+            if len(self._functions) > 1:
+                task_served(task, current_worker().info, since, failed=failed)
+
+    def _task(self, turn: int) -> Any:
+        return self._route.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
+
+    def _item(self, source: Source, before: dict[Made, Any]) -> Any:
         if isinstance(source, int):
             return self._items[source]
-        return before[source.turn][source.number] if isinstance(source, Made) else source
+        return before[source] if isinstance(source, Made) else source

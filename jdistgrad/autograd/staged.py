@@ -34,9 +34,10 @@ def jit(fun: Callable[..., Any]) -> "StagedFunction":
     The function is traced once for each structure and shape of its arguments and cut at the wire. Calls whose inputs
     are ready go out together, local pieces (each compiled by ``jax.jit``) run while messages are under way, and errors
     and Ctrl-C arrive as ordinary exceptions. Nothing waits for more than it needs: a reference is passed on before its
-    value has been made. Operations on one worker that follow each other with nothing between (a call of the result of a
-    call; a pullback whose cotangent is known) are asked for in one message, and what one hands to the next never
-    travels. Like ``jax.jit`` it may drop calls whose results nobody uses.
+    value has been made, and a pullback asked for before its call has been answered, where the cotangent is known. Calls
+    of jitted functions on one worker that follow each other with nothing between, and pullbacks of them, are asked for
+    in one message, which has the time of all of them; what one hands to the next never travels. Like ``jax.jit`` it may
+    drop calls whose results nobody uses.
 
     Inside ``scan``, ``while_loop`` and ``cond`` a remote call is a host callback, as in ``jax.jit``.
 

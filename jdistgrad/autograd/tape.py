@@ -33,7 +33,7 @@ def serving(message: int, place: order.Place) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """One crossing of the boundary, as its sender knows it: a send/recv pair."""
+    """One crossing of the boundary, as its sender knows it: a send/recv pair. Several may have gone in one message."""
 
     message: int
     source: int

@@ -12,7 +12,6 @@ import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import functions
-from jdistgrad.rpc.frozen import Frozen, thawed
 from jdistgrad.rpc.shipments import Shipment, decoding, encoding
 from jdistgrad.wire import arrays
 from jdistgrad.wire.frames import is_bulk
@@ -30,8 +29,6 @@ class _Reducing:
         kind = type(value)
         if kind is np.ndarray:
             return arrays.reduce_numpy(value)
-        if kind is Frozen:
-            return thawed, (value.stream(self),)
         name = functions.registered_name(value)
         if name is not None:
             return functions.registered, (name,)

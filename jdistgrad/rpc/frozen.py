@@ -1,44 +1,30 @@
-"""Values that are sent often and never change."""
+"""Values that are sent often and never change: encoded once, and decoded once."""
 
 import functools
-import io
 import pickle
 from typing import Any, Generic, TypeVar
-
-from jdistgrad.rpc import functions
-from jdistgrad.rpc.shipments import encoding
 
 T = TypeVar("T")
 
 
 class Frozen(Generic[T]):
-    """A value that is sent often and never changes, without references: encoded once, and decoded once."""
+    """A value of the package's own classes, of numbers and strings: neither functions nor objects of users.
+
+    What users define may change, or be defined anew under the same name: it has no place in here.
+    """
 
     def __init__(self, value: T):
         self.value = value
-        self._streams: dict[type, bytes] = {}
 
-    def stream(self, pickler: Any) -> bytes:
-        """Its encoding by picklers of this one's kind, which is told of a function that cannot be encoded."""
-        kind = type(pickler)
-        if kind not in self._streams:
-            stream = io.BytesIO()
-            inner = kind(stream, protocol=5)
-            try:
-                with encoding(None):
-                    inner.dump(self.value)
-            except BaseException:
-                pickler.last_function = inner.last_function
-                raise
-            self._streams[kind] = stream.getvalue()
-        return self._streams[kind]
+    @functools.cached_property
+    def stream(self) -> bytes:
+        return pickle.dumps(self.value, protocol=5)
 
-
-def thawed(stream: bytes) -> Frozen:
-    """What arrived, decoded if it has not been seen before."""
-    return _thawed(stream, functions.registrations())
+    def __reduce__(self) -> Any:
+        return thawed, (self.stream,)
 
 
 @functools.lru_cache(maxsize=4096)
-def _thawed(stream: bytes, registrations: int) -> Frozen:
+def thawed(stream: bytes) -> Frozen:
+    """What arrived, decoded if it has not been seen before."""
     return Frozen(pickle.loads(stream))

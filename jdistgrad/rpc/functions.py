@@ -10,7 +10,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
-_registrations: list[str] = []
 
 
 def register(function: F, name: str | None = None) -> F:
@@ -33,15 +32,9 @@ def register(function: F, name: str | None = None) -> F:
       >>> double = make(2)
     """
     key = name or describe(function)
-    _registrations.append(key)
     _by_name[key] = function
     _names[id(function)] = key
     return function
-
-
-def registrations() -> int:
-    """How often something has been registered here."""
-    return len(_registrations)
 
 
 def registered_name(function: Any) -> str | None:

@@ -29,11 +29,11 @@ def call_served(served: "Served", *, failed: bool) -> None:
         events.tell(kind, worker.rank, worker.name, str(served), served.since, **details)
 
 
-def task_served(function: Any, worker: WorkerInfo, since: float) -> None:
+def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
     """One of several functions that were called together."""
     if events.sink is not None:
         kind = getattr(function, "served_as", events.SERVE)
-        events.tell(kind, worker.rank, worker.name, describe(function), since, **message_of(function))
+        events.tell(kind, worker.rank, worker.name, describe(function), since, **message_of(function), **ending(failed))
 
 
 def message_of(function: Any) -> dict[str, str]:

@@ -44,6 +44,15 @@ def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
             yield from paths(child, (*path, number))
 
 
+def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
+    """Whether a tree is made of nothing but dicts, lists and tuples, and of leaves that are plain."""
+    if type(tree) is dict:
+        return all(type(key) in PLAIN and is_plain_tree(child, leaf_is_plain) for key, child in tree.items())
+    if type(tree) in (list, tuple):
+        return all(is_plain_tree(child, leaf_is_plain) for child in tree)
+    return leaf_is_plain(tree)
+
+
 def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether arguments are, at first sight, nothing to look into: the common case, quickly."""
     return not kwargs and all(_is_plain(arg) for arg in args)

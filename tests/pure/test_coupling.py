@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdistgrad.autograd.calls import Call
+from jdistgrad.autograd.convoys import Convoy
 from jdistgrad.autograd.cutting import cut
 from jdistgrad.autograd.filled import Filled
 from jdistgrad.autograd.layout import Hole, Layout
@@ -16,12 +17,12 @@ from jdistgrad.autograd.routes import Made
 X = np.ones(3, np.float32)
 
 
-def call(to, function, *operands):
+def call(to, function, *operands, extra=(), **settings):
     results = Results()
     shape = jnp.broadcast_shapes(*(np.shape(one) for one in operands))
     results.learn((Layout(Hole(), (0,)), [jax.ShapeDtypeStruct(shape, np.float32)]))
-    arguments = Layout((tuple(Hole() for _ in operands), {}), tuple(range(len(operands))))
-    return wire_p.bind(*operands, operation=Call(to, function, arguments, results))[0]
+    arguments = Layout(((*(Hole() for _ in operands), *extra), {}), tuple(range(len(operands))))
+    return wire_p.bind(*operands, operation=Call(to, function, arguments, results, **settings))[0]
 
 
 def convoys(fun, *args):
@@ -88,6 +89,32 @@ def test_independent_calls_do_not_queue_behind_each_other():
         return call(1, jnp.cos, first) + call(1, jnp.tanh, first)
 
     assert sorted(convoys(step, X)) == [["cos"], ["sin"], ["tanh"]]
+
+
+def test_a_computation_that_takes_long_does_not_wait_for_the_row():
+    def step(x, matrix):
+        first = call(1, jnp.sin, x)
+        return matrix @ first + call(1, jnp.cos, first)
+
+    assert convoys(step, X, np.ones((3, 3), np.float32)) == [["sin"], ["cos"]]
+    assert convoys(lambda x: (y := call(1, jnp.sin, x)).sum() + call(1, jnp.cos, y), X) == [["sin", "cos"]]
+
+
+def as_written(x):
+    return x
+
+
+@pytest.mark.parametrize("why", ["as written", "a time of its own", "an object among the arguments"])
+def test_who_may_take_any_time_goes_alone(why):
+    function = as_written if why == "as written" else jnp.cos
+
+    def step(x):
+        settings = {"timeout": 3.0} if why == "a time of its own" else {}
+        extra = (object(),) if why == "an object among the arguments" else ()
+        return call(1, jnp.tanh, call(1, function, call(1, jnp.sin, x), extra=extra, **settings))
+
+    plan = cut(jax.make_jaxpr(step)(X))
+    assert [type(one) for one in plan.operations] == [Convoy, Call, Convoy]
 
 
 @pytest.mark.parametrize(("length", "travels"), [(3, True), (1 << 20, False)], ids=["small", "large"])

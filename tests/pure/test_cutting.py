@@ -98,6 +98,21 @@ def test_every_node_comes_after_those_it_needs():
         known.update(node.outputs)
 
 
+def test_what_can_be_computed_meanwhile_does_not_wait():
+    """Of constants alone, but used together with an answer."""
+    matrix = np.ones((3, 3), np.float32)
+
+    def step(x):
+        return send("a", x) + (jnp.asarray(matrix) @ jnp.asarray(matrix))[0]
+
+    pieces = [node for node in plan_of(step, matrix[0]).nodes if node.operation is None]
+    assert any(not node.inputs for node in pieces)
+
+
+def test_messages_of_constants():
+    assert names(plan_of(lambda x: x * send("a", jnp.ones(3)), np.ones(3))) == ["a", "piece"]
+
+
 def test_a_plan_can_be_read():
     text = str(plan_of(lambda x: send("hello", jnp.cos(x)), 1.0))
     assert "compute cos" in text

@@ -1,5 +1,7 @@
 """The staged step: the same numbers as the serial program."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from staged_functions import X, affine, as_written, close, make_params, mix
 from workers import last
 
 import jdistgrad as jd
+from jdistgrad.rpc.current import within
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -114,6 +117,34 @@ def test_a_pullback_from_outside_can_be_pulled_again(world):
             found = [staged(pullback, X)[0], staged(pullback, 2 * X)[0], pullback(X)[0]]
         expected = X * (jnp.cos(X) * X + jnp.sin(X))
         close(found, [expected, 2 * expected, expected])
+
+    world.drive(body)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["no context", "another context"])
+def test_a_pullback_from_outside_belongs_to_the_context_it_was_recorded_in(world, inside):
+    def body():
+        with jd.context():
+            _, pullback = jax.vjp(lambda x: jd.rpc_sync(last(), mix, args=(x, x)), X)
+            staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
+            with within(None), jd.context() if inside else contextlib.nullcontext():
+                (found,) = staged(pullback, X)
+        close(found, X * (jnp.cos(X) * X + jnp.sin(X)))
+
+    world.drive(body)
+
+
+def test_calls_of_which_everything_is_known_at_trace_time(world):
+    def body():
+        constant = jnp.full(3, 2.0)
+
+        def program(x):
+            known = jd.rpc_sync(last(), mix, args=(jnp.ones(3), constant))
+            return known @ x + jd.rpc_sync(last(), jnp.sin, args=(2.0,))
+
+        value, gradient = jd.jit(jd.value_and_grad(program))(X)
+        close(gradient, mix(jnp.ones(3), constant))
+        close(value, gradient @ X + jnp.sin(2.0))
 
     world.drive(body)
 

@@ -1,0 +1,76 @@
+"""Routes, without any wire: what a visit runs, what it keeps, and what travels of it."""
+
+import gc
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.autograd.layout import Hole, Layout
+from jdistgrad.autograd.routes import CallStop, Made, Route, Visit
+from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.frozen import Frozen
+
+X = np.ones(3, np.float32)
+STOP = CallStop(Layout(((Hole(),), {}), ()), None, (), 1)
+
+
+@pytest.fixture
+def worker():
+    with jd.local_workers(1):
+        yield
+
+
+@jax.jit
+def change(x):
+    return 2 * x
+
+
+def visit(*functions):
+    """Each function of what the one before returned."""
+    sources = [[0], *([Made(turn, 0)] for turn in range(len(functions) - 1))]
+    route = Route.of([STOP] * len(functions), sources, [Made(len(functions) - 1, 0)])
+    return Visit(Frozen(route), list(functions), [()] * len(functions), (), [X])
+
+
+def test_functions_run_in_turn(worker):
+    (found,) = visit(jnp.exp, jnp.negative, jnp.tanh)()
+    np.testing.assert_allclose(found, jnp.tanh(-jnp.exp(X)))
+
+
+def test_what_nobody_needs_any_more_is_let_go(worker):
+    seen = []
+
+    def remember(x):
+        gc.collect()
+        alive.append(sum(one() is not None for one in seen))
+        made = x + 1
+        seen.append(weakref.ref(made))
+        return made
+
+    alive = []
+    visit(*[remember] * 6)()
+    assert max(alive) == 1  # its own argument
+
+
+def test_numbers_stay_on_their_route(worker):
+    """An earlier result that a later stop needs is kept until then, what is wanted to the end."""
+    two = CallStop(Layout(((Hole(), Hole()), {}), ()), None, (), 1)
+    route = Route.of([STOP, STOP, two], [[0], [Made(0, 0)], [Made(0, 0), 1]], [Made(2, 0), Made(1, 0)])
+    found = Visit(Frozen(route), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
+    np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)
+    np.testing.assert_allclose(found[1], -jnp.exp(X))
+
+
+def test_a_route_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
+    codec, one = Codec(allow_code=False), visit(change)
+    parcels = [codec.encode(one, snapshot=True) for _ in range(2)]
+    first = codec.decode(parcels[0])
+    monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))
+    second = codec.decode(parcels[1])
+    assert first._route is second._route
+    np.testing.assert_allclose([first()[0], second()[0]], [2 * X, 3 * X])
