@@ -2,8 +2,8 @@
 
     y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
 
-f and g (jitted functions) and both pullbacks need nothing from here once x is known. So they are asked for together, and
-what one of them hands to the next never travels. Pure functions from equations to equations.
+f and g (jitted functions) and both pullbacks need nothing from here once x is known. So they are asked for together,
+and what one of them hands to the next never travels. Pure functions from equations to equations.
 """
 
 from collections.abc import Sequence
