@@ -9,6 +9,7 @@ CUDA_ROOT ?=
 BIN := .venv/bin
 RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
+EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
 .PHONY: demo test test-worlds test-jobs lint bench docs doctor clean
 
@@ -47,18 +48,27 @@ doctor: .venv/installed
 clean:
 	rm -rf .venv
 
+# Another MPI or toolkit that is asked for is installed. Not asked for, what there is stays.
+ifeq ($(MAKELEVEL),0)
+ifneq ($(filter environment command,$(origin JDISTGRAD_MPI) $(origin CUDA_ROOT)),)
+ifneq ($(strip $(shell cat .venv/choice 2>/dev/null)),$(strip $(JDISTGRAD_MPI) $(CUDA_ROOT)))
+.PHONY: .venv/installed
+endif
+endif
+endif
+
 # How things get installed: .ci/install.sh, which says why.
 .venv/installed: pyproject.toml .ci/install.sh
 	PYTHON=$(PYTHON) sh .ci/install.sh
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[test] && touch $@
+	$(EXTRA)[test] && touch $@
 
 .venv/installed-lint: .venv/installed-test
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[lint] && touch $@
+	$(EXTRA)[lint] && touch $@
 
 .venv/installed-bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[bench] && touch $@
+	$(EXTRA)[bench] && touch $@
 
 .venv/installed-docs: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .[docs] && touch $@
+	$(EXTRA)[docs] && touch $@

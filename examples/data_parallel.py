@@ -4,6 +4,8 @@
     python examples/data_parallel.py                       # the same as threads of one process
 
 On the devices of a mesh: data_parallel_mesh.py.
+
+Needs scikit-learn, for its images.
 """
 
 import functools

@@ -6,6 +6,8 @@ when it comes. One worker alone is server and trainer.
 
     jdistgrad run -n 4 examples/parameter_server.py
     python examples/parameter_server.py                    # the same as threads of one process
+
+Needs scikit-learn, for its images.
 """
 
 import jax

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from jdistgrad import launch, programs
 from jdistgrad._version import __version__
-from jdistgrad.errors import DistgradError
+from jdistgrad.errors import DistgradError, TimelineError
 from jdistgrad.observe import chrome, doctor
 
-VALUED = ("-n", "--timeline")  # options of run that have a value
+VALUED = ("-n", "-np", "--timeline")  # options of run that have a value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
 
     start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
-    start.add_argument("-n", type=int, default=2, help="how many ranks (default 2)")
+    start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
     start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
     start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
@@ -51,6 +51,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: argparse.Namespace, program: Sequence[str]) -> int:
+    if options.timeline is not None:
+        chrome.check_writable(options.timeline)
     if not options.local:
         recorded = options.timeline is not None
         return launch.run_recorded(options.n, program, options.timeline) if recorded else launch.run(options.n, program)
@@ -70,12 +72,18 @@ def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
+    for file in filter(None, (options.output, options.plot)):
+        chrome.check_writable(file)
     merged = chrome.merge({file: chrome.read(file) for file in options.files})
     chrome.write(merged, options.output)
     if options.plot is not None:
         from jdistgrad.observe.plot import plot
 
-        plot(merged).figure.savefig(options.plot)
+        figure = plot(merged).figure
+        try:
+            figure.savefig(options.plot)
+        except ValueError as error:  # matplotlib knows other formats
+            raise TimelineError(f"{options.plot}: {error}") from error
     count = sum(entry["ph"] == "X" for entry in merged["traceEvents"])
     ranks = merged["otherData"]["jdistgrad"]["ranks"]
     print(f"{options.output}: {count} events of {len(ranks)} workers. Open it at ui.perfetto.dev")

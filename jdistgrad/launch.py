@@ -1,12 +1,15 @@
 """Starting a job of several processes: which mpirun, and the flags it needs here. Pure, but for looking around."""
 
+import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
@@ -92,13 +95,32 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
 
 def environment(n: int) -> dict[str, str]:
     """The environment to start a job of ``n`` ranks in."""
-    return surroundings(n, len(os.sched_getaffinity(0))) | os.environ
+    shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
+    return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
 
 
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks; its exit status."""
     check(program)
-    return subprocess.run(command(n, program), env=environment(n), check=False).returncode
+    job = subprocess.Popen(command(n, program), env=environment(n))
+    with passing_on(signal.SIGTERM, job):
+        try:
+            return job.wait()
+        except KeyboardInterrupt:  # mpirun has got it too
+            return job.wait()
+
+
+@contextlib.contextmanager
+def passing_on(number: int, job: subprocess.Popen) -> Iterator[None]:
+    """A block in which a signal to this process goes to a job: it would be left behind, running."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(number, lambda *_: job.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def run_recorded(n: int, program: Sequence[str], path: str) -> int:

@@ -45,6 +45,9 @@ class Program:
                 raise
 
 
+MOST_THREADS = 256  # workers of one process: each has threads of its own, and all share Python's lock
+
+
 def check(arguments: Sequence[str]) -> None:
     """Raise where this is no program."""
     if not arguments:
@@ -96,6 +99,11 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
         checked_size(n)
     except ValueError as error:
         raise LauncherError(str(error)) from error
+    if n > MOST_THREADS:
+        raise LauncherError(
+            f"{n} workers are too many for one process: up to {MOST_THREADS} are started. More need processes, on "
+            "machines enough: your cluster's launcher."
+        )
     program = Program(arguments)
     try:
         spawn(program.run, n)

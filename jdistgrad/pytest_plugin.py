@@ -63,7 +63,10 @@ class World:
             me = jd.init(**settings)
             result = body() if me.rank == 0 else None
             left = jd.shutdown()
-            assert len(left) <= leftovers, left
+            assert len(left) <= leftovers, (
+                f"left when the world ended: {left}. Drop references before the body ends, or allow them: "
+                "world.drive(body, leftovers=...)"
+            )
             return result
 
         return self.run(main)[0]

@@ -17,8 +17,8 @@ from jdistgrad.autograd.routes import CallStop
 from jdistgrad.autograd.tape import current_tape, next_message
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.delivery import standing_in
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references import standing_in
 from jdistgrad.wire.ids import as_token
 
 

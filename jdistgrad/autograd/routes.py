@@ -16,9 +16,9 @@ from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.recording import Lane, Pulled, Recorded
 from jdistgrad.autograd.results import as_jax, changed_structure
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.delivery import delivered
 from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references import delivered
 from jdistgrad.rpc.telling import task_served
 
 

@@ -53,6 +53,8 @@ def jit(fun: Callable[..., Any]) -> "StagedFunction":
       ...     loss, (enc_grad, head_grad) = step(enc, head, x, y)
       ...     optimizer.step(ctx)
     """
+    if not callable(fun):
+        raise TypeError(f"jdistgrad.jit takes a function, not a {type(fun).__name__}: {fun!r:.60}")
     return StagedFunction(fun)
 
 

@@ -22,6 +22,15 @@ ORDER = tuple(dict.fromkeys(TRACKS.values()))
 LANES = 1000  # more than any track has beside each other
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise now, and not after the program has run, where no file can be written."""
+    folder = pathlib.Path(path).absolute().parent
+    if not folder.is_dir():
+        raise TimelineError(f"{path} cannot be written: there is no folder {folder}. Make it first.")
+    if not os.access(folder, os.W_OK) or pathlib.Path(path).is_dir():
+        raise TimelineError(f"{path} cannot be written: it is a folder, or {folder} is not yours to write in.")
+
+
 def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> Trace:
     """The file of one process. ``epoch``: the wall clock when its ``time.monotonic`` was 0."""
     found = sorted(events, key=lambda event: event.start)

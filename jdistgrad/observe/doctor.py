@@ -44,7 +44,7 @@ def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
 def _packages(facts: Facts) -> list[Finding]:
     missing = [name for name, version in facts["versions"].items() if version is None]
     found = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
-    remedy = f"pip install {' '.join(missing)}" if missing else ""
+    remedy = f"{sys.executable} -m pip install {' '.join(missing)}" if missing else ""
     return [Finding("Python", facts["python"]), Finding("packages", found, remedy)]
 
 

@@ -46,6 +46,10 @@ class DistributedOptimizer:
         max_global_norm: float | None = None,
         refuse_nan: bool = False,
     ):
+        if not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                f"DistributedOptimizer needs an optax transformation, like optax.adam(1e-3), not {tx!r:.60}"
+            )
         self._rrefs = _checked(rrefs)
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
@@ -112,6 +116,8 @@ class DistributedOptimizer:
 
 
 def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
+    if isinstance(rrefs, RRef):
+        raise TypeError("DistributedOptimizer takes a list of RRefs: of one, [rref]")
     found = list(rrefs)
     for rref in found:
         if not isinstance(rref, RRef):

@@ -5,6 +5,7 @@ from typing import Any
 
 from jdistgrad.rpc import references
 from jdistgrad.rpc.calling import Target
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.references import RRef
 
@@ -37,7 +38,7 @@ def rpc_sync(
     Example:
       >>> jd.rpc_sync("worker1", jnp.add, args=(x, 1))
     """
-    return references.rpc_sync(to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.rpc_sync(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
 def rpc_async(
@@ -57,7 +58,7 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    return references.rpc_async(to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
 def remote(
@@ -77,4 +78,14 @@ def remote(
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))
     """
-    return references.remote(to, fn, tuple(args), dict(kwargs or {}), timeout)
+    return references.remote(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+
+
+def checked(fn: Callable[..., Any], args: Any) -> tuple[Any, ...]:
+    """Arguments, if they are a tuple or a list of them."""
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise TypeError(
+        f"args of the call of {describe(fn)} must be a tuple of its arguments, not a {type(args).__name__}. Of one "
+        "argument: args=(x,)."
+    )

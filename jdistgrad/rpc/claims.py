@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,3 +125,15 @@ class ClaimTable:
 
     def held(self) -> list[Claim]:
         return list(self._claims.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RuntimeKey:
+    """The key of a reference made in code that JAX stages: which one it is, an array (its token) says at run time.
+
+    ``results``: what is known of its value's shapes, for the layer that staged it.
+    """
+
+    owner: int
+    world: str
+    results: Any

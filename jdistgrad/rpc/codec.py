@@ -125,7 +125,7 @@ class Codec:
         except (AttributeError, ImportError) as error:
             raise FunctionError(
                 f"a message names something this worker does not have: {error}. Every worker must run the same "
-                "version of every module."
+                "version of every module, and define the same functions: at top level, not where only some ranks come."
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {type(error).__name__}: {error}") from error

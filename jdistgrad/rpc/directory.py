@@ -53,7 +53,8 @@ class Directory:
                 f"a worker is named by its name, its rank or its info, not by {to!r} ({type(to).__name__})"
             )
         if found is None:
-            raise UnknownWorkerError(f"no worker {to!r} in this world. It has {self}.", worker=to)
+            hint = " `jdistgrad run -n 2 program.py` starts more." if len(self.workers) == 1 else ""
+            raise UnknownWorkerError(f"no worker {to!r} in this world. It has {self}.{hint}", worker=to)
         return found
 
     def __str__(self) -> str:

@@ -37,6 +37,6 @@ def _check_end() -> None:
     if _latest is None:
         return
     if not _latest.closed:
-        abort_job(f"{_latest.info} ended without calling jdistgrad.shutdown()")
+        abort_job(f"{_latest.info} ended without calling jdistgrad.shutdown(). Every rank must call it at its end")
     if _latest.peers.hung is not None:
         abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")

@@ -1,6 +1,11 @@
 """How a worker comes to be: meet the others, agree, connect."""
 
+import contextlib
+import faulthandler
+import math
+import sys
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
@@ -30,7 +35,8 @@ def open_local(hub: Hub, rank: int, name: str | None, timeout: float, allow_code
 
 
 def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
-    from mpi4py import MPI
+    with ends_when_stuck(timeout):
+        MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
     from jdistgrad.rpc import job
     from jdistgrad.wire import rollcall
@@ -46,6 +52,29 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
     worker = _open(hellos, comm.rank, transport, allow_code, timeout, None)
     job.joined(worker)
     return worker
+
+
+def mpi_starts_when_every_rank_has_called_init() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+@contextlib.contextmanager
+def ends_when_stuck(timeout: float) -> Iterator[None]:
+    """A block that ends the process when it takes too long. MPI starts only when every rank starts it.
+
+    It waits in C, with Python's lock, for ranks that have left without calling ``init``: only a thread that is not
+    Python's can end that. All it can say is a traceback: a function has the name that explains it.
+    """
+    if "mpi4py.MPI" not in sys.modules and environment.launched() and timeout < math.inf:
+        faulthandler.dump_traceback_later(timeout, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    else:
+        yield
 
 
 def _hello(name: str | None, rank: int, allow_code: bool) -> Hello:

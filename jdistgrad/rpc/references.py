@@ -1,17 +1,15 @@
 """Remote references: a value that stays where it was made, and can be named from everywhere."""
 
 import concurrent.futures
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from jdistgrad.errors import NotOwnerError, StaleReferenceError
+from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import shipments, tracing, trees
-from jdistgrad.rpc.claims import Claim, Key, Missing, StandIn
+from jdistgrad.rpc.claims import Claim, Key, Missing, RuntimeKey, StandIn
 from jdistgrad.rpc.current import current_worker, find_worker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.wire import ids
@@ -127,21 +125,33 @@ class RRef(Generic[T]):
         return MethodCaller(self, remote, timeout)
 
     def _worker(self, what: str) -> "Worker":
-        worker = current_worker()
-        if worker.world != self._claim.key.world:
+        worker = find_worker()
+        if worker is None or worker.world != self._claim.key.world:
             raise StaleReferenceError(
-                f"{what}: {self} belongs to a world that has been shut down, not to the one that is open now. "
-                "Make the value again in this world."
+                f"{what}: {self} belongs to a world that has been shut down. Make the value "
+                f"again in this world{', when one is open (jdistgrad.init)' if worker is None else ''}."
             )
         return worker
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future:
         """The value, when it has come."""
+        self._refuse_cotangent()
         if isinstance(self._claim, StandIn):
             future: concurrent.futures.Future = concurrent.futures.Future()
             future.set_result(self._claim.value())
             return future
         return self._worker("fetching").fetch(self._claim, timeout)
+
+    def _refuse_cotangent(self) -> None:
+        """A derivative of JAX's own is a reference too, whose handle counts contributions: it has no value."""
+        handle = self.handle
+        if handle is HANDLE or not isinstance(handle, jax.Array) or isinstance(handle, jax.core.Tracer):
+            return
+        if handle.ndim == 0 and float(handle) != 0:
+            raise DifferentiationError(
+                f"{self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use jd.grad or "
+                "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
+            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
@@ -167,31 +177,9 @@ class RRef(Generic[T]):
         return _arrived, (shipments.ship(self._claim),)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RuntimeKey:
-    """The key of a reference made in code that JAX stages: which one it is, an array (its token) says at run time.
-
-    ``results``: what is known of its value's shapes, for the layer that staged it.
-    """
-
-    owner: int
-    world: str
-    results: Any
-
-
 def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
     """A reference to what staged code will make; or has made, where the token is known."""
     return _unflatten(RuntimeKey(owner, current_worker().world, results), (handle, token))
-
-
-def standing_in(leaf: Any) -> Any:
-    """A leaf of a call's arguments as it is sent where only shapes are asked for."""
-    if isinstance(leaf, ByReference):
-        return ByReference(standing_in(leaf.rref))
-    if isinstance(leaf, RRef) and leaf.token is not None:
-        key: Any = leaf._claim.key
-        return RRef._of(StandIn(key.owner, key.world, *key.results.known))
-    return leaf
 
 
 def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
@@ -284,25 +272,3 @@ class MethodCaller:
 def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the owner."""
     return getattr(reference.local_value(), name)(*args, **kwargs)
-
-
-def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments as the called function shall see them: references replaced by their values, fetched all at once.
-
-    There is no time limit here: the call has one.
-    """
-    if trees.are_plain(args, kwargs):
-        return args, kwargs
-    fetched: dict[RRef, concurrent.futures.Future] = {}
-
-    def start(leaf: Any) -> Any:
-        if isinstance(leaf, RRef) and leaf not in fetched:
-            fetched[leaf] = leaf.value_future(math.inf)
-        return leaf
-
-    def finish(leaf: Any) -> Any:
-        if isinstance(leaf, RRef):
-            return fetched[leaf].result()
-        return leaf.rref if isinstance(leaf, ByReference) else leaf
-
-    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs)))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.delivery import delivered
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import Failure, pack
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references import delivered
 from jdistgrad.rpc.telling import call_served
 from jdistgrad.wire.message import Kind, Message
 

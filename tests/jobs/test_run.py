@@ -1,8 +1,10 @@
 """`jdistgrad run`: as a job, as threads, recorded, and what a program that fails looks like."""
 
+import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -118,9 +120,39 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
         (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),
         (["--local", "-m"], "-m needs a module behind it"),
         (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
+        (["--local", "-n", "1000", "-c", "pass"], "1000 workers are too many for one process: up to 256"),
+        (
+            ["--timeline", "no/such/trace.json", "-c", "pass"],
+            r"trace.json cannot be written: there is no folder",
+        ),
         (["-n", "100000", "-c", "pass"], r"100000 ranks are too many for the \d+ cores here: .* as threads: --local"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message, capsys):
     assert cli.main(["run", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_job_ends_with_the_command_that_started_it(tmp_path):
+    """Terminated, it leaves no ranks behind."""
+    program = "import os, pathlib, time; pathlib.Path(f'{os.getpid()}.rank').touch(); time.sleep(60)"
+    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", program]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as job:
+        wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 3)
+        job.terminate()
+        assert job.wait(20) != 0
+    ranks = [int(file.stem) for file in tmp_path.glob("*.rank")]
+    wait_until(lambda: not any(pathlib.Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def test_ranks_that_leave_without_starting_mpi_do_not_keep_the_others(jdistgrad):
+    program = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n    import jdistgrad as jd; jd.init(timeout=4)"
+    output = jdistgrad("run", "-n", "3", "-c", program, status=None)
+    assert "mpi_starts_when_every_rank_has_called_init" in output or "did not call init" in output
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -92,3 +92,13 @@ def make_only_here():
 def test_an_unregistered_name():
     with pytest.raises(jd.FunctionError, match=r"registered as 'nothing' .*register\(function, 'nothing'\)"):
         functions.registered("nothing")
+
+
+def test_arguments_that_are_no_tuple(world):
+    def body():
+        for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
+            with pytest.raises(TypeError, match="args of the call of _operator.neg must be a tuple .* not a int"):
+                call(last(), operator.neg, args=3)
+        still_works()
+
+    world.drive(body)

@@ -163,7 +163,7 @@ def test_what_is_left_is_told_at_shutdown(world):
         return kept
 
     kept = world.run(main)[0]
-    with pytest.raises(jd.NotInitializedError, match=r"no world here.*Call init\(\)"):
+    with pytest.raises(jd.StaleReferenceError, match="Make the value again in this world, when one is open"):
         kept.to_here()
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from oracles import rank, same, serial, sum_squares, sync
 from programs import fast_layer, layer, parameters, product, vector
 
@@ -130,3 +131,18 @@ def test_a_chain_of_references(big_world):
         same(second, jax.grad(lambda x: jnp.sum(jax.grad(lambda x: serially(x)[1])(x)))(vector(3)))
 
     big_world.drive(body)
+
+
+def test_a_gradient_of_jaxs_own_has_no_value(world):
+    """It would be the parameter, not its gradient."""
+
+    def body():
+        rref = jd.remote(rank(2), vector, args=(3,))
+        with jd.context():
+            gradient = jax.grad(lambda p: p.to_here().sum())(rref)
+            with pytest.raises(jd.DifferentiationError, match=r"came out of jax.grad as a gradient.*jd.grad or"):
+                gradient.to_here()
+            same(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+        del gradient
+
+    world.drive(body)

@@ -1,0 +1,41 @@
+"""References among arguments: what the called function gets in their place."""
+
+import concurrent.futures
+import math
+from typing import Any
+
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.claims import StandIn
+from jdistgrad.rpc.references import ByReference, RRef
+
+
+def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments as the called function shall see them: references replaced by their values, fetched all at once.
+
+    There is no time limit here: the call has one.
+    """
+    if trees.are_plain(args, kwargs):
+        return args, kwargs
+    fetched: dict[RRef, concurrent.futures.Future] = {}
+
+    def start(leaf: Any) -> Any:
+        if isinstance(leaf, RRef) and leaf not in fetched:
+            fetched[leaf] = leaf.value_future(math.inf)
+        return leaf
+
+    def finish(leaf: Any) -> Any:
+        if isinstance(leaf, RRef):
+            return fetched[leaf].result()
+        return leaf.rref if isinstance(leaf, ByReference) else leaf
+
+    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs)))
+
+
+def standing_in(leaf: Any) -> Any:
+    """A leaf of a call's arguments as it is sent where only shapes are asked for."""
+    if isinstance(leaf, ByReference):
+        return ByReference(standing_in(leaf.rref))
+    if isinstance(leaf, RRef) and leaf.token is not None:
+        key: Any = leaf._claim.key
+        return RRef._of(StandIn(key.owner, key.world, *key.results.known))
+    return leaf
