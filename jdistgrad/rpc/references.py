@@ -145,7 +145,7 @@ class RRef(Generic[T]):
     def _refuse_cotangent(self) -> None:
         """A derivative of JAX's own is a reference too, whose handle counts contributions: it has no value."""
         handle = self.handle
-        if handle is HANDLE or not isinstance(handle, jax.Array) or isinstance(handle, jax.core.Tracer):
+        if handle is HANDLE or not isinstance(handle, jax.Array | np.ndarray) or isinstance(handle, jax.core.Tracer):
             return
         if handle.ndim == 0 and float(handle) != 0:
             raise DifferentiationError(

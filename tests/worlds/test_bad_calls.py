@@ -97,7 +97,7 @@ def test_an_unregistered_name():
 def test_arguments_that_are_no_tuple(world):
     def body():
         for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
-            with pytest.raises(TypeError, match="args of the call of _operator.neg must be a tuple .* not a int"):
+            with pytest.raises(TypeError, match=r"args of the call of _operator.neg must be a tuple .* not a int"):
                 call(last(), operator.neg, args=3)
         still_works()
 
