@@ -12,17 +12,17 @@ from measure import compare, microseconds, milliseconds, options, per_second, ro
 BOUND = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
 
-def table(found):
+def table(found, how):
     ours, mpi, torch = found["jdistgrad"], found["mpi"], found.get("torch", {})
     for kind in ("numpy", "jax"):
         array = {"numpy": "NumPy array", "jax": "JAX array"}[kind]
-        what = f"round trip of a Python function, 4 B {array}"
+        what = f"round trip of a Python function, 4 B {array}{how}"
         compare(what, microseconds, ours[f"small_{kind}"], "torch", torch.get("small"), "<= 0.25 x")
-        what = f"32 calls in flight, 4 B {array}"
+        what = f"32 calls in flight, 4 B {array}{how}"
         compare(what, per_second, ours[f"rate_{kind}"], "torch", torch.get("rate"), ">= 4 x")
-    compare("round trip, 64 MiB", milliseconds, ours["large"], "torch", torch.get("large"), "<= 0.8 x")
-    compare("round trip, 64 MiB", milliseconds, ours["large"], "Sendrecv", mpi["exchange"], "<= 1.5 x")
-    compare("round trip, 64 MiB", milliseconds, ours["large"], "Send, Recv", mpi["there_and_back"], "")
+    compare(f"round trip, 64 MiB{how}", milliseconds, ours["large"], "torch", torch.get("large"), "<= 0.8 x")
+    compare(f"round trip, 64 MiB{how}", milliseconds, ours["large"], "Sendrecv", mpi["exchange"], "<= 1.5 x")
+    compare(f"round trip, 64 MiB{how}", milliseconds, ours["large"], "Send, Recv", mpi["there_and_back"], "")
     if "idle" in ours:
         row("CPU of an idle worker", f"{100 * ours['idle'][0]:.1f} %", "", "", "<= 5 % of a core")
         row("memory over 100,000 calls and references", f"{ours['growth'][0]:+.1f} MiB", "", "", "flat")
@@ -31,9 +31,10 @@ def table(found):
 
 def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else []), "mpi"]
-    for flags, how in ((None, "jdistgrad run -n 2"), (BOUND, "plain mpirun -n 2: each rank bound to one core")):
+    ways = (None, "jdistgrad run -n 2", ""), (BOUND, "plain mpirun -n 2: each rank bound to one core", ", bound")
+    for flags, how, mark in ways:
         title(f"{how}; medians of {chosen.rounds} jobs each, in turn")
-        table(take_turns("calls", names, chosen.rounds, flags))
+        table(take_turns("calls", names, chosen.rounds, flags), mark)
 
 
 if __name__ == "__main__":
