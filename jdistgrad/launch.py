@@ -83,15 +83,13 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     """Environment variables for ranks that share a machine; those the user has set are left alone.
 
     XLA starts as many threads as there are cores, in each rank; more threads than cores wait for each other. And memory
-    that goes back to the system whenever an array is freed has to be cleared, page by page, for the next one; pages of
-    2 MiB are fewer than those of 4 KiB, for who clears and for who copies them from another process.
+    that goes back to the system whenever an array is freed has to be cleared, page by page, for the next one.
     """
     return {
         "NPROC": str(max(1, cores // n)),
         "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
