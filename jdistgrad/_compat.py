@@ -5,6 +5,9 @@ from typing import Any
 import jax
 from jax._src import core, xla_bridge
 
+# Where the pure functions that JAX offers say they are defined: some under their public module, some under their own.
+MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
+
 
 def backends_are_initialized() -> bool:
     """Whether JAX has opened its devices. JAX has no public question for it, and asking for devices opens them."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistgrad._compat import MODULES_OF_FUNCTIONS
 from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole, has_gradient, is_array, split
 from jdistgrad.autograd.tape import replaying_number
 from jdistgrad.errors import DifferentiationError
@@ -23,7 +24,6 @@ from jdistgrad.rpc.tracing import is_traced
 
 JITTED = type(jax.jit(lambda: None))
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
-PURE = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
 
 def is_compiled(function: Any) -> bool:
@@ -32,7 +32,7 @@ def is_compiled(function: Any) -> bool:
         return is_compiled(function.function)
     if getattr(function, "pure", False) is True:
         return True
-    return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(PURE)
+    return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
 
 
 def delivered(tree: Any) -> Any:

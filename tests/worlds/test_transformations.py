@@ -115,24 +115,23 @@ def repeated(f, x):
     return jax.lax.scan(lambda total, one: (total * 0.5 + f(one) * f(x), None), 0.0, rows(x))[0]
 
 
+def compare(name, program, x):
+    """Transform a program whose calls are remote, and the serial one."""
+    transform = TRANSFORMED[name]
+    with jd.context():
+        found = transform(lambda x: program(sync, x))(x)
+    same(found, transform(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_every_transformation(big_world, name):
-    def body():
-        x, transform = vector(3) / 2, TRANSFORMED[name]
-        with jd.context():
-            found = transform(lambda x: chain(sync, x))(x)
-        same(found, transform(lambda x: chain(serial, x))(x), rtol=1e-4, atol=1e-4)
-
-    big_world.drive(body)
+    big_world.drive(lambda: compare(name, chain, vector(3) / 2))
 
 
 def test_the_same_derivatives_in_every_world(world):
     def body():
         for name in ("jit of grad", "vmap of grad"):
-            x, transform = vector(3), TRANSFORMED[name]
-            with jd.context():
-                found = transform(lambda x: fan(sync, x))(x)
-            same(found, transform(lambda x: fan(serial, x))(x), rtol=1e-4, atol=1e-4)
+            compare(name, fan, vector(3))
 
     world.drive(body)
 
