@@ -9,16 +9,17 @@ import jax
 
 from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.layout import Layout, ReferenceHole
-from jdistgrad.autograd.operations import TAG, Batched, Packed, Shapes, Started
+from jdistgrad.autograd.operations import TAG, Batched, Shapes, Started
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.recording import Lane, Recorded
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.routes import CallStop
-from jdistgrad.autograd.tape import current_tape, next_message
+from jdistgrad.autograd.tape import Link, current_tape, next_message
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker
 from jdistgrad.rpc.delivery import standing_in
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references import ByReference, RRef
 from jdistgrad.wire.ids import as_token
 
 
@@ -56,17 +57,12 @@ class Call:
 
     def recorded(self, function: Any) -> tuple[Recorded, tuple[int, int]]:
         """The function to send where its pullback shall be kept; and where it will be: context and message."""
-        scope, message = self._announced()
-        return Recorded(function, message, self._positions(), next_place(), self.lanes), (scope, message)
-
-    def _announced(self) -> tuple[int, int]:
-        """A new message, told to the context; both."""
         what = describe(self.function)
         message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
         tape.link(message, self.to, what)
         scope = current_scope()
         assert scope is not None
-        return scope.id, message
+        return Recorded(function, message, self._positions(), next_place(), self.lanes), (scope.id, message)
 
     def _positions(self) -> tuple[int, ...]:
         assert self.wanted is not None
@@ -76,14 +72,17 @@ class Call:
 
     def stop(self) -> CallStop:
         wanted = None if self.wanted is None else self._positions()
-        return CallStop(self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes))
+        kinds = RRef | ReferenceHole | ByReference
+        references = any(isinstance(leaf, kinds) for leaf in trees.leaves(self.arguments.tree))
+        return CallStop(self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes), references)
 
-    def pack(self, operands: Sequence[Any]) -> Packed:
-        items = self.arguments.items(operands)
-        if self.wanted is None:
-            return Packed((), items)
-        tag = self._announced()
-        return Packed(tag[1:], items, [as_token(*tag)])
+    def items(self) -> list[Any]:
+        return self.arguments.items()
+
+    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
+        """What the graph shows of it, where it went as a stop."""
+        what = describe(self.function)
+        return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
 
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
@@ -14,24 +15,62 @@ from jdistgrad.autograd.layout import is_differentiable
 SMALL = 1 << 16  # bytes: arrays up to here are kept
 
 
-def constants_known(equations: Sequence[Equation]) -> list[Equation]:
+def constants_known(equations: Sequence[Equation], outputs: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
     """The equations, with what is known as constants of the operations that need it: cotangents of sums and means are.
 
-    Small arrays are kept; large ones are made where they are needed, if they can be.
+    Small arrays are kept; large ones are made where they are needed, if they can be. What is multiplied by one stays
+    what it is: no operation waits for that.
     """
     numbers: dict[Atom, Constant] = {}
     filled: dict[Atom, Filled] = {}
+    same: dict[Atom, Atom] = {}
+    alike: dict[Atom, Atom] = {}  # but for its weak type, which operations do not know
+    kept = []
     for equation in equations:
-        inputs = [numbers.get(atom, atom) for atom in equation.inputs]
+        names = [same.get(atom, atom) for atom in equation.inputs]
+        if equation.operation is not None:
+            names = [alike.get(atom, atom) for atom in names]
+        renamed = dataclasses.replace(equation, inputs=names)
+        inputs = [numbers.get(atom, atom) for atom in renamed.inputs]
+        factor = _multiplied_by_one(renamed, inputs, filled)
+        if factor is not None:
+            same[equation.outputs[0]] = renamed.inputs[factor]
+            continue
         if equation.operation is None and all(_is_number(atom) for atom in inputs):
             _evaluate(equation, [atom.value for atom in inputs if isinstance(atom, Constant)], numbers, filled)
+        elif _only_strengthens(equation):
+            alike[equation.outputs[0]] = alike.get(renamed.inputs[0], renamed.inputs[0])
+        kept.append(renamed)
     small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if one.size <= SMALL}
-    return [_with_constants(one, small, filled) if one.operation is not None else one for one in equations]
+    found = [_with_constants(one, small, filled) if one.operation is not None else one for one in kept]
+    return found, [same.get(atom, atom) for atom in outputs]
+
+
+def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Filled]) -> int | None:
+    """Which input the product is, if that is all there is to an equation."""
+    if equation.operation is not None or equation.eqn.primitive.name != "mul":
+        return None
+    (made,) = equation.eqn.outvars
+    if not np.issubdtype(made.aval.dtype, np.floating) and made.aval.dtype != jax.numpy.bfloat16:
+        return None
+    for k in (0, 1):
+        one = inputs[1 - k] if _is_number(inputs[1 - k]) else filled.get(inputs[1 - k])
+        if isinstance(one, Constant | Filled) and one.value == 1 and equation.eqn.invars[k].aval == made.aval:
+            return k
+    return None
+
+
+def _only_strengthens(equation: Equation) -> bool:
+    """Whether an equation makes the same array, of the same type that is no longer weak."""
+    if equation.operation is not None or equation.eqn.primitive.name != "convert_element_type":
+        return False
+    (before,), (after,) = equation.eqn.invars, equation.eqn.outvars
+    return bool(before.aval.shape) and before.aval.strip_weak_type() == after.aval.strip_weak_type()
 
 
 def _with_constants(equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Filled]) -> Equation:
     inputs = [small.get(atom, atom) for atom in equation.inputs]
-    fills = {atom: filled[atom] for atom in inputs if isinstance(atom, int) and atom in filled}
+    fills = {small.get(atom, atom): filled[atom] for atom in equation.inputs if atom in filled}
     return dataclasses.replace(equation, inputs=inputs, fills=fills)
 
 

@@ -48,7 +48,7 @@ class Plan:
 def cut(closed: Any) -> Plan:
     """The plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
-    equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
+    equations, outputs = constants_known(last_pulls_marked(needed(equations, outputs), outputs), outputs)
     equations = needed(coupled(equations, outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size)
 

@@ -34,7 +34,7 @@ class Equation:
     outputs: list[int]
     eqn: Any
     operation: Any = None
-    fills: dict[int, Any] = dataclasses.field(default_factory=dict)
+    fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
 
     def variables(self) -> Iterator[int]:
         return (atom for atom in self.inputs if isinstance(atom, int))

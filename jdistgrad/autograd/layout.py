@@ -1,7 +1,7 @@
 """Trees with holes: which parts of a call's arguments or results are arrays JAX may trace, and all the rest."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,19 @@ class ReferenceHole:
         return filled
 
 
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What goes into a hole: an operand, or a reference made of several. ``numbers``: which ones."""
+
+    hole: "Hole | ReferenceHole"
+    numbers: tuple[int, ...]
+
+    def of(self, operands: Sequence[Any]) -> Any:
+        if isinstance(self.hole, Hole):
+            return operands[self.numbers[0]]
+        return self.hole.refill(operands[k] for k in self.numbers)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """A tree whose picked leaves are holes; ``positions``: for each operand, the number of the leaf it is of."""
@@ -67,14 +80,16 @@ class Layout:
         """Whether everything but the items is of types that nobody changes or defines anew."""
         return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
 
-    def items(self, operands: Iterable[Any]) -> list[Any]:
-        """What goes into the holes of ``emptied``: operands, references, arrays."""
-        rest, found = iter(operands), []
+    def items(self) -> "list[Operand | Any]":
+        """What goes into the holes of ``emptied``: arrays, and what is made of operands."""
+        found, count = list[Any](), 0
         for leaf in trees.leaves(self.tree):
-            if isinstance(leaf, Hole):
-                found.append(next(rest))
+            if isinstance(leaf, Hole | ReferenceHole):
+                width = getattr(leaf, "width", 1)
+                found.append(Operand(leaf, tuple(range(count, count + width))))
+                count += width
             elif _is_item(leaf):
-                found.append(leaf.refill(rest) if isinstance(leaf, ReferenceHole) else leaf)
+                found.append(leaf)
         return found
 
     def holes(self) -> list[Any]:

@@ -34,16 +34,6 @@ class Started:
 
 
 @dataclasses.dataclass
-class Packed:
-    """What one run of an operation brings along, as a stop of a route: numbers of messages and contributions, items;
-    and outputs that are known already."""
-
-    numbers: tuple[int, ...]
-    items: list[Any]
-    known: Sequence[Any] = ()
-
-
-@dataclasses.dataclass
 class Batched:
     """An operation over a batch. ``spread``: operands that must be given a batch dimension, where they have none.
 

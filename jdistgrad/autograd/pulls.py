@@ -8,16 +8,15 @@ import jax
 
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.compiling import Map
-from jdistgrad.autograd.layout import Hole, Layout
-from jdistgrad.autograd.operations import TOKEN, Batched, Packed, Shapes, Started, done
+from jdistgrad.autograd.layout import Hole, Layout, Operand
+from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.routes import PullStop
-from jdistgrad.autograd.tape import Tape, next_number
+from jdistgrad.autograd.tape import Link, Tape, next_number
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_worker, within
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.ids import as_token, from_token
 
 
@@ -34,27 +33,27 @@ class Pull:
     batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped)
 
     def start(self, operands: Sequence[Any]) -> Started:
-        worker, packed = current_worker(), self.pack(operands)
-        with within(self._scope(operands)):
-            pulled = self.stop().task(None, packed.numbers, next_place())
+        worker, (context, message, *_) = current_worker(), from_token(operands[0])
+        scope = worker.scopes.find(context)
+        scope.content(Tape).link(message, self.call.to, describe(self.call.function), backward=True)
+        cotangents = list(operands[len(operands) - len(self.live) :])
+        with within(scope):
+            pulled = self.stop().task(None, (message, next_number()), next_place())
             timeout = self.patience(worker.timeout)
-            return Started(worker.rpc_async(self.call.to, pulled, (packed.items,), {}, timeout), list)
+            return Started(worker.rpc_async(self.call.to, pulled, (cotangents,), {}, timeout), list)
 
     def stop(self) -> PullStop:
         assert self.call.wanted is not None
         wanted = tuple(self.call.wanted.index(k) for k in self.wanted)
         return PullStop(describe(self.call.function), wanted, self.live, self.last, self.maps)
 
-    def pack(self, operands: Sequence[Any]) -> Packed:
-        _, message, *_ = from_token(operands[0])
-        what, scope = describe(self.call.function), self._scope(operands)
-        scope.content(Tape).link(message, self.call.to, what, backward=True)
-        with within(scope):
-            number = next_number()
-        return Packed((message, number), list(operands[len(operands) - len(self.live) :]))
+    def items(self) -> list[Operand]:
+        """The cotangents. Of its operands, ``needed`` has left these and the tag."""
+        return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
-    def _scope(self, operands: Sequence[Any]) -> Scope:
-        return current_worker().scopes.find(from_token(operands[0])[0])
+    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
+        """What the graph shows of it, where it went as a stop."""
+        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), True, cause)]
 
     def patience(self, default: float) -> float:
         """It may have to wait for the call itself, which then has its own time."""

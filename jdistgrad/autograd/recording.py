@@ -119,7 +119,7 @@ class Recording:
     def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
         """Cotangents of the wanted leaves the message asks for, from those of the live results."""
         if self._published is None:
-            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
+            return self.cotangents(pulled, cotangents)
         (count,) = cotangents
         lanes = np.shape(count)
         taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
@@ -127,6 +127,10 @@ class Recording:
         live = tuple(k for k, one in enumerate(sums) if one is not None)
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
         return self._pull(pulled, live, [sums[k] for k in live], maps)
+
+    def cotangents(self, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
+        """The same, where the result went to the caller."""
+        return self._pull(pulled, pulled.live, cotangents, pulled.maps)
 
     def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
         flat = self._pullback.pull(live, cotangents, maps)

@@ -4,8 +4,8 @@ A route says everything that is the same each time a step runs. It is decoded on
 """
 
 import dataclasses
-import time
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import events
@@ -13,13 +13,9 @@ from jdistgrad.autograd.compiling import Map
 from jdistgrad.autograd.filled import Filled, made
 from jdistgrad.autograd.layout import Layout, is_array, split
 from jdistgrad.autograd.order import Place
-from jdistgrad.autograd.recording import Lane, Pulled, Recorded
+from jdistgrad.autograd.recording import Arguments, Lane, Pulled, Recorded, Recording
 from jdistgrad.autograd.results import as_jax, changed_structure
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.delivery import delivered
-from jdistgrad.rpc.frozen import Frozen
-from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.telling import task_served
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +37,7 @@ class CallStop:
     wanted: tuple[int, ...] | None
     lanes: tuple[Lane, ...]
     count: int  # arrays it returns
+    references: bool = False  # whether there may be any among its arguments
     served_as = events.SERVE
 
     def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
@@ -50,7 +47,17 @@ class CallStop:
         args, kwargs = self.arguments.fill(made(items))
         if self.wanted is None:
             args, kwargs = delivered(args, kwargs)
-        _, arrays = split(task(*args, **kwargs), is_array)
+        return self.arrays(task(*args, **kwargs))
+
+    def recorded(self, function: Any, items: list[Any]) -> Recording:
+        """The call with its pullback, for who keeps that himself."""
+        args, kwargs = self.arguments.fill(made(items))
+        assert self.wanted is not None
+        return Recording(function, Arguments(args, kwargs, self.wanted, self.lanes))
+
+    def arrays(self, result: Any) -> list[Any]:
+        """Those among a result."""
+        _, arrays = split(result, is_array)
         if len(arrays) != self.count:
             raise changed_structure(len(arrays), self.count)
         return as_jax(arrays)
@@ -58,13 +65,14 @@ class CallStop:
 
 @dataclasses.dataclass(eq=False)
 class PullStop:
-    """Pull the pullback of something recorded."""
+    """Pull the pullback of something recorded; ``call``: the stop that records it, if it is one of the same route."""
 
     what: str
     wanted: tuple[int, ...]
     live: tuple[int, ...]
     last: bool
     maps: tuple[Map, ...]
+    call: int | None = None
     served_as = events.PULLBACK
 
     def task(self, function: None, numbers: Sequence[int], place: Place) -> Pulled:
@@ -79,7 +87,8 @@ class PullStop:
 class Route:
     """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
 
-    ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it.
+    ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it;
+    ``compiled``: the whole of it, for some functions.
     """
 
     stops: list[CallStop | PullStop]
@@ -87,6 +96,10 @@ class Route:
     wanted: list[Made]
     needed: frozenset[Made]
     forgotten: list[list[int | Made]]
+    compiled: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        return Route.of, (self.stops, self.sources, self.wanted)
 
     @classmethod
     def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Route":
@@ -98,76 +111,33 @@ class Route:
         needed = frozenset(one for one in (*last, *wanted) if isinstance(one, Made))
         return cls(stops, sources, wanted, needed, forgotten)
 
+    @functools.cached_property
+    def is_closed(self) -> bool:
+        """Whether nothing stays of it and nothing but arrays comes and goes: what is recorded is pulled on the way."""
+        recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.wanted is not None}
+        pulls = [one for one in self.stops if isinstance(one, PullStop)]
+        return (
+            {one.call for one in pulls} == recorded
+            and all(one.last for one in pulls)
+            and not any(one.references for one in self.stops if isinstance(one, CallStop))
+        )
 
-class Visit:
-    """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
-    it brings."""
+    def walk(self, items: list[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
+        """The wanted arrays: ``run`` makes those of a stop, of its turn and items. What nobody needs is forgotten."""
+        before = dict[Made, Any]()
 
-    takes_references = True
+        def found(source: Source) -> Any:
+            if isinstance(source, int):
+                return items[source]
+            return before[source] if isinstance(source, Made) else source
 
-    def __init__(
-        self,
-        route: Frozen[Route],
-        functions: list[Any],
-        numbers: list[tuple[int, ...]],
-        place: Place,
-        items: list[Any],
-    ):
-        self._route, self._functions, self._numbers = route, functions, numbers
-        self._place, self._items = place, items
-        self._running: int | None = None
-
-    def __reduce__(self) -> Any:
-        return Visit, (self._route, self._functions, self._numbers, self._place, self._items)
-
-    @property
-    def label(self) -> str:
-        """What runs now; else all of it."""
-        running = self._running
-        if running is not None:
-            return describe(self._task(running))
-        names = [describe(self._task(turn)) for turn in range(len(self._functions))]
-        return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-    @property
-    def served_as(self) -> str:
-        return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
-
-    @property
-    def message(self) -> int | None:
-        """The id by which its context knows it, if it is one thing."""
-        return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
-
-    def __call__(self) -> list[Any]:
-        route, before = self._route.value, dict[Made, Any]()
-        for turn in range(len(route.stops)):
-            self._running = turn
-            for number, array in enumerate(self._stop(turn, before)):
-                if Made(turn, number) in route.needed:
+        for turn, sources in enumerate(self.sources):
+            for number, array in enumerate(run(turn, [found(source) for source in sources])):
+                if Made(turn, number) in self.needed:
                     before[Made(turn, number)] = array
-            for one in route.forgotten[turn]:
+            for one in self.forgotten[turn]:
                 if isinstance(one, Made):
                     del before[one]
                 else:
-                    self._items[one] = None
-        self._running = None
-        return [before[one] for one in route.wanted]
-
-    def _stop(self, turn: int, before: dict[Made, Any]) -> list[Any]:
-        task, since, failed = self._task(turn), time.monotonic(), True
-        try:
-            items = [self._item(source, before) for source in self._route.value.sources[turn]]
-            arrays = self._route.value.stops[turn].run(task, items)
-            failed = False
-            return arrays
-        finally:
-            if len(self._functions) > 1:
-                task_served(task, current_worker().info, since, failed=failed)
-
-    def _task(self, turn: int) -> Any:
-        return self._route.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
-
-    def _item(self, source: Source, before: dict[Made, Any]) -> Any:
-        if isinstance(source, int):
-            return self._items[source]
-        return before[source] if isinstance(source, Made) else source
+                    items[one] = None
+        return [before[one] for one in self.wanted]

@@ -163,8 +163,9 @@ class Run:
             for future in self._under_way:
                 future.cancel()
             raise
-        found = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
-        return [one if isinstance(one, jax.Array) else jax.numpy.array(one) for one in found]
+        return _as_jax(
+            [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
+        )
 
     def _advance(self) -> None:
         if self._sends:
@@ -230,6 +231,18 @@ class Run:
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)
+
+
+_together = jax.jit(lambda arrays: arrays)
+
+
+def _as_jax(arrays: list[Any]) -> list[Any]:
+    """All of them as JAX arrays of their own, made by compiled code: one by one takes three times as long."""
+    others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
+    if others:
+        for k, one in zip(others, _together(list(others.values())), strict=True):
+            arrays[k] = one
+    return arrays
 
 
 def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:

@@ -31,6 +31,11 @@ def serving(message: int, place: order.Place) -> Iterator[None]:
         _serving.reset(token)
 
 
+def cause() -> int | None:
+    """The message this code runs because of, if it does."""
+    return _serving.get()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
     """One crossing of the boundary, as its sender knows it: a send/recv pair. Several may have gone in one message."""
@@ -45,12 +50,16 @@ class Link:
     reference: int | None = None  # the one whose value, or gradient, this is
 
 
+def answer_link(call: int, what: str) -> Link:
+    return Link(next_message(), current_worker().rank, worker_of(call), what, False, call, call)
+
+
 class Tape:
     """One worker's part of a context."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.links: list[Link] = []
+        self._links: list[Link | Callable[[], list[Link]]] = []
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
         self.recordings = Recordings()
         self._taken: dict[int, list[Contribution]] = {}
@@ -62,19 +71,32 @@ class Tape:
         self.recordings.close()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
+    @property
+    def links(self) -> list[Link]:
+        """What this worker sent."""
+        with self._lock:
+            count = len(self._links)  # others may append meanwhile
+            made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
+            self._links[:count] = found = [link for links in made for link in links]
+            return found
+
+    def link_later(self, links: Callable[[], list[Link]]) -> None:
+        """Several, that are made when somebody asks for them."""
+        self._links.append(links)
+
     def link(self, message: int, to: int, what: str, *, backward: bool = False, reference: int | None = None) -> None:
-        self.links.append(Link(message, current_worker().rank, to, what, backward, _serving.get(), None, reference))
+        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get(), None, reference))
 
     def link_answer(self, call: int, what: str) -> None:
         """The results of a call go back to who made it."""
-        self.links.append(Link(next_message(), current_worker().rank, worker_of(call), what, False, call, call))
+        self._links.append(answer_link(call, what))
 
     def link_fetched(self, reference: int, owner: int) -> None:
         """A value has come from its owner: known here, not there."""
         here = current_worker().rank
         if owner != here:
             value = f"value of {spell(reference)}"
-            self.links.append(Link(next_message(), owner, here, value, False, _serving.get(), None, reference))
+            self._links.append(Link(next_message(), owner, here, value, False, _serving.get(), None, reference))
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions somebody has taken."""

@@ -12,12 +12,15 @@ import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import functions
+from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.shipments import Shipment, decoding, encoding
 from jdistgrad.wire import arrays
+from jdistgrad.wire.bare import Bare
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
 JITTED = type(jax.jit(lambda: None))
+OWN: set[type] = {Bare, Frozen}  # classes of objects that say themselves how they travel
 
 
 class _Reducing:
@@ -27,6 +30,8 @@ class _Reducing:
 
     def reduction(self, value: Any) -> Any:
         kind = type(value)
+        if kind in OWN:
+            return NotImplemented
         if kind is np.ndarray:
             return arrays.reduce_numpy(value)
         name = functions.registered_name(value)
@@ -81,7 +86,8 @@ class Codec:
         self._pickler = CodePickler if allow_code else NamePickler
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
-        stream, buffers, shipment = io.BytesIO(), list[pickle.PickleBuffer](), Shipment()
+        buffers: list[pickle.PickleBuffer] = []
+        stream, shipment = io.BytesIO(), Shipment()
         pickler = self._pickler(stream, protocol=5, buffer_callback=buffers.append)
         try:
             with encoding(shipment):

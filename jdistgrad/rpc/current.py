@@ -103,21 +103,32 @@ def current_scope() -> "Scope | None":
     return _scope.get()
 
 
-@contextlib.contextmanager
-def within(scope: "Scope | None") -> Iterator[None]:
+class within:  # noqa: N801 used like a function; a generator would take twice as long
     """A block whose calls belong to a scope."""
-    if scope is None or scope is _scope.get():
-        with _setting(_scope, scope):
-            yield
-        return
-    slots, key = current_worker().slots, place().key
-    slot = slots.take(scope)
-    try:
-        compiling = _slot_key(slot) if slot else contextlib.nullcontext()
-        with _setting(_scope, scope), _setting(_place, Place(key, slot)), compiling:
-            yield
-    finally:
-        slots.free(slot)
+
+    __slots__ = ("_compiling", "_outer", "_outer_place", "_scope", "_slot", "_slots")
+
+    def __init__(self, scope: "Scope | None"):
+        self._scope = scope
+        self._slots: Slots | None = None
+
+    def __enter__(self) -> None:
+        if self._scope is not None and self._scope is not _scope.get():
+            self._slots, key = current_worker().slots, place().key
+            self._slot = self._slots.take(self._scope)
+            self._outer_place = _place.set(Place(key, self._slot))
+            self._compiling = _slot_key(self._slot) if self._slot else None
+            if self._compiling is not None:
+                self._compiling.__enter__()
+        self._outer = _scope.set(self._scope)
+
+    def __exit__(self, *error: object) -> None:
+        _scope.reset(self._outer)
+        if self._slots is not None:
+            if self._compiling is not None:
+                self._compiling.__exit__(*error)
+            _place.reset(self._outer_place)
+            self._slots.free(self._slot)
 
 
 @contextlib.contextmanager

@@ -123,11 +123,6 @@ def value_of(identifier: int) -> concurrent.futures.Future:
     return current_worker().owned.value(identifier)
 
 
-def release_scope(identifier: int) -> None:
-    """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
-    current_worker().close_scope(identifier)
-
-
 def creation_of(identifier: int) -> concurrent.futures.Future:
     """None, when the value has been made."""
     made: concurrent.futures.Future = concurrent.futures.Future()

@@ -19,7 +19,7 @@ from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.owner import Owned, OwnerTable
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.serving import Served, creation_of, release_scope, value_of
+from jdistgrad.rpc.serving import Served, creation_of, value_of
 from jdistgrad.rpc.shipments import claims_of
 from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
@@ -140,7 +140,7 @@ class Worker:
         peers, contents = scope.close()
         for peer in peers - {self.rank, *self.peers.lost}:
             try:
-                self.cast(peer, release_scope, (identifier,))
+                self.post(peer, Message(Kind.RELEASE, self.rank, identifier))
             except (errors.WorkerLostError, errors.WorldClosedError):
                 log.debug("%s: rank %d has gone before context %d closed", self.info, peer, identifier)
         for content in contents:
@@ -174,6 +174,9 @@ class Worker:
             self.traffic.serving()
             value = self.owned.announce(message.id).value if kind is Kind.REMOTE else None
             return Served(self, message, value).serve
+        if kind is Kind.RELEASE:
+            self.traffic.serving()
+            return functools.partial(self._released, message.id)
         if kind is Kind.RESULT or kind is Kind.FAILURE:
             self.calls.answered(message)
         elif kind is Kind.DROP:
@@ -194,6 +197,11 @@ class Worker:
     def _let_go(self, freed: list[Owned]) -> None:
         """Let values die. References among them send their weight home: until then this worker is busy."""
         freed.clear()
+        self.traffic.served()
+
+    def _released(self, scope: int) -> None:
+        """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
+        self.close_scope(scope)
         self.traffic.served()
 
     def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:

@@ -95,12 +95,17 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if getattr(_rebuilding, "plain", False):
         return host
     array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else _small(host, (dtype, shape))
-    if array.dtype != host.dtype:
+    check_kept(host.dtype, array.dtype)
+    return array
+
+
+def check_kept(sent: np.dtype, made: Any) -> None:
+    """Raises EncodingError where JAX here makes another type of an array that was sent."""
+    if made != sent:
         raise EncodingError(
-            f"a {host.dtype} array arrived on a worker whose JAX makes it {array.dtype}. "
+            f"a {sent} array arrived on a worker whose JAX makes it {made}. "
             'Set jax.config.update("jax_enable_x64", True) on every worker or on none.'
         )
-    return array
 
 
 _identity = jax.jit(lambda array: array)

@@ -21,10 +21,11 @@ class Kind(enum.IntEnum):
     CLOSE = 10
     LEAVE = 11
     CAST = 12
+    RELEASE = 13
 
 
 ANSWERABLE = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE})
-WORK = ANSWERABLE | {Kind.DROP, Kind.CAST}
+WORK = ANSWERABLE | {Kind.DROP, Kind.CAST, Kind.RELEASE}
 
 
 @dataclasses.dataclass(slots=True)

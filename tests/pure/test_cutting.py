@@ -10,6 +10,8 @@ from jdistgrad.autograd.cutting import cut
 from jdistgrad.autograd.equations import has_wire
 from jdistgrad.autograd.primitive import wire_p
 
+X = np.ones(3, np.float32)
+
 
 @dataclasses.dataclass(eq=False)
 class Doubling:
@@ -117,3 +119,30 @@ def test_a_plan_can_be_read():
     text = str(plan_of(lambda x: send("hello", jnp.cos(x)), 1.0))
     assert "compute cos" in text
     assert "send    hello" in text
+
+
+def operands(plan):
+    """What the first message is given: inputs of the step, by number."""
+    node = next(node for node in plan.nodes if node.operation)
+    return [plan.inputs.index(atom) for atom in node.inputs if isinstance(atom, int) and atom in plan.inputs]
+
+
+def test_nothing_is_multiplied_by_one_before_a_message():
+    plan = plan_of(lambda x: send("a", x * jnp.ones(3)), X)
+    assert (names(plan), operands(plan)) == (["a"], [0])
+    plan = plan_of(lambda x: send("a", x) * 1.0, X)
+    assert names(plan) == ["a"]
+    assert plan.outputs == plan.nodes[0].outputs
+
+
+def test_other_products_are_computed():
+    for factor in (2.0, jnp.ones((2, 3)), jnp.ones(3, jnp.complex64), jnp.arange(3.0)):
+        assert names(plan_of(lambda x, factor=factor: send("a", x * factor), X)) == ["piece", "a"]
+    assert names(plan_of(lambda x: send("a", x * jnp.ones(3, int)), np.arange(3))) == ["piece", "a"]
+
+
+def test_a_message_does_not_wait_until_its_operand_is_no_longer_weakly_typed():
+    plan = plan_of(lambda x: send("a", jax.lax.convert_element_type(x, jnp.float32)), jnp.full(3, 2.0))
+    assert (names(plan), operands(plan)) == (["a"], [0])
+    scalar = plan_of(lambda x: send("a", jax.lax.convert_element_type(x, jnp.float32)), jnp.asarray(2.0))
+    assert names(scalar) == ["piece", "a"]  # a weak number decides of what type a product is

@@ -1,5 +1,6 @@
 """Routes, without any wire: what a visit runs, what it keeps, and what travels of it."""
 
+import dataclasses
 import gc
 import sys
 import weakref
@@ -11,7 +12,8 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.autograd.layout import Hole, Layout
-from jdistgrad.autograd.routes import CallStop, Made, Route, Visit
+from jdistgrad.autograd.routes import CallStop, Made, Route
+from jdistgrad.autograd.visits import Visit
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.frozen import Frozen
 
@@ -30,10 +32,10 @@ def change(x):
     return 2 * x
 
 
-def visit(*functions):
+def visit(*functions, stop=STOP):
     """Each function of what the one before returned."""
     sources = [[0], *([Made(turn, 0)] for turn in range(len(functions) - 1))]
-    route = Route.of([STOP] * len(functions), sources, [Made(len(functions) - 1, 0)])
+    route = Route.of([stop] * len(functions), sources, [Made(len(functions) - 1, 0)])
     return Visit(Frozen(route), list(functions), [()] * len(functions), (), [X])
 
 
@@ -53,7 +55,7 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
         return made
 
     alive = []
-    visit(*[remember] * 6)()
+    visit(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))()
     assert max(alive) == 1  # its own argument
 
 

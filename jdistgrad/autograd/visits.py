@@ -1,0 +1,102 @@
+"""One run of a route on the worker it was sent to: as one compiled function where it can, else stop by stop."""
+
+import functools
+import time
+from typing import Any
+
+from jdistgrad import events
+from jdistgrad.autograd.order import Place
+from jdistgrad.autograd.results import as_jax
+from jdistgrad.autograd.routes import Route
+from jdistgrad.autograd.tape import Link, answer_link, current_tape
+from jdistgrad.autograd.whole import at_once
+from jdistgrad.rpc.codec import OWN
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.frozen import Frozen
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.telling import task_served
+from jdistgrad.wire.bare import Bare
+
+
+class Visit:
+    """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
+    it brings."""
+
+    takes_references = True
+
+    def __init__(
+        self,
+        route: Frozen[Route],
+        functions: list[Any],
+        numbers: list[tuple[int, ...]],
+        place: Place,
+        items: list[Any],
+    ):
+        self._route, self._functions, self._numbers = route, functions, numbers
+        self._place, self._items = place, items
+        self._running: int | None = None
+
+    def __reduce__(self) -> Any:
+        items = Bare(self._items) if self._route.value.is_closed else self._items
+        return Visit, (self._route, self._functions, self._numbers, self._place, items)
+
+    @property
+    def label(self) -> str:
+        """What runs now; else all of it."""
+        running = self._running
+        if running is not None:
+            return describe(self._task(running))
+        names = [describe(self._task(turn)) for turn in range(len(self._functions))]
+        return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+    @property
+    def served_as(self) -> str:
+        return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
+
+    @property
+    def message(self) -> int | None:
+        """The id by which its context knows it, if it is one thing."""
+        return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
+
+    def __call__(self) -> list[Any]:
+        route = self._route.value
+        if not route.is_closed:
+            return self._by_turns()
+        found = at_once(route, self._functions, self._items)
+        if found is None:
+            self._items = as_jax(self._items)
+            return Bare(self._by_turns())
+        self._tell()
+        return Bare(found)
+
+    def _tell(self) -> None:
+        """Note the answers to what was recorded, as if each had been made by itself."""
+        if any(self._numbers):
+            current_tape(lambda: self.label).link_later(functools.partial(_answers, self._functions, self._numbers))
+
+    def _by_turns(self) -> list[Any]:
+        found = self._route.value.walk(self._items, self._stop)
+        self._running = None
+        return found
+
+    def _stop(self, turn: int, items: list[Any]) -> list[Any]:
+        self._running = turn
+        task, since, failed = self._task(turn), time.monotonic(), True
+        try:
+            arrays = self._route.value.stops[turn].run(task, items)
+            failed = False
+            return arrays
+        finally:
+            if len(self._functions) > 1:
+                task_served(task, current_worker().info, since, failed=failed)
+
+    def _task(self, turn: int) -> Any:
+        return self._route.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
+
+
+OWN.add(Visit)
+
+
+def _answers(functions: list[Any], numbers: list[tuple[int, ...]]) -> list[Link]:
+    each = zip(functions, numbers, strict=True)
+    return [answer_link(mine[0], describe(function)) for function, mine in each if function is not None and mine]

@@ -1,0 +1,83 @@
+"""Arrays for compiled code on the other side: it takes small ones as NumPy's, of which making JAX's takes longer.
+
+Small ones travel as one block of bytes. How they lie in it is told by a note that is the same each time: decoded once.
+"""
+
+import functools
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, raw_bytes, rebuild_jax
+
+ALIGNMENT = 16
+PADDING = bytes(ALIGNMENT)
+
+Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
+
+
+class Bare(list):
+    """Arrays. They arrive as a list, of NumPy's where they are small."""
+
+    def __reduce__(self) -> Any:
+        hosts = _hosts(self)
+        if hosts is None:
+            return list, (tuple(self),)
+        note = _note(tuple([(one.dtype, one.shape) for one in hosts]))
+        block = b"".join([_padded(one.tobytes()) for one in hosts if one.nbytes < ALIAS_FROM])
+        return arrived, (note, block, [raw_bytes(one) for one in hosts if one.nbytes >= ALIAS_FROM])
+
+
+def _hosts(arrays: Sequence[Any]) -> list[np.ndarray] | None:
+    """The arrays as this process's memory holds them; None where that is not all there is to one of them."""
+    try:
+        if any(isinstance(one, jax.Array) and one.ndim == 0 and one.weak_type for one in arrays):
+            return None
+        return [_as_jax_would(one) if type(one) is np.ndarray else np.asarray(one) for one in arrays]
+    except (AttributeError, TypeError, RuntimeError):  # a random key, traced, spread over processes: see ``arrays``
+        return None
+
+
+def _as_jax_would(array: np.ndarray) -> np.ndarray:
+    """An array of a type that JAX has here."""
+    return array if array.itemsize < 8 else np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _padded(data: bytes) -> bytes:
+    rest = len(data) % ALIGNMENT
+    return data + PADDING[rest:] if rest else data
+
+
+@functools.lru_cache(maxsize=4096)
+def _note(kinds: Kinds) -> bytes:
+    return pickle.dumps(tuple((dtype_name(dtype), shape) for dtype, shape in kinds))
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]:
+    """Of each array: dtype, shape, and where in the block it lies, unless it is large."""
+    places, start = [], 0
+    for name, shape in pickle.loads(note):
+        dtype = named_dtype(name)
+        size = dtype.itemsize * math.prod(shape)
+        places.append((dtype, shape, slice(start, start + size) if size < ALIAS_FROM else None))
+        if size < ALIAS_FROM:
+            start += -(-size // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
+    """The arrays, from what was sent of them."""
+    data, rest, found = np.frombuffer(block, np.uint8), iter(large), []
+    for dtype, shape, place in _places(note):
+        if place is None:
+            found.append(rebuild_jax(next(rest), dtype_name(dtype), shape))
+        else:
+            if dtype.itemsize >= 8:
+                check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
+            found.append(data[place].view(dtype).reshape(shape))
+    return found

@@ -1,0 +1,76 @@
+"""Arrays for compiled code, without any wire: every kind of them arrives as it was."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jdistgrad.errors import EncodingError
+from jdistgrad.rpc.codec import Codec
+from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.bare import Bare
+
+CODEC = Codec(allow_code=False)
+
+
+def sent(*arrays):
+    return CODEC.decode(CODEC.encode(Bare(arrays), snapshot=True))
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["JAX", "NumPy"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64", "int8", "uint32", "bool"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3, 5)], ids=str)
+def test_small_arrays_arrive_as_numpy_arrays(make, dtype, shape):
+    array = make(np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype)))
+    before, found, after = sent(make(np.ones(7, np.int8)), array, make(np.float32(2)))
+    assert type(found) is np.ndarray
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(found, np.asarray(array))
+    np.testing.assert_array_equal(before, np.ones(7, np.int8))
+    assert found.flags.aligned
+    assert after == 2
+
+
+def test_large_ones_are_jax_arrays_among_the_others():
+    large = jnp.arange(ALIAS_FROM, dtype=jnp.int32)
+    first, second, third, fourth = sent(np.float32(1), large, np.ones(3, np.int8), large.astype(ml_dtypes.bfloat16))
+    assert [type(one) for one in (first, third)] == [np.ndarray] * 2
+    assert isinstance(second, jax.Array)
+    np.testing.assert_array_equal(second, large)
+    assert fourth.dtype == jnp.bfloat16
+
+
+def test_not_contiguous():
+    array = np.arange(12.0, dtype=np.float32).reshape(3, 4)[:, ::2].T
+    np.testing.assert_array_equal(sent(array)[0], array)
+
+
+def test_weak_numbers_stay_weak():
+    number, array = sent(jnp.asarray(2.0), jnp.ones(3))
+    assert number.weak_type
+    np.testing.assert_array_equal(array, np.ones(3))
+
+
+def test_random_keys():
+    key, array = sent(jax.random.key(3), jnp.ones(3))
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
+    np.testing.assert_array_equal(array, np.ones(3))
+
+
+def test_numpy_arrays_travel_as_jax_takes_them():
+    (found,) = sent(np.ones(3))
+    assert found.dtype == jnp.ones(3).dtype
+
+
+def test_a_type_that_the_other_side_does_not_have_is_refused():
+    with jax.enable_x64(True):
+        parcel = CODEC.encode(Bare([np.ones(3)]), snapshot=True)
+        np.testing.assert_array_equal(CODEC.decode(parcel)[0], np.ones(3))
+    with pytest.raises(EncodingError, match="float64 array arrived"):
+        CODEC.decode(parcel)
+
+
+def test_traced_values_are_refused():
+    with pytest.raises(EncodingError, match="traced value"):
+        jax.jit(sent)(jnp.ones(3))
