@@ -19,7 +19,6 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker
 from jdistgrad.rpc.delivery import standing_in
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references import ByReference, RRef
 from jdistgrad.wire.ids import as_token
 
 
@@ -72,9 +71,9 @@ class Call:
 
     def stop(self) -> CallStop:
         wanted = None if self.wanted is None else self._positions()
-        kinds = RRef | ReferenceHole | ByReference
-        references = any(isinstance(leaf, kinds) for leaf in trees.leaves(self.arguments.tree))
-        return CallStop(self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes), references)
+        return CallStop(
+            self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes), self.arguments.has_references
+        )
 
     def items(self) -> list[Any]:
         return self.arguments.items()

@@ -15,10 +15,8 @@ from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.convoys import Convoy, Member
 from jdistgrad.autograd.derived import is_compiled
 from jdistgrad.autograd.equations import Answers, Atom, Equation, in_order
-from jdistgrad.autograd.layout import ReferenceHole
 from jdistgrad.autograd.pulls import Pull
 from jdistgrad.autograd.routes import Made, Source
-from jdistgrad.rpc import trees
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
@@ -53,7 +51,7 @@ def _is_plain(call: Call) -> bool:
     if not is_compiled(call.function) or call.timeout is not None or not call.arguments.is_plain:
         return False
     known = call.results.known
-    return known is not None and not any(isinstance(leaf, ReferenceHole) for leaf in trees.leaves(known[0].tree))
+    return known is not None and not known[0].has_references
 
 
 def target(operation: Any) -> int:

@@ -70,7 +70,7 @@ def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
 
 
 def _or_zero(leaf: Any, array: Any) -> Any:
-    return jnp.zeros_like(array) if leaf is None else leaf
+    return jnp.zeros_like(array) if leaf is None else jnp.asarray(leaf)
 
 
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:

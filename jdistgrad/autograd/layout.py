@@ -80,6 +80,10 @@ class Layout:
         """Whether everything but the items is of types that nobody changes or defines anew."""
         return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
 
+    @property
+    def has_references(self) -> bool:
+        return any(isinstance(leaf, RRef | ReferenceHole | ByReference) for leaf in trees.leaves(self.tree))
+
     def items(self) -> "list[Operand | Any]":
         """What goes into the holes of ``emptied``: arrays, and what is made of operands."""
         found, count = list[Any](), 0

@@ -15,6 +15,7 @@ import numpy as np
 
 from jdistgrad.autograd.order import Place
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.wire.bare import Bare
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
 
@@ -38,6 +39,11 @@ class Contribution:
     leaves: list[Any]
     place: Place = ()  # in the program's order
 
+    def __reduce__(self) -> Any:
+        there = [leaf is not None for leaf in self.leaves]
+        leaves = Bare([leaf for leaf in self.leaves if leaf is not None])
+        return _arrived, (self.number, self.lanes, there, leaves, self.place)
+
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
         """The leaves as somebody sees them who has these batch dimensions."""
         if self.lanes == lanes:
@@ -54,6 +60,11 @@ class Contribution:
 
     def count(self, lanes: tuple[int, ...]) -> int:
         return int(np.prod(self.lanes)) if not lanes else 1
+
+
+def _arrived(number: int, lanes: tuple[int, ...], there: list[bool], leaves: list[Any], place: Place) -> Contribution:
+    rest = iter(leaves)
+    return Contribution(number, lanes, [next(rest) if one else None for one in there], place)
 
 
 @dataclasses.dataclass(slots=True)

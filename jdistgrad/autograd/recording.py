@@ -14,6 +14,7 @@ from jdistgrad.autograd.exchange import contribute
 from jdistgrad.autograd.layout import Layout, split
 from jdistgrad.autograd.ledger import REFERENCE, Contribution, Node, total
 from jdistgrad.autograd.order import Place, next_place
+from jdistgrad.autograd.results import as_jax
 from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import describe
@@ -123,7 +124,7 @@ class Recording:
         (count,) = cotangents
         lanes = np.shape(count)
         taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
-        sums = total(taken, lanes)
+        sums = as_jax(total(taken, lanes))
         live = tuple(k for k, one in enumerate(sums) if one is not None)
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
         return self._pull(pulled, live, [sums[k] for k in live], maps)

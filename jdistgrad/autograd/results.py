@@ -17,6 +17,7 @@ class Results:
     def __init__(self, outer: "Results | None" = None):
         self._outer = outer  # the same without a batch dimension
         self._known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None
+        self.are_arrays = False  # whether it is made of arrays, as far as is known, and of what never changes
         self._lock = threading.Lock()
 
     @property
@@ -31,6 +32,7 @@ class Results:
 
     def learn(self, known: tuple[Layout, list[jax.ShapeDtypeStruct]]) -> None:
         self._known = known
+        self.are_arrays = known[0].is_plain and not known[0].has_references
         if self._outer is not None:
             layout, shapes = known
             self._outer.learn((layout, [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in shapes]))
@@ -40,9 +42,13 @@ class Results:
         layout, arrays = split(value, is_array)
         if self._known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
-        elif len(arrays) != len(self.shapes):
+        return as_jax(self.counted(arrays))
+
+    def counted(self, arrays: list[Any]) -> list[Any]:
+        """A result's arrays, if they are as many as before."""
+        if len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
-        return as_jax(arrays)
+        return arrays
 
     def rebuild(self, arrays: Any) -> Any:
         """The result that has these arrays."""

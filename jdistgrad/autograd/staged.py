@@ -20,11 +20,13 @@ from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.convoys import Convoy
 from jdistgrad.autograd.cutting import Plan, cut
 from jdistgrad.autograd.equations import Constant
+from jdistgrad.autograd.errands import Errand, send
 from jdistgrad.autograd.gradients import hold
 from jdistgrad.autograd.operations import Started
 from jdistgrad.autograd.pieces import compiled
 from jdistgrad.autograd.primitive import as_array
 from jdistgrad.autograd.remotely import CallRemote
+from jdistgrad.autograd.values import Fetch, Put
 from jdistgrad.rpc.current import current_worker, find_worker
 
 
@@ -149,7 +151,7 @@ class Run:
         self._place = order.next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
-        self._under_way: dict[concurrent.futures.Future, tuple[int, Started]] = {}
+        self._under_way: dict[concurrent.futures.Future, list[tuple[int, Started]]] = {}
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready(number)
@@ -169,7 +171,7 @@ class Run:
 
     def _advance(self) -> None:
         if self._sends:
-            self._send(self._sends.popleft())
+            self._send()
         elif self._pieces:
             self._compute(heapq.heappop(self._pieces))
         else:
@@ -198,15 +200,28 @@ class Run:
                 del self._values[variable]
         return taken
 
-    def _send(self, number: int) -> None:
-        operation = self._plan.nodes[number].operation
-        with _explained(operation), order.at((*self._place, number)):
-            started = operation.start([as_array(one) for one in self._take(number)])
+    def _send(self) -> None:
+        """Start what is ready; errands for one worker together."""
+        errands: dict[int, list[tuple[int, Errand]]] = {}
+        while self._sends:
+            number = self._sends.popleft()
+            operation, operands = self._plan.nodes[number].operation, [as_array(one) for one in self._take(number)]
+            with _explained(operation), order.at((*self._place, number)):
+                errand = operation.errand(operands) if isinstance(operation, Fetch | Put) else None
+                if errand is None:
+                    self._started(number, operation.start(operands))
+                else:
+                    errands.setdefault(errand.to, []).append((number, errand))
+        for group in errands.values():
+            for (number, _), started in zip(group, send([errand for _, errand in group]), strict=True):
+                self._started(number, started)
+
+    def _started(self, number: int, started: Started) -> None:
         self._done(number, started.known)
         if started.future.done():
-            self._finish(number, started)
+            self._finish(started.future, [(number, started)])
         else:
-            self._under_way[started.future] = number, started
+            self._under_way.setdefault(started.future, []).append((number, started))
 
     def _receive(self) -> None:
         futures = list(self._under_way)
@@ -214,12 +229,14 @@ class Run:
             current_worker().transport.wait_for(futures, None)
             futures = [future for future in futures if future.done()]
         for future in futures:
-            self._finish(*self._under_way.pop(future))
+            self._finish(future, self._under_way.pop(future))
 
-    def _finish(self, number: int, started: Started) -> None:
-        with _explained(self._plan.nodes[number].operation):
-            outputs = started.rest()
-        self._done(number, outputs, first=len(started.known))
+    def _finish(self, future: concurrent.futures.Future, asked: Sequence[tuple[int, Started]]) -> None:
+        with _explained(self._plan.nodes[asked[0][0]].operation):
+            answer = future.result()
+            outputs = [started.finish(answer) for _, started in asked]
+        for (number, started), mine in zip(asked, outputs, strict=True):
+            self._done(number, mine, first=len(started.known))
 
     def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
         """So many outputs of a node are there; who needed nothing else is ready."""

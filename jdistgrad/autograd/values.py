@@ -12,14 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistgrad.autograd.errands import Errand, send
 from jdistgrad.autograd.exchange import accept, take, value_layout
 from jdistgrad.autograd.layout import Layout
 from jdistgrad.autograd.ledger import Contribution
 from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.order import next_place
-from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.results import Results, as_jax
 from jdistgrad.autograd.tape import current_tape, next_number, note_fetched
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.claims import Claim
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import HANDLE, by_reference
 from jdistgrad.wire.ids import as_token, from_token, spell
@@ -52,9 +54,27 @@ class Fetch(_Unbatched):
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = jax.tree.unflatten(self.reference, operands)
+        self._note(rref._claim)
+
+        def finish(value: Any) -> list[Any]:
+            if isinstance(rref._claim, Claim):
+                rref._claim.arrived = True
+            return self.results.flatten(value)
+
+        return Started(rref.value_future(self.timeout), finish)
+
+    def errand(self, operands: Sequence[Any]) -> Errand | None:
+        """The same, where the value is known to be there and is nothing but arrays."""
+        claim = jax.tree.unflatten(self.reference, operands)._claim
+        at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.worker.rank
+        if not at_hand or self.timeout is not None or not self.results.are_arrays:
+            return None
+        self._note(claim)
+        return Errand(claim.owner, claim.id, None, self.results.counted)
+
+    def _note(self, claim: Any) -> None:
         if self.recorded:
-            note_fetched(rref.id, rref.owner.rank)
-        return Started(rref.value_future(self.timeout), self.results.flatten)
+            note_fetched(claim.id, claim.owner)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
@@ -100,19 +120,31 @@ class Put:
         return f"a contribution to the gradient of a {self.kind} on rank {self.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
-        (identifier,), number = from_token(operands[0]), next_number()
+        errand = self.errand(operands)
+        if errand is not None:
+            return send([errand])[0]
+        identifier, contribution = self._contribution(operands)
+        accept(self.kind, identifier, contribution)
+        return done(self._known(contribution))
+
+    def errand(self, operands: Sequence[Any]) -> Errand | None:
+        """The same, where the gradient is another worker's."""
+        if self.owner == current_worker().rank:
+            return None
+        identifier, contribution = self._contribution(operands)
+        tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
+        tape.link(contribution.number, self.owner, what, backward=True, reference=identifier)
+        return Errand(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
+
+    def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
+        (identifier,) = from_token(operands[0])
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):
             leaves[k] = leaf
-        handle, contribution = np.ones(self.lanes, np.float32), Contribution(number, self.lanes, leaves, next_place())
-        worker = current_worker()
-        if self.owner == worker.rank:
-            accept(self.kind, identifier, contribution)
-            return done([handle, as_token(number)])
-        tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
-        tape.link(number, self.owner, what, backward=True, reference=identifier)
-        future = worker.rpc_async(self.owner, accept, (self.kind, identifier, contribution), {}, None)
-        return Started(future, nothing_more, [handle, as_token(number)])
+        return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
+
+    def _known(self, contribution: Contribution) -> list[Any]:
+        return [np.ones(self.lanes, np.float32), as_token(contribution.number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct(self.lanes, np.float32), TOKEN]
@@ -149,7 +181,7 @@ class Take:
         return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 
     def _wanted_of(self, leaves: list[Any]) -> list[Any]:
-        return [self._leaf(leaves[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)]
+        return as_jax([self._leaf(leaves[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
 
     def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
         return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf

@@ -98,7 +98,7 @@ class DistributedOptimizer:
             )
         each = zip(self._owned.values(), self._numbers.values(), state["states"], strict=True)
         calls = [(owned, ([state["values"][k] for k in mine], one)) for owned, mine, one in each]
-        _all([api.rpc_async(owned.owner, owner.restore, (owned, *args)) for owned, args in calls])
+        _all([api.rpc_async(owned.owner, owner.restore, (owned.id, *args)) for owned, args in calls])
 
     def _scale(self) -> float:
         """What gradients are multiplied by; raises, before anything is changed, where a step cannot be made."""
@@ -112,7 +112,7 @@ class DistributedOptimizer:
         return 1.0 if self._max_norm is None or norm <= self._max_norm else self._max_norm / norm
 
     def _everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return _all([api.rpc_async(owned.owner, function, (owned, *args)) for owned in self._owned.values()])
+        return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
 
 
 def _checked(rrefs: Sequence[RRef]) -> list[RRef]:

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jdistgrad.autograd.derived import gradient_layout
-from jdistgrad.autograd.exchange import value_gradient
-from jdistgrad.autograd.layout import has_gradient
+from jdistgrad.autograd.layout import Layout, has_gradient
+from jdistgrad.autograd.tape import current_tape
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_worker
@@ -30,33 +30,58 @@ class Finding(NamedTuple):
     finite: bool
 
 
+class Value(NamedTuple):
+    """A reference's value, taken apart: its float arrays, the tree of them alone, and what surrounds them."""
+
+    whole: Any
+    leaves: list[Any]
+    tree: Any
+    layout: Layout
+
+    @classmethod
+    def of(cls, whole: Any) -> "Value":
+        layout, leaves = gradient_layout(whole)
+        return cls(whole, leaves, jax.tree.structure(_only_floats(whole)), layout)
+
+    def replaced(self, leaves: list[Any]) -> "Value":
+        return Value(self.layout.fill(leaves), leaves, self.tree, self.layout)
+
+
 class OwnedParameters:
     """Some references' values on their owner, and an optax transformation's state for them."""
 
     def __init__(self, packed: bytes, rrefs: Sequence[RRef]):
-        self._rrefs, transformation = list(rrefs), cloudpickle.loads(packed)
-        self._state = transformation.init(self._parameters())
+        self._rrefs, self._owned = list(rrefs), current_worker().owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
+        self._values = [Value.of(rref.local_value()) for rref in rrefs]
+        transformation = cloudpickle.loads(packed)
+        self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in self._values])
 
-        def update(gradients: Any, state: Any, parameters: Any, scale: Any) -> tuple[Any, Any]:
-            scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
+        def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any) -> tuple[Any, Any]:
+            scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), _unflattened(trees, gradients))
+            parameters = _unflattened(trees, parameters)
             updates, state = transformation.update(scaled, state, parameters)
-            return optax.apply_updates(parameters, updates), state
+            return [jax.tree.leaves(one) for one in optax.apply_updates(parameters, updates)], state
 
-        self._update = jax.jit(update)
+        self._update = jax.jit(update, static_argnums=0)
 
     def look(self) -> Finding:
         """The gradients' squared norm, and whether they are finite. Raises where one is missing."""
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(self._gradients())]
+        found = self._gradients([one.leaves for one in self._current()])
+        leaves = [jnp.asarray(leaf) for leaves in found for leaf in leaves]
         squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
         return Finding(float(sum(squares)), bool(all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)))
 
     def step(self, scale: float) -> None:
         """Update the values, with the gradients that the context this code runs in holds for them."""
-        gradients = self._gradients()
         with self._lock:
-            parameters, self._state = self._update(gradients, self._state, self._parameters(), np.float32(scale))
-            self._set(parameters)
+            values = self._current()
+            parameters = [one.leaves for one in values]
+            trees, gradients = tuple(one.tree for one in values), self._gradients(parameters)
+            found, self._state = self._update(trees, gradients, self._state, parameters, np.float32(scale))
+            self._values = [one.replaced(leaves) for one, leaves in zip(values, found, strict=True)]
+            for rref, value in zip(self._rrefs, self._values, strict=True):
+                self._owned.replace(rref.id, value.whole)
 
     def state(self) -> tuple[list[Any], Any]:
         """The values and the transformation's state, of one moment."""
@@ -70,26 +95,35 @@ class OwnedParameters:
         with self._lock:
             self._state = _at_home(state)
             for rref, value in zip(self._rrefs, values, strict=True):
-                current_worker().owned.replace(rref.id, _at_home(value))
+                self._owned.replace(rref.id, _at_home(value))
 
-    def _parameters(self) -> list[Any]:
-        return [_only_floats(rref.local_value()) for rref in self._rrefs]
+    def _current(self) -> list[Value]:
+        """The values as they are; taken apart anew where somebody else has replaced them."""
+        wholes = [self._owned.value(rref.id).result() for rref in self._rrefs]
+        known = zip(wholes, self._values, strict=True)
+        return [value if value.whole is whole else Value.of(whole) for whole, value in known]
 
-    def _gradients(self) -> list[Any]:
-        found = [(rref, value_gradient(rref.id)) for rref in self._rrefs]
-        missing = [str(rref) for rref, gradient in found if gradient is None]
+    def _gradients(self, parameters: Sequence[list[Any]]) -> list[list[Any]]:
+        """For each parameter's leaves, their gradients: zero where nothing was contributed to a leaf."""
+        tape = current_tape(lambda: "an optimizer's step")
+        found = [tape.gradient(rref.id) for rref in self._rrefs]
+        missing = [str(rref) for rref, gradient in zip(self._rrefs, found, strict=True) if gradient is None]
         if missing:
             raise DifferentiationError(
                 f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of "
                 "it in the context first, or leave the reference out of the optimizer.",
                 missing=missing,
             )
-        return [_only_floats(gradient) for _, gradient in found]
+        each = zip(found, parameters, strict=True)
+        return [[_or_zero(*both) for both in zip(mine or (), leaves, strict=True)] for mine, leaves in each]
 
-    def _set(self, parameters: Sequence[Any]) -> None:
-        for rref, new in zip(self._rrefs, parameters, strict=True):
-            layout, _ = gradient_layout(rref.local_value())
-            current_worker().owned.replace(rref.id, layout.fill(jax.tree.leaves(new)))
+
+def _or_zero(gradient: Any, parameter: Any) -> Any:
+    return jnp.zeros_like(parameter) if gradient is None else gradient
+
+
+def _unflattened(trees: Any, leaves: Any) -> list[Any]:
+    return [jax.tree.unflatten(tree, mine) for tree, mine in zip(trees, leaves, strict=True)]
 
 
 def _check_structure(name: str, new: Any, known: Any) -> None:
@@ -113,24 +147,29 @@ def _at_home(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-# What the optimizer calls on owners. ``parameters`` arrives as the object itself: it lives there.
+# What the optimizer calls on owners. It holds a reference to the parameters: their id is enough.
 
 
 def own_parameters(packed: bytes, rrefs: Sequence[Any]) -> OwnedParameters:
     return OwnedParameters(packed, rrefs)
 
 
-def look(parameters: OwnedParameters) -> Finding:
-    return parameters.look()
+def _known(identifier: int) -> OwnedParameters:
+    found: OwnedParameters = current_worker().owned.value(identifier).result()
+    return found
 
 
-def step(parameters: OwnedParameters, scale: float) -> None:
-    parameters.step(scale)
+def look(identifier: int) -> Finding:
+    return _known(identifier).look()
 
 
-def state(parameters: OwnedParameters) -> tuple[list[Any], Any]:
-    return parameters.state()
+def step(identifier: int, scale: float) -> None:
+    _known(identifier).step(scale)
 
 
-def restore(parameters: OwnedParameters, values: Sequence[Any], state: Any) -> None:
-    parameters.restore(values, state)
+def state(identifier: int) -> tuple[list[Any], Any]:
+    return _known(identifier).state()
+
+
+def restore(identifier: int, values: Sequence[Any], state: Any) -> None:
+    _known(identifier).restore(values, state)

@@ -60,17 +60,25 @@ class StandIn:
 class Claim:
     """A share of one reference. When the last RRef that uses it dies, its weight is ready to go home."""
 
-    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "created", "id", "owner", "worker")
+    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "owner", "worker")
 
     def __init__(self, identifier: int, owner: int, weight: Weight, worker: "Worker", drops: collections.deque[Drop]):
         self.id, self.owner, self.worker = identifier, owner, worker
         self._weight, self._drops = weight, drops
         self.created: concurrent.futures.Future | None = None  # known where the call was made
+        self.arrived = False  # whether the value is known to be there: it has come here once, or was made
         self._lock = threading.Lock()
 
     @property
     def key(self) -> Key:
         return Key(self.id, self.owner, self.worker.world)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the value is known to be there."""
+        if not self.arrived and self.created is not None:
+            self.arrived = self.created.done() and self.created.exception() is None
+        return self.arrived
 
     def add(self, weight: Weight) -> None:
         with self._lock:
