@@ -4,11 +4,11 @@ import threading
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.autograd.layout import Layout, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.wire.arrays import as_jax as array_as_jax
 
 
 class Results:
@@ -61,7 +61,7 @@ class Results:
 
 
 def as_jax(arrays: list[Any]) -> list[Any]:
-    return [jnp.asarray(one) if isinstance(one, np.ndarray) else one for one in arrays]
+    return [array_as_jax(one) if isinstance(one, np.ndarray) else one for one in arrays]
 
 
 def changed_structure(found: int, expected: int) -> DifferentiationError:

@@ -28,6 +28,7 @@ from jdistgrad.autograd.primitive import as_array
 from jdistgrad.autograd.remotely import CallRemote
 from jdistgrad.autograd.values import Fetch, Put
 from jdistgrad.rpc.current import current_worker, find_worker
+from jdistgrad.wire.arrays import ALIAS_FROM, as_jax
 
 
 def jit(fun: Callable[..., Any]) -> "StagedFunction":
@@ -254,7 +255,8 @@ _together = jax.jit(lambda arrays: arrays)
 
 
 def _as_jax(arrays: list[Any]) -> list[Any]:
-    """All of them as JAX arrays of their own, made by compiled code: one by one takes three times as long."""
+    """All of them as JAX arrays; small ones are made by compiled code: one by one takes three times as long."""
+    arrays = [as_jax(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
     others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
     if others:
         for k, one in zip(others, _together(list(others.values())), strict=True):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jdistgrad.data_parallel.leaves import is_sparse
+from jdistgrad.wire.buffers import BufferPool
 
 
 def on_host(array: jax.Array) -> bool:
@@ -46,15 +47,20 @@ def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jax.numpy.copy(array) for array in arrays]
 
 
+HUGE_PAGE = 2 << 20  # bytes
+
+
 class Scratch:
     """Memory that stays warm: a fresh page costs more than the arithmetic on it."""
 
     def __init__(self) -> None:
+        self._pool = BufferPool(idle_limit=0)  # in huge pages, which MPI copies several times as fast
         self._bytes = np.empty(0, np.uint8)
 
     def take(self, size: int, dtype: Any) -> np.ndarray:
         """A flat array. It is valid until the next is taken."""
         needed = size * np.dtype(dtype).itemsize
         if self._bytes.size < needed:
-            self._bytes = np.empty(needed, np.uint8)
+            memory = self._pool.lease(needed + HUGE_PAGE)
+            self._bytes = memory[-memory.ctypes.data % HUGE_PAGE :][:needed]
         return self._bytes[:needed].view(dtype)

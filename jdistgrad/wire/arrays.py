@@ -99,6 +99,11 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return array
 
 
+def as_jax(array: np.ndarray) -> jax.Array:
+    """The same array; a large one is not copied."""
+    return jax.device_put(array) if array.nbytes >= ALIAS_FROM else jnp.asarray(array)
+
+
 def check_kept(sent: np.dtype, made: Any) -> None:
     """Raises EncodingError where JAX here makes another type of an array that was sent."""
     if made != sent:

@@ -1,4 +1,4 @@
-"""Arrays for compiled code on the other side: it takes small ones as NumPy's, of which making JAX's takes longer.
+"""Arrays for compiled code on the other side, which takes NumPy's as they are: making JAX's of them takes longer.
 
 Small ones travel as one block of bytes. How they lie in it is told by a note that is the same each time: decoded once.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, raw_bytes, rebuild_jax
+from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, raw_bytes
 
 ALIGNMENT = 16
 PADDING = bytes(ALIGNMENT)
@@ -21,7 +21,7 @@ Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
 class Bare(list):
-    """Arrays. They arrive as a list, of NumPy's where they are small."""
+    """Arrays. They arrive as a list of NumPy's, but for those of a special kind."""
 
     def __reduce__(self) -> Any:
         hosts = _hosts(self)
@@ -74,10 +74,8 @@ def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
     """The arrays, from what was sent of them."""
     data, rest, found = np.frombuffer(block, np.uint8), iter(large), []
     for dtype, shape, place in _places(note):
-        if place is None:
-            found.append(rebuild_jax(next(rest), dtype_name(dtype), shape))
-        else:
-            if dtype.itemsize >= 8:
-                check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
-            found.append(data[place].view(dtype).reshape(shape))
+        if dtype.itemsize >= 8:
+            check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
+        part = np.frombuffer(next(rest), np.uint8) if place is None else data[place]
+        found.append(part.view(dtype).reshape(shape))
     return found

@@ -59,7 +59,7 @@ class Progress:
         self._baton, self._primary = threading.Lock(), threading.Lock()
         self._standby = threading.Semaphore(0)
         self._count = itertools.count()
-        self._free = self._parked = 0
+        self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
         self._last_activity = self._next_tick = time.monotonic()
         self._last_wait = 0.0
@@ -158,7 +158,8 @@ class Progress:
         if moved:
             self._last_activity = now
         else:
-            pause(nap(now - self._last_activity, may_spin=self.idle_process))
+            # Beside a task that runs, spinning would take Python's lock, and a core, from it.
+            pause(nap(now - self._last_activity, may_spin=self.idle_process and not self._busy))
         return task
 
     def _look_safely(self) -> tuple[bool, Task | None]:
@@ -190,11 +191,13 @@ class Progress:
     def _run_here(self, task: Task) -> None:
         with self._counting:
             self._free -= 1
+            self._busy += 1
         try:
             task()
         finally:
             with self._counting:
                 self._free += 1
+                self._busy -= 1
             self._last_activity = time.monotonic()
 
 
