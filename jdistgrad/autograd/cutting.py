@@ -10,11 +10,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.constants import constants_known
 from jdistgrad.autograd.coupling import coupled
 from jdistgrad.autograd.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.autograd.pulls import Pull
+from jdistgrad.wire.arrays import ALIAS_FROM
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,8 +53,39 @@ def cut(closed: Any) -> Plan:
     """The plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
     equations, outputs = constants_known(last_pulls_marked(needed(equations, outputs), outputs), outputs)
-    equations = needed(coupled(equations, outputs), outputs)
-    return Plan(inputs, outputs, group(equations, outputs), size)
+    copies, outputs = answers_copied(equations, outputs, size)
+    equations = needed(coupled([*equations, *copies], outputs), outputs)
+    return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
+
+
+def answers_copied(
+    equations: Sequence[Equation], outputs: Sequence[Atom], size: int
+) -> tuple[list[Equation], list[Atom]]:
+    """Equations that make arrays of the step's own of what comes from elsewhere: beside others, in one piece.
+
+    One by one this takes longer than the rest of a small piece. Large arrays are taken as they come.
+    """
+    shapes = {
+        output: variable.aval
+        for one in equations
+        if one.operation is not None
+        for output, variable in zip(one.outputs, one.eqn.outvars, strict=True)
+    }
+    copies: dict[Atom, Equation] = {}
+    for atom in outputs:
+        if atom in shapes and atom not in copies and _is_small(shapes[atom]):
+            copies[atom] = Equation([atom], [size + len(copies)], _copying(shapes[atom]))
+    return list(copies.values()), [copies[atom].outputs[0] if atom in copies else atom for atom in outputs]
+
+
+def _is_small(shape: Any) -> bool:
+    return isinstance(shape.dtype, np.dtype) and shape.size * shape.dtype.itemsize < ALIAS_FROM
+
+
+def _copying(shape: Any) -> Any:
+    """An equation of JAX's that copies an array."""
+    (equation,) = jax.make_jaxpr(jax.numpy.copy)(shape).eqns
+    return equation
 
 
 def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:

@@ -39,6 +39,8 @@ class _Reducing:
             return functions.registered, (name,)
         if kind is types.FunctionType:
             return self.plain_function(value)
+        if kind is type:
+            return NotImplemented
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(value)
         if isinstance(value, np.ndarray) and hasattr(value, "aval"):

@@ -16,8 +16,9 @@ from jdistgrad.wire.message import Kind, Message, Parcel
 MAGIC = b"jdg1"
 BULK_FROM = ALIAS_FROM
 ALIGNMENT = 16
+PADDING = bytes(ALIGNMENT)
 HEADER = struct.Struct("<4sB3xIIIQ")  # magic, kind, stream tag, number of pieces, bytes attached, id
-LENGTH = struct.Struct("<Q")
+LENGTH = 8  # bytes that tell the length of a piece
 KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -47,6 +48,10 @@ def _padded(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
+def _padding(length: int) -> bytes:
+    return PADDING[: -length % ALIGNMENT]
+
+
 def is_bulk(length: int) -> bool:
     return length >= BULK_FROM
 
@@ -58,26 +63,20 @@ def pieces_of(parcel: Parcel | None) -> list[memoryview]:
     return [first, *parcel.buffers]
 
 
-def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
+def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) -> tuple[bytes, list[memoryview]]:
     """Write the frame of a message; also returns the pieces that must follow it."""
-    pieces = pieces_of(parcel)
+    pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
-    start = _padded(HEADER.size + LENGTH.size * len(pieces))
-    inline = [
-        (piece, length, _padded(length)) for piece, length in zip(pieces, lengths, strict=True) if length < BULK_FROM
-    ]
-    frame = bytearray(start + sum(room for _, _, room in inline))
-    attached = len(parcel.attached) if parcel is not None else 0
-    HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), attached, identifier)
-    struct.pack_into(f"<{len(lengths)}Q", frame, HEADER.size, *lengths)
+    header = HEADER.pack(MAGIC, kind, stream_tag, len(pieces), attached, identifier)
+    table = struct.pack(f"<{len(lengths)}Q", *lengths)
+    parts: list[Any] = [header, table, _padding(len(header) + len(table))]
     for piece, length in zip(pieces, lengths, strict=True):
         if length < BULK_FROM:
-            frame[start : start + length] = piece
-            start += _padded(length)
-    return frame, [piece for piece in pieces if piece.nbytes >= BULK_FROM]
+            parts += piece, _padding(length)
+    return b"".join(parts), [piece for piece in pieces if piece.nbytes >= BULK_FROM]
 
 
-def unpack(frame: bytearray) -> Frame:
+def unpack(frame: Any) -> Frame:
     """Take a frame apart.
 
     Raises:
@@ -89,7 +88,7 @@ def unpack(frame: bytearray) -> Frame:
     kind = KINDS.get(code)
     if kind is None:
         raise WireError(f"a message of unknown kind {code} arrived")
-    start = _padded(HEADER.size + LENGTH.size * count)
+    start = _padded(HEADER.size + LENGTH * count)
     lengths = struct.unpack_from(f"<{count}Q", frame, HEADER.size) if start <= len(frame) else ()
     expected = start + sum(_padded(length) for length in lengths if length < BULK_FROM)
     if expected != len(frame):
@@ -99,7 +98,7 @@ def unpack(frame: bytearray) -> Frame:
     return Frame(kind, identifier, stream_tag, attached, lengths, _inline_pieces(frame, start, lengths))
 
 
-def _inline_pieces(frame: bytearray, start: int, lengths: Sequence[int]) -> list[Any]:
+def _inline_pieces(frame: Any, start: int, lengths: Sequence[int]) -> list[Any]:
     view, pieces = memoryview(frame), list[Any]()
     for length in lengths:
         if is_bulk(length):
