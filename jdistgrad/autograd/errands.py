@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad.autograd.exchange import accept
-from jdistgrad.autograd.layout import is_array, split
+from jdistgrad.autograd.layout import arrays_of
 from jdistgrad.autograd.ledger import Contribution
 from jdistgrad.autograd.operations import Started
 from jdistgrad.rpc.current import current_scope, current_worker, within
@@ -33,11 +33,18 @@ class Errand:
 
 def send(errands: Sequence[Errand]) -> list[Started]:
     """Errands for one worker, in one message."""
-    values = [one.value for one in errands if one.value is not None]
+    values = list(dict.fromkeys(one.value for one in errands if one.value is not None))
     gifts = [one.gift for one in errands if one.gift is not None]
+    parts = Bare([leaf for _, _, part in gifts for leaf in part.leaves if leaf is not None])
     with within(current_scope() if gifts else None):  # to fetch a value is not to take part in a context
-        future = current_worker().rpc_async(errands[0].to, run_errands, (values, gifts), {}, None)
+        args = (values, [_told(*gift) for gift in gifts], parts)
+        future = current_worker().rpc_async(errands[0].to, run_errands, args, {}, None)
     return [Started(future, _Part(one, values), one.known) for one in errands]
+
+
+def _told(kind: str, identifier: int, part: Contribution) -> tuple[Any, ...]:
+    """A gift but for its arrays: the leaves that are there are marked."""
+    return kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place
 
 
 @dataclasses.dataclass
@@ -47,14 +54,21 @@ class _Part:
     errand: Errand
     values: list[int]
 
-    def __call__(self, answer: list[list[Any]]) -> list[Any]:
-        value = self.errand.value
-        return self.errand.finish([] if value is None else list(answer[self.values.index(value)]))
+    def __call__(self, answer: tuple[list[int], list[Any]]) -> list[Any]:
+        if self.errand.value is None:
+            return self.errand.finish([])
+        counts, arrays = answer
+        place = self.values.index(self.errand.value)
+        start = sum(counts[:place])
+        return self.errand.finish(list(arrays[start : start + counts[place]]))
 
 
-def run_errands(values: list[int], gifts: list[Gift]) -> list[Bare]:
-    """The arrays of each value; when the gifts have been put away."""
-    for kind, identifier, contribution in gifts:
-        accept(kind, identifier, contribution)
+def run_errands(values: list[int], gifts: list[tuple[Any, ...]], parts: list[Any]) -> tuple[list[int], Bare]:
+    """When the gifts have been put away: how many arrays each value has, and all of them."""
+    rest = iter(parts)
+    for kind, identifier, number, lanes, there, place in gifts:
+        leaves = [next(rest) if one else None for one in there]
+        accept(kind, identifier, Contribution(number, lanes, leaves, place))
     owned = current_worker().owned
-    return [Bare(split(owned.value(one).result(), is_array)[1]) for one in values]
+    found = [arrays_of(owned.value(one).result()) for one in values]
+    return [len(arrays) for arrays in found], Bare([array for arrays in found for array in arrays])

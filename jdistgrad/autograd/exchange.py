@@ -10,7 +10,6 @@ from jdistgrad.autograd.layout import Layout, has_gradient, is_array, shape_of, 
 from jdistgrad.autograd.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape import current_tape
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.wire.ids import spell
 
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
@@ -19,8 +18,7 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     if owner == worker.rank:
         accept(kind, identifier, contribution)
         return
-    tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
-    tape.link(contribution.number, owner, what, backward=True, reference=identifier)
+    current_tape(lambda: "a gradient").link_gradient(contribution.number, owner, identifier)
     worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
 
 

@@ -145,6 +145,11 @@ def _dig(leaf: Any) -> tuple[Any, list[Any]]:
     return Hole(), [leaf]
 
 
+def arrays_of(tree: Any) -> list[Any]:
+    """The arrays of a tree."""
+    return [tree] if isinstance(tree, jax.Array) else split(tree, is_array)[1]
+
+
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is one JAX can compute with; a reference is, by its handle."""
     if isinstance(leaf, jax.Array | RRef):

@@ -15,7 +15,6 @@ import numpy as np
 
 from jdistgrad.autograd.order import Place
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.wire.bare import Bare
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
 
@@ -39,11 +38,6 @@ class Contribution:
     leaves: list[Any]
     place: Place = ()  # in the program's order
 
-    def __reduce__(self) -> Any:
-        there = [leaf is not None for leaf in self.leaves]
-        leaves = Bare([leaf for leaf in self.leaves if leaf is not None])
-        return _arrived, (self.number, self.lanes, there, leaves, self.place)
-
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
         """The leaves as somebody sees them who has these batch dimensions."""
         if self.lanes == lanes:
@@ -60,11 +54,6 @@ class Contribution:
 
     def count(self, lanes: tuple[int, ...]) -> int:
         return int(np.prod(self.lanes)) if not lanes else 1
-
-
-def _arrived(number: int, lanes: tuple[int, ...], there: list[bool], leaves: list[Any], place: Place) -> Contribution:
-    rest = iter(leaves)
-    return Contribution(number, lanes, [next(rest) if one else None for one in there], place)
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,6 +129,8 @@ def in_order(contributions: list[Contribution]) -> list[Contribution]:
 
 def total(contributions: list[Contribution], lanes: tuple[int, ...] = ()) -> list[Any]:
     """The sum of contributions, leaf by leaf; None where nothing was contributed."""
+    if len(contributions) == 1:
+        return list(contributions[0].summed_over(lanes))
     return [
         functools.reduce(_plus, leaves)
         for leaves in zip(*(one.summed_over(lanes) for one in contributions), strict=True)

@@ -2,11 +2,10 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -270,13 +269,18 @@ def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:
     events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
 
 
-@contextlib.contextmanager
-def _explained(operation: Any) -> Iterator[None]:
-    """Say where in the user's program an operation stands that fails."""
-    try:
-        yield
-    except Exception as error:
-        where = getattr(operation, "where", None)
-        if where:
+class _explained:  # noqa: N801 used like a function
+    """A block in which the failure of an operation says where in the user's program it stands."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Any):
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        where = getattr(self._operation, "where", None) if isinstance(error, Exception) else None
+        if error is not None and where:
             error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
-        raise

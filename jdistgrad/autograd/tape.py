@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -54,6 +55,14 @@ def answer_link(call: int, what: str) -> Link:
     return Link(next_message(), current_worker().rank, worker_of(call), what, False, call, call)
 
 
+def _fetched_link(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
+    return [Link(message, owner, here, f"value of {spell(reference)}", False, cause, None, reference)]
+
+
+def _gradient_link(number: int, here: int, owner: int, cause: int | None, reference: int) -> list[Link]:
+    return [Link(number, here, owner, f"gradient of {spell(reference)}", True, cause, None, reference)]
+
+
 class Tape:
     """One worker's part of a context."""
 
@@ -84,8 +93,8 @@ class Tape:
         """Several, that are made when somebody asks for them."""
         self._links.append(links)
 
-    def link(self, message: int, to: int, what: str, *, backward: bool = False, reference: int | None = None) -> None:
-        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get(), None, reference))
+    def link(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
+        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
 
     def link_answer(self, call: int, what: str) -> None:
         """The results of a call go back to who made it."""
@@ -95,8 +104,12 @@ class Tape:
         """A value has come from its owner: known here, not there."""
         here = current_worker().rank
         if owner != here:
-            value = f"value of {spell(reference)}"
-            self._links.append(Link(next_message(), owner, here, value, False, _serving.get(), None, reference))
+            self.link_later(functools.partial(_fetched_link, next_message(), owner, here, _serving.get(), reference))
+
+    def link_gradient(self, number: int, owner: int, reference: int) -> None:
+        """A part of a gradient goes to its owner."""
+        here = current_worker().rank
+        self.link_later(functools.partial(_gradient_link, number, here, owner, _serving.get(), reference))
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions somebody has taken."""

@@ -24,7 +24,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.claims import Claim
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import HANDLE, by_reference
-from jdistgrad.wire.ids import as_token, from_token, spell
+from jdistgrad.wire.ids import as_token, from_token
 
 
 class _Unbatched:
@@ -132,8 +132,7 @@ class Put:
         if self.owner == current_worker().rank:
             return None
         identifier, contribution = self._contribution(operands)
-        tape, what = current_tape(lambda: "a gradient"), f"gradient of {spell(identifier)}"
-        tape.link(contribution.number, self.owner, what, backward=True, reference=identifier)
+        current_tape(lambda: "a gradient").link_gradient(contribution.number, self.owner, identifier)
         return Errand(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
 
     def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
