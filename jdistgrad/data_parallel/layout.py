@@ -1,14 +1,17 @@
 """Buckets as the reduction and the hooks see them."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jdistgrad.data_parallel.leaves import Leaf
+
+CHUNK = 2 << 20  # bytes: a huge page. 64 MiB are averaged in 10 ms that way, in place they took 15 to 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +23,21 @@ class Slot:
     offset: int
     length: int
     shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A piece of a leaf, of which the number in the bucket is told, and where it lies in a chunk."""
+
+    leaf: int
+    of_leaf: slice
+    of_chunk: slice
+
+
+class Chunk(NamedTuple):
+    """So many elements of a bucket."""
+
+    size: int
+    parts: list[Part]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +64,20 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
+
+    @functools.cached_property
+    def chunks(self) -> list[Chunk]:
+        """The bucket from beginning to end, so much of it at a time as stays in a core's cache."""
+        step = max(1, CHUNK // self.dtype.itemsize)
+        ends = [(start, min(start + step, self.size)) for start in range(0, self.size, step)]
+        return [Chunk(stop - start, list(self._parts(start, stop))) for start, stop in ends]
+
+    def _parts(self, start: int, stop: int) -> Iterator[Part]:
+        for leaf, slot in enumerate(self.slots):
+            first, last = max(slot.offset, start), min(slot.offset + slot.length, stop)
+            if first < last:
+                own = slice(first - slot.offset, last - slot.offset)
+                yield Part(leaf, own, slice(first - start, last - start))
 
     def views(self, flat: Any = None) -> list[Any]:
         """The leaves cut out of a flat array of this layout (default: ``flat``), in their shapes."""

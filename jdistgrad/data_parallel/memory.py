@@ -5,6 +5,7 @@ JAX arrays are immutable by contract, so this is only for arrays fresh from a co
 
 import collections
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.wire.buffers import BufferPool
 
 
-def on_host(array: jax.Array) -> bool:
-    """Whether the array's memory is the host's, on one device."""
-    return len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu"
+@functools.lru_cache(maxsize=256)
+def on_host(sharding: Any) -> bool:
+    """Whether the memory of an array that lies so is the host's, on one device."""
+    devices = sharding.device_set
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
 def writable(array: jax.Array) -> np.ndarray:
