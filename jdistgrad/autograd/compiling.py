@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jdistgrad.autograd.derived import differentiable, is_compiled, nothing_hidden
 from jdistgrad.autograd.filled import made
 from jdistgrad.autograd.layout import Hole, Layout, is_array, split
+from jdistgrad.wire.arrays import adopted
 
 VARIABLE, ARRAY = "variable", "array"
 STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
@@ -110,11 +111,7 @@ class Outputs:
 
     def filled(self, inputs: Sequence[Any]) -> Any:
         found = [*inputs, *self.made]
-        return jax.tree.unflatten(self.tree, [_as_jax(found[place]) for place in self.sources])
-
-
-def _as_jax(array: Any) -> jax.Array:
-    return array if isinstance(array, jax.Array) else jnp.array(array)  # a copy: somebody may write into it
+        return jax.tree.unflatten(self.tree, [adopted(found[place]) for place in self.sources])
 
 
 class Compiled:

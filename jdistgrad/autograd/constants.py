@@ -15,35 +15,31 @@ from jdistgrad.autograd.layout import is_differentiable
 SMALL = 1 << 16  # bytes: arrays up to here are kept
 
 
-def constants_known(equations: Sequence[Equation], outputs: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
+def constants_known(equations: Sequence[Equation]) -> list[Equation]:
     """The equations, with what is known as constants of the operations that need it: cotangents of sums and means are.
 
-    Small arrays are kept; large ones are made where they are needed, if they can be. What is multiplied by one stays
-    what it is: no operation waits for that.
+    Small arrays are kept; large ones are made where they are needed, if they can be. What is multiplied by one is used
+    as it is: no operation waits for the product. (It is still made where the step returns it: nobody's outputs are
+    inputs.)
     """
     numbers: dict[Atom, Constant] = {}
     filled: dict[Atom, Filled] = {}
     same: dict[Atom, Atom] = {}
-    alike: dict[Atom, Atom] = {}  # but for its weak type, which operations do not know
+    weaker: dict[Atom, Atom] = {}
     kept = []
     for equation in equations:
-        names = [same.get(atom, atom) for atom in equation.inputs]
-        if equation.operation is not None:
-            names = [alike.get(atom, atom) for atom in names]
-        renamed = dataclasses.replace(equation, inputs=names)
+        renamed = dataclasses.replace(equation, inputs=[same.get(atom, atom) for atom in equation.inputs])
+        kept.append(renamed)
         inputs = [numbers.get(atom, atom) for atom in renamed.inputs]
         factor = _multiplied_by_one(renamed, inputs, filled)
         if factor is not None:
             same[equation.outputs[0]] = renamed.inputs[factor]
-            continue
-        if equation.operation is None and all(_is_number(atom) for atom in inputs):
+        elif equation.operation is None and all(_is_number(atom) for atom in inputs):
             _evaluate(equation, [atom.value for atom in inputs if isinstance(atom, Constant)], numbers, filled)
         elif _only_strengthens(equation):
-            alike[equation.outputs[0]] = alike.get(renamed.inputs[0], renamed.inputs[0])
-        kept.append(renamed)
+            weaker[equation.outputs[0]] = weaker.get(renamed.inputs[0], renamed.inputs[0])
     small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if one.size <= SMALL}
-    found = [_with_constants(one, small, filled) if one.operation is not None else one for one in kept]
-    return found, [same.get(atom, atom) for atom in outputs]
+    return [_with_constants(one, small, filled, weaker) if one.operation is not None else one for one in kept]
 
 
 def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Filled]) -> int | None:
@@ -68,10 +64,13 @@ def _only_strengthens(equation: Equation) -> bool:
     return bool(before.aval.shape) and before.aval.strip_weak_type() == after.aval.strip_weak_type()
 
 
-def _with_constants(equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Filled]) -> Equation:
+def _with_constants(
+    equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Filled], weaker: dict[Atom, Atom]
+) -> Equation:
     inputs = [small.get(atom, atom) for atom in equation.inputs]
     fills = {small.get(atom, atom): filled[atom] for atom in equation.inputs if atom in filled}
-    return dataclasses.replace(equation, inputs=inputs, fills=fills)
+    mine = {atom: weaker[atom] for atom in inputs if atom in weaker}
+    return dataclasses.replace(equation, inputs=inputs, fills=fills, weaker=mine)
 
 
 def _is_number(atom: Atom) -> bool:

@@ -113,7 +113,7 @@ def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Seq
                 sources[atom] = equation.fills[atom]
             elif atom not in sources:
                 sources[atom] = len(inputs)
-                inputs.append(atom)
+                inputs.append(equation.weaker.get(atom, atom))  # a visit makes it strong
         parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
         made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made

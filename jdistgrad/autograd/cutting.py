@@ -52,7 +52,7 @@ class Plan:
 def cut(closed: Any) -> Plan:
     """The plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
-    equations, outputs = constants_known(last_pulls_marked(needed(equations, outputs), outputs), outputs)
+    equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
     copies, outputs = answers_copied(equations, outputs, size)
     equations = needed(coupled([*equations, *copies], outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size + len(copies))

@@ -27,7 +27,8 @@ Atom = int | Constant
 class Equation:
     """One equation of the step, over numbered variables.
 
-    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere.
+    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere; ``weaker``: the
+    same arrays as they were before their types were made strong.
     """
 
     inputs: list[Atom]
@@ -35,6 +36,7 @@ class Equation:
     eqn: Any
     operation: Any = None
     fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
+    weaker: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def variables(self) -> Iterator[int]:
         return (atom for atom in self.inputs if isinstance(atom, int))

@@ -120,7 +120,7 @@ class Recording:
     def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
         """Cotangents of the wanted leaves the message asks for, from those of the live results."""
         if self._published is None:
-            return self.cotangents(pulled, cotangents)
+            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
         (count,) = cotangents
         lanes = np.shape(count)
         taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
@@ -129,9 +129,12 @@ class Recording:
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
         return self._pull(pulled, live, [sums[k] for k in live], maps)
 
-    def cotangents(self, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
-        """The same, where the result went to the caller."""
-        return self._pull(pulled, pulled.live, cotangents, pulled.maps)
+    def cotangents(
+        self, wanted: tuple[int, ...], live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
+    ) -> list[Any]:
+        """The same, where no references are among the wanted leaves."""
+        flat = self._pullback.pull(live, cotangents, maps)
+        return [flat[self._wanted[number][1].start] for number in wanted]
 
     def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
         flat = self._pullback.pull(live, cotangents, maps)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdistgrad.autograd.layout import Layout, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.wire.arrays import as_jax as array_as_jax
+from jdistgrad.wire.arrays import adopted
 
 
 class Results:
@@ -61,7 +61,13 @@ class Results:
 
 
 def as_jax(arrays: list[Any]) -> list[Any]:
-    return [array_as_jax(one) if isinstance(one, np.ndarray) else one for one in arrays]
+    return [adopted(one) if isinstance(one, np.ndarray | np.generic) else one for one in arrays]
+
+
+def strong(array: Any) -> Any:
+    """An array whose type is its own: a weak one, which is what a Python number became, would give way to others."""
+    weak = isinstance(array, jax.Array) and array.ndim and array.weak_type
+    return jax.lax.convert_element_type(array, array.dtype) if weak else array
 
 
 def changed_structure(found: int, expected: int) -> DifferentiationError:

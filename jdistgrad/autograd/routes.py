@@ -88,7 +88,7 @@ class Route:
     """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
 
     ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it;
-    ``compiled``: the whole of it, for some functions.
+    ``wholes``: its compiled forms, by functions.
     """
 
     stops: list[CallStop | PullStop]
@@ -96,7 +96,7 @@ class Route:
     wanted: list[Made]
     needed: frozenset[Made]
     forgotten: list[list[int | Made]]
-    compiled: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    wholes: Any = None
 
     def __reduce__(self) -> Any:
         return Route.of, (self.stops, self.sources, self.wanted)

@@ -18,7 +18,7 @@ from jdistgrad.autograd.operations import Started
 from jdistgrad.autograd.primitive import as_array
 from jdistgrad.autograd.values import Fetch, Put
 from jdistgrad.rpc.current import current_worker, find_worker
-from jdistgrad.wire.arrays import ALIAS_FROM, as_jax
+from jdistgrad.wire.arrays import ALIAS_FROM, adopted
 
 if TYPE_CHECKING:
     from jdistgrad.autograd.steps import Step
@@ -96,7 +96,9 @@ class Run:
                 else:
                     errands.setdefault(errand.to, []).append((number, errand))
         for group in errands.values():
-            for (number, _), started in zip(group, send([errand for _, errand in group]), strict=True):
+            with _explained(self._plan.nodes[group[0][0]].operation):
+                sent = send([errand for _, errand in group])
+            for (number, _), started in zip(group, sent, strict=True):
                 self._started(number, started)
 
     def _started(self, number: int, started: Started) -> None:
@@ -138,7 +140,7 @@ _together = jax.jit(lambda arrays: arrays)
 
 def _as_jax(arrays: list[Any]) -> list[Any]:
     """All of them as JAX arrays; small ones are made by compiled code: one by one takes three times as long."""
-    arrays = [as_jax(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
+    arrays = [adopted(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
     others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
     if others:
         for k, one in zip(others, _together(list(others.values())), strict=True):

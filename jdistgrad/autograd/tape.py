@@ -51,8 +51,8 @@ class Link:
     reference: int | None = None  # the one whose value, or gradient, this is
 
 
-def answer_link(call: int, what: str) -> Link:
-    return Link(next_message(), current_worker().rank, worker_of(call), what, False, call, call)
+def answer_link(message: int, call: int, what: str) -> Link:
+    return Link(message, current_worker().rank, worker_of(call), what, False, call, call)
 
 
 def _fetched_link(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
@@ -98,7 +98,7 @@ class Tape:
 
     def link_answer(self, call: int, what: str) -> None:
         """The results of a call go back to who made it."""
-        self._links.append(answer_link(call, what))
+        self._links.append(answer_link(next_message(), call, what))
 
     def link_fetched(self, reference: int, owner: int) -> None:
         """A value has come from its owner: known here, not there."""

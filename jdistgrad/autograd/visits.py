@@ -4,11 +4,13 @@ import functools
 import time
 from typing import Any
 
+import jax
+
 from jdistgrad import events
 from jdistgrad.autograd.order import Place
-from jdistgrad.autograd.results import as_jax
+from jdistgrad.autograd.results import as_jax, strong
 from jdistgrad.autograd.routes import Route
-from jdistgrad.autograd.tape import Link, answer_link, current_tape
+from jdistgrad.autograd.tape import Link, answer_link, current_tape, next_message
 from jdistgrad.autograd.whole import at_once
 from jdistgrad.rpc.codec import OWN
 from jdistgrad.rpc.current import current_worker
@@ -60,21 +62,26 @@ class Visit:
 
     def __call__(self) -> list[Any]:
         route = self._route.value
-        if not route.is_closed:
-            return self._by_turns()
-        found = at_once(route, self._functions, self._items)
-        if found is None:
-            self._items = as_jax(self._items)
-            return Bare(self._by_turns())
-        self._tell()
-        return Bare(found)
+        found = self._at_once() if route.is_closed else None
+        return Bare(self._by_turns() if found is None else found)
 
-    def _tell(self) -> None:
-        """Note the answers to what was recorded, as if each had been made by itself."""
-        if any(self._numbers):
-            current_tape(lambda: self.label).link_later(functools.partial(_answers, self._functions, self._numbers))
+    def _at_once(self) -> list[Any] | None:
+        try:
+            found = jax.block_until_ready(at_once(self._route.value, self._functions, self._items))
+        except Exception:  # what failed shall be told of the stop that failed: they are pure, so run them again
+            return None
+        if found is not None and any(self._numbers):
+            self._note_answers()
+        return found
+
+    def _note_answers(self) -> None:
+        """As if each of what was recorded had been answered by itself."""
+        each = zip(self._functions, self._numbers, strict=True)
+        answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
+        current_tape(lambda: self.label).link_later(functools.partial(_links, answers))
 
     def _by_turns(self) -> list[Any]:
+        self._items = list(map(strong, as_jax(self._items)))
         found = self._route.value.walk(self._items, self._stop)
         self._running = None
         return found
@@ -97,6 +104,5 @@ class Visit:
 OWN.add(Visit)
 
 
-def _answers(functions: list[Any], numbers: list[tuple[int, ...]]) -> list[Link]:
-    each = zip(functions, numbers, strict=True)
-    return [answer_link(mine[0], describe(function)) for function, mine in each if function is not None and mine]
+def _links(answers: list[tuple[int, int, Any]]) -> list[Link]:
+    return [answer_link(message, call, describe(function)) for message, call, function in answers]

@@ -1,5 +1,7 @@
 """A closed route as one compiled function: what its stops hand to each other is XLA's business."""
 
+import collections
+import threading
 from typing import Any
 
 import jax
@@ -7,9 +9,10 @@ import jax
 from jdistgrad.autograd.compiling import Outputs
 from jdistgrad.autograd.equations import has_wire
 from jdistgrad.autograd.recording import Recording
+from jdistgrad.autograd.results import strong
 from jdistgrad.autograd.routes import PullStop, Route
 
-VARIANTS = 16  # of one route: where functions are ever different ones, compiling them makes no sense
+KEPT = 64  # of one route; where functions are ever different ones, compiling them makes no sense
 
 
 class Whole:
@@ -22,21 +25,23 @@ class Whole:
             def stop(turn: int, items: list[Any]) -> list[Any]:
                 one, function = route.stops[turn], functions[turn]
                 if isinstance(one, PullStop):
-                    return recordings.pop(one.call).cotangents(one.task(None, (0, 0), ()), items)
+                    return recordings.pop(one.call).cotangents(one.wanted, one.live, items, one.maps)
                 if one.wanted is None:
                     return one.run(function, items)
                 recordings[turn] = one.recorded(function, items)
                 return one.arrays(recordings[turn].result)
 
-            return Outputs.of(route.walk([*items], stop), items)
+            return Outputs.of(route.walk(list(map(strong, items)), stop), items)
 
         self._run = jax.jit(run)
-        self._fits: bool | None = None
+        self._fits: dict[Any, bool] = {}  # by the kinds of the items
 
     def __call__(self, items: list[Any]) -> list[Any] | None:
-        if self._fits is None:
-            self._fits = self._can_run(items)
-        return self._run(items).filled(items) if self._fits else None
+        kinds = tuple([(one.shape, one.dtype) for one in items])
+        fits = self._fits.get(kinds)
+        if fits is None:
+            fits = self._fits[kinds] = self._can_run(items)
+        return self._run(items).filled(items) if fits else None
 
     def _can_run(self, items: list[Any]) -> bool:
         """Whether it can be traced as a whole, and neither calls other workers nor has any side effect."""
@@ -47,12 +52,33 @@ class Whole:
         return not traced.effects and not has_wire(traced.jaxpr)
 
 
+class Wholes:
+    """Those of one route: the ones used last. They keep their functions alive."""
+
+    def __init__(self) -> None:
+        self._found: collections.OrderedDict[tuple[int, ...], Whole] = collections.OrderedDict()
+        self._made = self._used = 0
+        self._lock = threading.Lock()
+
+    def of(self, route: Route, functions: list[Any]) -> Whole | None:
+        """None where most functions come only once."""
+        key = tuple(map(id, functions))
+        with self._lock:
+            self._used += 1
+            found = self._found.get(key)
+            if found is not None:
+                self._found.move_to_end(key)
+            elif self._made < KEPT or self._used > 2 * self._made:
+                self._made += 1
+                found = self._found[key] = Whole(route, tuple(functions))
+                if len(self._found) > KEPT:
+                    self._found.popitem(last=False)
+            return found
+
+
 def at_once(route: Route, functions: list[Any], items: list[Any]) -> list[Any] | None:
     """The wanted arrays, made by one compiled function; None where the stops must be made one by one."""
-    key = tuple(map(id, functions))  # which a compiled one keeps alive
-    found = route.compiled.get(key)
-    if found is None:
-        if len(route.compiled) == VARIANTS:
-            return None
-        found = route.compiled[key] = Whole(route, tuple(functions))
-    return found(items)
+    if route.wholes is None:
+        route.wholes = Wholes()
+    whole = route.wholes.of(route, functions)
+    return None if whole is None else whole(items)

@@ -33,7 +33,6 @@ class Finding(NamedTuple):
 class Value(NamedTuple):
     """A reference's value, taken apart: its float arrays, the tree of them alone, and what surrounds them."""
 
-    whole: Any
     leaves: list[Any]
     tree: Any
     layout: Layout
@@ -41,10 +40,7 @@ class Value(NamedTuple):
     @classmethod
     def of(cls, whole: Any) -> "Value":
         layout, leaves = gradient_layout(whole)
-        return cls(whole, leaves, jax.tree.structure(_only_floats(whole)), layout)
-
-    def replaced(self, leaves: list[Any]) -> "Value":
-        return Value(self.layout.fill(leaves), leaves, self.tree, self.layout)
+        return cls(leaves, jax.tree.structure(_only_floats(whole)), layout)
 
 
 class OwnedParameters:
@@ -53,9 +49,8 @@ class OwnedParameters:
     def __init__(self, packed: bytes, rrefs: Sequence[RRef]):
         self._rrefs, self._owned = list(rrefs), current_worker().owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
-        self._values = [Value.of(rref.local_value()) for rref in rrefs]
-        transformation = cloudpickle.loads(packed)
-        self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in self._values])
+        transformation, values = cloudpickle.loads(packed), [Value.of(rref.local_value()) for rref in rrefs]
+        self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
         def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any) -> tuple[Any, Any]:
             scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), _unflattened(trees, gradients))
@@ -79,9 +74,8 @@ class OwnedParameters:
             parameters = [one.leaves for one in values]
             trees, gradients = tuple(one.tree for one in values), self._gradients(parameters)
             found, self._state = self._update(trees, gradients, self._state, parameters, np.float32(scale))
-            self._values = [one.replaced(leaves) for one, leaves in zip(values, found, strict=True)]
-            for rref, value in zip(self._rrefs, self._values, strict=True):
-                self._owned.replace(rref.id, value.whole)
+            for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
+                self._owned.replace(rref.id, value.layout.fill(leaves))
 
     def state(self) -> tuple[list[Any], Any]:
         """The values and the transformation's state, of one moment."""
@@ -98,10 +92,8 @@ class OwnedParameters:
                 self._owned.replace(rref.id, _at_home(value))
 
     def _current(self) -> list[Value]:
-        """The values as they are; taken apart anew where somebody else has replaced them."""
-        wholes = [self._owned.value(rref.id).result() for rref in self._rrefs]
-        known = zip(wholes, self._values, strict=True)
-        return [value if value.whole is whole else Value.of(whole) for whole, value in known]
+        """The values as they are now: others may replace them, or change what is in them."""
+        return [Value.of(self._owned.value(rref.id).result()) for rref in self._rrefs]
 
     def _gradients(self, parameters: Sequence[list[Any]]) -> list[list[Any]]:
         """For each parameter's leaves, their gradients: zero where nothing was contributed to a leaf."""

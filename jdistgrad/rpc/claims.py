@@ -77,7 +77,8 @@ class Claim:
     def is_made(self) -> bool:
         """Whether the value is known to be there."""
         if not self.arrived and self.created is not None:
-            self.arrived = self.created.done() and self.created.exception() is None
+            done = self.created.done() and not self.created.cancelled()
+            self.arrived = done and self.created.exception() is None
         return self.arrived
 
     def add(self, weight: Weight) -> None:

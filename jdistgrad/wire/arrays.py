@@ -99,9 +99,12 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return array
 
 
-def as_jax(array: np.ndarray) -> jax.Array:
-    """The same array; a large one is not copied."""
-    return jax.device_put(array) if array.nbytes >= ALIAS_FROM else jnp.asarray(array)
+def adopted(array: Any) -> jax.Array:
+    """A JAX array of its own, of any array. Only what came over a wire, which nobody can write to, is not copied."""
+    if isinstance(array, jax.Array):
+        return array
+    arrived = isinstance(array, np.ndarray) and not array.flags.writeable
+    return jax.device_put(array) if arrived and array.nbytes >= ALIAS_FROM else jnp.array(array)
 
 
 def check_kept(sent: np.dtype, made: Any) -> None:

@@ -37,14 +37,18 @@ def _hosts(arrays: Sequence[Any]) -> list[np.ndarray] | None:
     try:
         if any(isinstance(one, jax.Array) and one.ndim == 0 and one.weak_type for one in arrays):
             return None
-        return [_as_jax_would(one) if type(one) is np.ndarray else np.asarray(one) for one in arrays]
+        return [np.asarray(one) if isinstance(one, jax.Array) else _as_jax_would(one) for one in arrays]
     except (AttributeError, TypeError, RuntimeError):  # a random key, traced, spread over processes: see ``arrays``
         return None
 
 
-def _as_jax_would(array: np.ndarray) -> np.ndarray:
-    """An array of a type that JAX has here."""
-    return array if array.itemsize < 8 else np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+def _as_jax_would(value: Any) -> np.ndarray:
+    """As an array of a type that JAX has here. Raises TypeError where there is none."""
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.names:
+        raise TypeError(f"JAX has no {array.dtype}")
+    kept = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    return array if array.dtype == kept and array.dtype.isnative else array.astype(kept)
 
 
 def _padded(data: bytes) -> bytes:
@@ -77,5 +81,6 @@ def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
         if dtype.itemsize >= 8:
             check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
         part = np.frombuffer(next(rest), np.uint8) if place is None else data[place]
+        part.flags.writeable = False  # the mark of what came over a wire: see ``adopted``
         found.append(part.view(dtype).reshape(shape))
     return found

@@ -58,9 +58,21 @@ def test_random_keys():
     np.testing.assert_array_equal(array, np.ones(3))
 
 
-def test_numpy_arrays_travel_as_jax_takes_them():
-    (found,) = sent(np.ones(3))
-    assert found.dtype == jnp.ones(3).dtype
+@pytest.mark.parametrize("value", [np.ones(3), np.arange(3), np.float64(2.5), 2.5, True], ids=repr)
+def test_others_travel_as_jax_takes_them(value):
+    (found,) = sent(value)
+    assert found.dtype == jnp.asarray(value).dtype
+    np.testing.assert_array_equal(found, np.asarray(value))
+
+
+def test_what_arrived_cannot_be_written_to():
+    for array in sent(np.ones(3, np.float32), np.ones(ALIAS_FROM, np.float32)):
+        assert not array.flags.writeable
+
+
+@pytest.mark.parametrize("array", [np.array([None]), np.zeros(2, [("a", "f4")])], ids=["objects", "records"])
+def test_what_jax_has_no_type_for_is_left_to_pickle(array):
+    assert sent(array, np.ones(1, np.float32))[0].dtype == array.dtype
 
 
 def test_a_type_that_the_other_side_does_not_have_is_refused():

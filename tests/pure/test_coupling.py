@@ -142,3 +142,13 @@ def test_all_that_is_made_stays_in_order():
     for node in plan.nodes:
         assert {atom for atom in node.inputs if isinstance(atom, int)} <= known
         known.update(node.outputs)
+
+
+def test_a_row_does_not_wait_until_an_array_is_no_longer_weakly_typed():
+    def step(x):
+        return call(1, jnp.sin, jax.lax.convert_element_type(x, jnp.float32))
+
+    plan = cut(jax.make_jaxpr(step)(jnp.full(3, 2.0)))
+    assert next(node.inputs for node in plan.nodes if node.operation) == plan.inputs
+    scalar = cut(jax.make_jaxpr(step)(jnp.asarray(2.0)))  # a weak number decides of what type a product is
+    assert next(node.inputs for node in scalar.nodes if node.operation) != scalar.inputs

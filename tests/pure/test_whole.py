@@ -1,5 +1,8 @@
 """Closed routes as one compiled function, without any wire."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 import jdistgrad as jd
 from jdistgrad.autograd.layout import Hole, Layout
 from jdistgrad.autograd.routes import CallStop, Made, PullStop, Route
-from jdistgrad.autograd.whole import VARIANTS, at_once
+from jdistgrad.autograd.whole import KEPT, at_once
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 ONE = Layout(((Hole(),), {}), ())
@@ -86,6 +89,50 @@ def test_outputs_that_are_inputs_are_no_copies():
 
 def test_functions_that_are_ever_different_ones_are_not_compiled_for_ever():
     route = Route.of([CALL], [[0]], [Made(0, 0)])
-    functions = [jax.jit(lambda x, k=k: x + k) for k in range(VARIANTS + 1)]
+    functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 1)]
     found = [at_once(route, [function], [X]) for function in functions]
-    assert [one is None for one in found] == [False] * VARIANTS + [True]
+    assert [one is None for one in found] == [False] * KEPT + [True]
+
+
+def test_many_functions_that_come_again_share_a_route():
+    route = Route.of([CALL], [[0]], [Made(0, 0)])
+    functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 3)]
+    for _ in range(3):
+        for function in functions[:KEPT]:
+            at_once(route, [function], [X])
+    for k in (KEPT, KEPT + 1, KEPT + 2):
+        np.testing.assert_allclose(at_once(route, [functions[k]], [X])[0], X + k)
+
+
+def test_functions_are_let_go_with_their_route():
+    route = Route.of([CALL], [[0]], [Made(0, 0)])
+    function = jax.jit(lambda x: x + 1)
+    alive = weakref.ref(function)
+    at_once(route, [function], [X])
+    del route, function
+    gc.collect()
+    assert alive() is None
+
+
+def test_each_shape_is_looked_at():
+    """What fits for one shape may print for another, or fail."""
+
+    def picky(x):
+        if x.size == 2:
+            raise ValueError("no pairs")
+        if x.size == 3:
+            jax.debug.print("{}", x)
+        return x * 2
+
+    route = Route.of([CALL], [[0]], [Made(0, 0)])
+    found = [at_once(route, [picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
+    assert [one is None for one in found] == [True, True, False, True, True, False]
+
+
+def test_weak_types_do_not_count():
+    """As over a wire, where an array's type is all there is."""
+    route = Route.of([CallStop(Layout(((Hole(), Hole()), {}), ()), None, (), 1)], [[0, 1]], [Made(0, 0)])
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
+    assert weak.weak_type
+    (found,) = at_once(route, [jnp.add], [weak, X.astype(jnp.bfloat16)])
+    assert found.dtype == jnp.float32

@@ -31,6 +31,19 @@ def test_a_failure_in_a_row_names_the_function_that_failed(world):
     world.drive(body)
 
 
+def test_a_failure_while_a_row_runs_names_its_function_too(world):
+    def body():
+        step = jd.jit(
+            lambda x: jd.rpc_sync(last(), jnp.sin, args=(jd.rpc_sync(last(), fails_when_negative, args=(x,)),))
+        )
+        close(step(abs(X)), jnp.sin(abs(X)))
+        with pytest.raises(Exception, match="a negative number") as caught:
+            jax.block_until_ready(step(X))
+        assert f"in {moody.__module__}.fails_when_negative, called by" in "\n".join(caught.value.__notes__)
+
+    world.drive(body)
+
+
 def test_errors_say_where_the_call_stands(world):
     def body():
         jd.rpc_sync(last(), forget_runs)
@@ -84,3 +97,14 @@ def moody(x):
 
 
 moody.pure = True
+
+
+def refuse_negative(x):
+    if (x < 0).any():
+        raise ValueError("a negative number")
+    return x
+
+
+@jax.jit
+def fails_when_negative(x):
+    return jax.pure_callback(refuse_negative, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
