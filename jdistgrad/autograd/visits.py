@@ -4,8 +4,6 @@ import functools
 import time
 from typing import Any
 
-import jax
-
 from jdistgrad import events
 from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.results import as_jax, strong
@@ -67,7 +65,9 @@ class Visit:
 
     def _at_once(self) -> list[Any] | None:
         try:
-            found = jax.block_until_ready(at_once(self._route.value, self._functions, self._items))
+            found = at_once(self._route.value, self._functions, self._items)
+            for array in found or ():
+                array.block_until_ready()
         except Exception:  # what failed shall be told of the stop that failed: they are pure, so run them again
             return None
         if found is not None and any(self._numbers):

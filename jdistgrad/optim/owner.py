@@ -12,13 +12,15 @@ import numpy as np
 import optax
 
 from jdistgrad.autograd.derived import gradient_layout
-from jdistgrad.autograd.layout import Layout, has_gradient
+from jdistgrad.autograd.layout import Hole, Layout, has_gradient
 from jdistgrad.autograd.tape import current_tape
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import RRef
 from jdistgrad.rpc.worker import Worker
+
+LEAF = jax.tree.structure(0)
 
 _locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
 
@@ -39,6 +41,8 @@ class Value(NamedTuple):
 
     @classmethod
     def of(cls, whole: Any) -> "Value":
+        if isinstance(whole, jax.Array) and has_gradient(whole):
+            return cls([whole], LEAF, Layout(Hole(), (0,)))
         layout, leaves = gradient_layout(whole)
         return cls(leaves, jax.tree.structure(_only_floats(whole)), layout)
 
