@@ -120,7 +120,7 @@ def hidden(buckets=10, seconds=0.1):
         return jnp.sum(x)
 
     hook = jd.hooks.Hook(lambda bucket: (), late, "late")
-    dp = jd.DataParallel(bucket_cap_mb=1e-6, hook=hook)
+    dp = jd.DataParallel(bucket_cap_mb=1e-6, hook=hook, overlap=True)
     step = dp.value_and_grad(loss)
     for _ in range(3):
         step([jnp.ones(8)] * buckets, jnp.ones(8))

@@ -38,6 +38,7 @@ class DataParallel:
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``.
       overlap: cut the backward pass so that the first buckets travel while it runs. The numbers are the same without.
+        By default where something is gained: on accelerators, between machines, or with a core to spare for each rank.
       sparse: paths of leaves (as messages spell them: ``['embedding']``) of whose gradients few rows differ from zero:
         only these travel.
       check_finite: look for NaN and infinity before each reduction, and say on which rank and in which leaf.
@@ -57,7 +58,7 @@ class DataParallel:
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         hook: Hook | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         sparse: Sequence[str] = (),
         check_finite: bool = False,
         timeout: float = 300.0,
@@ -72,7 +73,8 @@ class DataParallel:
             ("sparse", str(sorted(paths))),
         )
         self.collectives = of_this_world() if collectives is None else collectives
-        self.find_unused_parameters, self.overlap = find_unused_parameters, overlap
+        has_room = self.collectives.has_room or jax.default_backend() != "cpu"
+        self.find_unused_parameters, self.overlap = find_unused_parameters, has_room if overlap is None else overlap
         self.used: Any = None
         self._syncing = True
         self._statistics = Statistics(hook=self._settings[1][1])

@@ -58,7 +58,7 @@ def test_communication_hides_behind_computation(big_world):
 
     def body(rank, size):
         params = [jnp.full(8, 0.5 + k / 10) for k in range(8)]
-        dp = DataParallel(bucket_cap_mb=1e-5, hook=hooks.Hook(lambda bucket: (), late, "late"))
+        dp = DataParallel(bucket_cap_mb=1e-5, hook=hooks.Hook(lambda bucket: (), late, "late"), overlap=True)
         step = dp.value_and_grad(deep)
         shares = []
         for _ in range(4):

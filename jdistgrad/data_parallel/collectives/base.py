@@ -33,6 +33,7 @@ class Collectives(abc.ABC):
     rank: Any
     size: int
     timeout: float = TIMEOUT
+    has_room: bool = True  # whether something is gained where reductions go beside the computation
 
     def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
         """The sum (or ``"max"``, ``"min"``) over all ranks. Every rank must call it; all get the same.

@@ -1,5 +1,6 @@
 """The ranks of an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class MPI(Collectives):
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
         self.comm, self.rank, self.size = twin, twin.rank, twin.size
+        self.has_room = _has_room(twin)
 
     @staticmethod
     def subset(ranks: Sequence[int]) -> Any:
@@ -119,6 +121,16 @@ class MPI(Collectives):
         if name == "broadcast":
             return mpi4jax.bcast(x, root, comm=self.comm)
         return mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
+
+
+def _has_room(comm: Any) -> bool:
+    """On one machine reductions are work for a core: there must be one that does not compute. Elsewhere they wait."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    beside = neighbours.size
+    neighbours.Free()
+    return bool(beside < comm.size or len(os.sched_getaffinity(0)) >= 2 * beside)
 
 
 def poll(done: Callable[[], Any], timeout: float) -> bool:
