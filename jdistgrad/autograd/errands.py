@@ -21,7 +21,7 @@ Gift = tuple[str, int, Contribution]  # what kind of thing, which one, and what 
 class Errand:
     """Something asked of a worker: the arrays of a value it has, or to accept a part of a gradient.
 
-    ``known``: outputs that need no answer; ``finish`` makes the others of the arrays.
+    ``known``: outputs that need no answer; ``finish`` makes the others of the arrays; ``kept`` lives until then.
     """
 
     to: int
@@ -29,6 +29,7 @@ class Errand:
     gift: Gift | None
     finish: Callable[[list[Any]], list[Any]]
     known: Sequence[Any] = ()
+    kept: Any = None
 
 
 def send(errands: Sequence[Errand]) -> list[Started]:

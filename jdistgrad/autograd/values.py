@@ -70,7 +70,7 @@ class Fetch(_Unbatched):
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
         self._note(claim)
-        return Errand(claim.owner, claim.id, None, self.results.counted)
+        return Errand(claim.owner, claim.id, None, self.results.counted, kept=claim)
 
     def _note(self, claim: Any) -> None:
         if self.recorded:
