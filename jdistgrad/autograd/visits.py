@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import events
@@ -35,6 +36,7 @@ class Visit:
         self._route, self._functions, self._numbers = route, functions, numbers
         self._place, self._items = place, items
         self._running: int | None = None
+        self._looks_for_failure = False  # it failed as a whole: run again, stop by stop, it says which one fails
 
     def __reduce__(self) -> Any:
         items = Bare(self._items) if self._route.value.is_closed else self._items
@@ -66,9 +68,9 @@ class Visit:
     def _at_once(self) -> list[Any] | None:
         try:
             found = at_once(self._route.value, self._functions, self._items)
-            for array in found or ():
-                array.block_until_ready()
-        except Exception:  # what failed shall be told of the stop that failed: they are pure, so run them again
+            wait_for(found or ())
+        except Exception:
+            self._looks_for_failure = True
             return None
         if found is not None and any(self._numbers):
             self._note_answers()
@@ -91,6 +93,8 @@ class Visit:
         task, since, failed = self._task(turn), time.monotonic(), True
         try:
             arrays = self._route.value.stops[turn].run(task, items)
+            if self._looks_for_failure:
+                wait_for(arrays)
             failed = False
             return arrays
         finally:
@@ -102,6 +106,12 @@ class Visit:
 
 
 OWN.add(Visit)
+
+
+def wait_for(arrays: Sequence[Any]) -> None:
+    """Raises here what failed in making them."""
+    for array in arrays:
+        array.block_until_ready()
 
 
 def _links(answers: list[tuple[int, int, Any]]) -> list[Link]:
