@@ -10,7 +10,7 @@ def to_host(leaf: Any) -> np.ndarray:
     """A contiguous copy to write to."""
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.array(leaf)
+    return np.array(leaf, order="C")
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,16 +68,16 @@ class Bucket:
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
         """The bucket from beginning to end, so much of it at a time as stays in a core's cache."""
-        step = max(1, CHUNK // self.dtype.itemsize)
-        ends = [(start, min(start + step, self.size)) for start in range(0, self.size, step)]
-        return [Chunk(stop - start, list(self._parts(start, stop))) for start, stop in ends]
-
-    def _parts(self, start: int, stop: int) -> Iterator[Part]:
+        step, size = max(1, CHUNK // self.dtype.itemsize), self.size
+        chunks = [Chunk(min(step, size - start), []) for start in range(0, size, step)]
         for leaf, slot in enumerate(self.slots):
-            first, last = max(slot.offset, start), min(slot.offset + slot.length, stop)
-            if first < last:
+            end = slot.offset + slot.length
+            for number in range(slot.offset // step, -(-end // step)):
+                first, last = max(slot.offset, number * step), min(end, (number + 1) * step)
                 own = slice(first - slot.offset, last - slot.offset)
-                yield Part(leaf, own, slice(first - start, last - start))
+                if first < last:
+                    chunks[number].parts.append(Part(leaf, own, slice(first - number * step, last - number * step)))
+        return chunks
 
     def views(self, flat: Any = None) -> list[Any]:
         """The leaves cut out of a flat array of this layout (default: ``flat``), in their shapes."""

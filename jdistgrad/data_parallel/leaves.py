@@ -46,7 +46,9 @@ def describe(tree: Any) -> list[Leaf]:
 
 
 def dtype_of(value: Any) -> np.dtype:
-    return np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
+    """The type an array has as a JAX array."""
+    dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def require_inexact(leaves: Sequence[Leaf], what: str) -> None:

@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.communication import Communication
 from jdistgrad.data_parallel.hooks import Hook, average as plain_average, checked
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.layout import Bucket
-from jdistgrad.data_parallel.leaves import describe, flatten, require_inexact
+from jdistgrad.data_parallel.leaves import describe, flatten, is_sparse, require_inexact
 from jdistgrad.data_parallel.memory import own_copies
 from jdistgrad.data_parallel.plan import limits_of
 from jdistgrad.data_parallel.program import Programs
@@ -73,10 +73,14 @@ class DataParallel:
             ("sparse", str(sorted(paths))),
         )
         self.collectives = of_this_world() if collectives is None else collectives
+        if not isinstance(self.collectives, Collectives):
+            raise TypeError(
+                f"DataParallel: collectives must be one of jd.collectives' MPI, Local and Mesh, not {collectives!r:.60}"
+            )
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.find_unused_parameters, self.overlap = find_unused_parameters, has_room if overlap is None else overlap
         self.used: Any = None
-        self._syncing = True
+        self._syncing, self._joining = True, False
         self._statistics = Statistics(hook=self._settings[1][1])
         self._trees: dict[Any, Plan] = {}
         self._on_mesh = isinstance(self.collectives, Mesh)
@@ -102,6 +106,8 @@ class DataParallel:
         Raises:
           DisagreementError: naming the leaf, the place in it, the rank and both values.
         """
+        if self._on_mesh:
+            raise CollectiveError("verify: the ranks of a mesh run one program on one array: nothing to compare")
         leaves = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
         verification.verify(describe(tree), leaves, lambda value: self._thread.run(self._reducer.gather, value))
 
@@ -161,13 +167,18 @@ class DataParallel:
 
         The gradients are overwritten: hand over arrays that nobody else holds. Every rank must call it.
         """
+        if self._on_mesh:
+            raise CollectiveError("reduction: on a mesh a step is one compiled program. Use value_and_grad or average.")
         leaves, structure = flatten(like)
         self._reducer.step += 1
         return Reduction(self._reducer, self._thread, self._plan_for(like, leaves, structure, None))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which gradients stay this rank's own. Sum them, and ``average`` the sum."""
+        """A block in which gradients stay this rank's own. Sum them, and ``average`` the sum.
+
+        A step inside ``jax.jit`` is what it was when it was traced: jit one for the block and one for outside of it.
+        """
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -193,12 +204,12 @@ class DataParallel:
         if self._on_mesh:
             raise CollectiveError("join: the ranks of a mesh run one program and have equally many inputs. Pad them.")
         join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
-        self._reducer.divide_by_active = not divide_by_initial_world_size
+        self._reducer.divide_by_active, self._joining = not divide_by_initial_world_size, True
         try:
             yield join
             join.leave()
         finally:
-            self._reducer.divide_by_active = False
+            self._reducer.divide_by_active = self._joining = False
 
     def statistics(self) -> Statistics:
         """Sizes and times of the last step on this rank."""
@@ -221,7 +232,7 @@ class DataParallel:
         return results, jax.tree.unflatten(program.structure, averaged)
 
     def _plan_for(self, tree: Any, leaves: list[Any], structure: Any, order: Sequence[int] | None) -> Plan:
-        key = structure, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
+        key = structure, tuple(map(_kind, leaves))
         if key not in self._trees:
             self._trees[key] = self._agree(tree, order)
         return self._trees[key]
@@ -267,6 +278,11 @@ class DataParallel:
     def _average_inside(self, gradients: Any) -> Any:
         if not self._syncing:
             return gradients
+        if self._joining or self._rules.check_finite:
+            raise CollectiveError(
+                f"{'join' if self._joining else 'check_finite'}: inside jax.jit (and on a mesh) ranks cannot wait for "
+                "each other's word before a bucket is reduced. Call the step from Python, without jax.jit."
+            )
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
@@ -274,3 +290,7 @@ class DataParallel:
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states)[0]
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, is_sparse(leaf)) if hasattr(leaf, "dtype") else type(leaf)

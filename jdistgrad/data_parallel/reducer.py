@@ -21,7 +21,7 @@ from jdistgrad.data_parallel.plan import plan_buckets
 from jdistgrad.data_parallel.rolls import Act, Call, Roll
 from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.statistics import Clock, Span
-from jdistgrad.errors import MissingRanksError, NonFiniteError
+from jdistgrad.errors import DisagreementError, MissingRanksError, NonFiniteError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,12 @@ class Reducer:
         except MissingRanksError as error:
             self.broken = error
             raise
-        self._require_same_terms(words, mine)
-        call = rolls.call(words)
+        try:
+            self._require_same_terms(words, mine)
+            call = rolls.call(words)
+        except DisagreementError:
+            self.step = max(rolls.unpack(word).step for word in words)  # whoever goes on, all go on from the same step
+            raise
         self.last_active = call.active or self.last_active
         return call
 

@@ -4,9 +4,13 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jdistgrad.data_parallel.communication import Communication
 from jdistgrad.data_parallel.launching import Launching
+from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.reducer import Plan, Reducer
+from jdistgrad.data_parallel.sparse import require_rows
 from jdistgrad.data_parallel.statistics import Clock
 from jdistgrad.errors import CollectiveError, LeafError
 
@@ -27,10 +31,30 @@ class Reduction:
 
     def ready(self, leaf: int, gradient: Any) -> None:
         """A gradient has come. Whatever the order: buckets are launched in theirs."""
+        self._check(leaf, gradient)
         launched = self._launching.ready(leaf)
         self._gradients[leaf] = gradient
         for number in launched:
             self._launched.append(self._thread.submit(self._average, number, self._take(number)))
+
+    def _check(self, leaf: int, gradient: Any) -> None:
+        leaves = self._plan.terms.leaves
+        if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
+            raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
+        expected, sparse = leaves[leaf], is_sparse(gradient)
+        if not isinstance(gradient, jax.Array) and not sparse:
+            raise LeafError(
+                f"ready: the gradient of {expected.path} is a {type(gradient).__name__}, expected a JAX array: it is "
+                "overwritten with the average",
+                path=expected.path,
+            )
+        if (gradient.shape, gradient.dtype, sparse) != (expected.shape, expected.dtype, expected.sparse):
+            found = expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse)
+            raise LeafError(
+                f"ready: the gradient of {expected.path} is {found}, expected {expected}", path=expected.path
+            )
+        if sparse:
+            require_rows(expected.path, gradient)
 
     def finish(self, extra: Sequence[Any] = ()) -> list[Any]:
         """The averaged gradients, by leaf, once every bucket is reduced."""

@@ -69,16 +69,25 @@ def call(words: Sequence[bytes]) -> Call:
     """Read everybody's words.
 
     Raises:
-      DisagreementError: ranks that are active are not at the same place.
+      DisagreementError: ranks that are active are not at the same place; or some have joined, and the others do what
+        nobody can do for them.
     """
     rolls = tuple(unpack(word) for word in words)
     active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
     if active:
         first = rolls[active[0]]
         for rank in active:
-            if (rolls[rank].act, rolls[rank].bucket) != (first.act, first.bucket):
+            if _place(rolls[rank]) != _place(first):
                 raise apart(active[0], first, rank, rolls[rank])
+        joined = next((rank for rank, roll in enumerate(rolls) if roll.act is Act.SHADOW), None)
+        if joined is not None and first.act in (Act.BROADCAST, Act.VERIFY):
+            raise apart(active[0], first, joined, rolls[joined])
     return Call(rolls, active)
+
+
+def _place(roll: Roll) -> tuple[Act, int, int]:
+    """Where a rank is. Trees are met, and parameters shared, whatever the step."""
+    return roll.act, roll.bucket, roll.step if roll.act is Act.REDUCE else 0
 
 
 def meet_with_trees(rolls: Iterable[Roll]) -> bool:

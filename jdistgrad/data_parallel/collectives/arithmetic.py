@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+OWN = 256  # below are the numbers of NumPy's own types; others may have letters that mean another type to MPI
 _CARRIERS = {1: (np.uint8, MPI.UINT8_T), 2: (np.uint16, MPI.UINT16_T)}
 
 
@@ -23,7 +24,7 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
-    if flat.dtype.char in MPI._typedict:
+    if flat.dtype.num < OWN and flat.dtype.char in MPI._typedict:
         return flat, MPI._typedict[flat.dtype.char], _OPS[op]
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
     return flat.view(carrier), kind, _own(flat.dtype, op)

@@ -128,9 +128,10 @@ def _has_room(comm: Any) -> bool:
     from mpi4py import MPI as mpi  # noqa: N811
 
     neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    cores = set().union(*neighbours.allgather(os.sched_getaffinity(0)))
     beside = neighbours.size
     neighbours.Free()
-    return bool(beside < comm.size or len(os.sched_getaffinity(0)) >= 2 * beside)
+    return bool(beside < comm.size or len(cores) >= 2 * beside)
 
 
 def poll(done: Callable[[], Any], timeout: float) -> bool:
