@@ -5,6 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.rpc.tracing import staging
+
 
 def to_host(leaf: Any) -> np.ndarray:
     """A contiguous copy to write to."""
@@ -20,3 +23,12 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
             return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
         return jax.device_put(memory, leaf.sharding if leaf.committed else None)
     return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether what is done with a tree here becomes part of a program, even if all its leaves are there."""
+    return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
+
+
+def _is_tracer(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)

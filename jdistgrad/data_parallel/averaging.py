@@ -12,25 +12,32 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks import base as hooks
 from jdistgrad.data_parallel.layout import Bucket, join_flat
 from jdistgrad.data_parallel.leaves import is_sparse
-from jdistgrad.data_parallel.memory import Scratch, on_host, writable
+from jdistgrad.data_parallel.memory import Scratch, blank, host_device, writable
 
 
 def plainly(
-    bucket: Bucket, gradients: Sequence[jax.Array], divisor: float, all_: Collectives, scratch: Scratch
+    bucket: Bucket,
+    gradients: Sequence[jax.Array],
+    divisor: float,
+    all_: Collectives,
+    scratch: Scratch,
+    overwrite: bool,
 ) -> list[jax.Array]:
-    """Write averages where the gradients lie, part by part; those on a device are brought to the host and back."""
-    here = [on_host(g.sharding) for g in gradients]
-    views = [writable(g) if flag else np.array(g).reshape(-1) for g, flag in zip(gradients, here, strict=True)]
+    """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""
+    own = [np.asarray(g).reshape(-1) for g in gradients]
+    here = [host_device(g.sharding) for g in gradients]
+    results = gradients if overwrite else blank(gradients, here)
+    into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
     divide_by = np.asarray(divisor, bucket.dtype)
     for size, parts in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
         for leaf, mine, place in parts:
-            np.divide(views[leaf][mine], divide_by, out=flat[place])
+            np.divide(own[leaf][mine], divide_by, out=flat[place])
         all_.reduce_in_place(flat)
         for leaf, mine, place in parts:
-            np.copyto(views[leaf][mine], flat[place])
-    each = zip(gradients, views, here, strict=True)
-    return [g if flag else jax.device_put(view.reshape(g.shape), g.sharding) for g, view, flag in each]
+            np.copyto(into[leaf][mine], flat[place])
+    each = zip(results, into, here, strict=True)
+    return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
 
 
 def zeros(bucket: Bucket, all_: Collectives, scratch: Scratch) -> None:

@@ -3,7 +3,6 @@
 JAX arrays are immutable by contract, so this is only for arrays fresh from a compiled function that no one else holds.
 """
 
-import collections
 import ctypes
 import functools
 from collections.abc import Sequence
@@ -12,42 +11,41 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.wire.buffers import BufferPool
 
 
 @functools.lru_cache(maxsize=256)
-def on_host(sharding: Any) -> bool:
-    """Whether the memory of an array that lies so is the host's, on one device."""
+def host_device(sharding: Any) -> Any:
+    """The device whose memory, that of the host, holds an array that lies so; None: it is elsewhere, or on several."""
     devices = sharding.device_set
-    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    only = next(iter(devices))
+    return only if len(devices) == 1 and only.platform == "cpu" else None
 
 
-def writable(array: jax.Array) -> np.ndarray:
-    """A flat writable view of an array on the host, once it is computed."""
-    array.block_until_ready()
-    if array.size == 0:
-        return np.empty(0, array.dtype)
-    memory = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memoryview(memory), array.dtype)
+def writable(array: jax.Array, view: np.ndarray) -> np.ndarray:
+    """A writable view of an array on the host that is computed. ``view``: one that is not."""
+    if view.size == 0:
+        return view
+    memory = (ctypes.c_char * view.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.ndarray(view.shape, view.dtype, memoryview(memory))
 
 
-def own_copies(leaves: Sequence[Any]) -> list[Any]:
-    """Copies that may be overwritten, made by one compiled function for each device. Sparse leaves stay themselves."""
-    copied = list(leaves)
-    places: dict[Any, list[int]] = collections.defaultdict(list)
-    for place, leaf in enumerate(leaves):
-        if not is_sparse(leaf):
-            places[frozenset(leaf.devices()) if isinstance(leaf, jax.Array) else None].append(place)
-    for some in places.values():
-        for place, copy in zip(some, _copied([leaves[place] for place in some]), strict=True):
-            copied[place] = copy
-    return copied
+def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
+    """New arrays to be written to, each of the shape and type and on the device of one of these.
+
+    Arguments:
+      devices: the host's device of each. What has none stays itself: it is not written to.
+    """
+    if None not in devices and len(set(devices)) == 1:
+        return jax.block_until_ready(_zeros(list(like)))
+    return [
+        array if device is None else blank([array], [device])[0] for array, device in zip(like, devices, strict=True)
+    ]
 
 
-@jax.jit
-def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jax.numpy.copy(array) for array in arrays]
+@functools.partial(jax.jit, keep_unused=True)  # they say on which device
+def _zeros(like: list[jax.Array]) -> list[jax.Array]:
+    return [jax.numpy.zeros_like(array) for array in like]
 
 
 HUGE_PAGE = 2 << 20  # bytes

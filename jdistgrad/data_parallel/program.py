@@ -8,7 +8,7 @@ import jax
 
 from jdistgrad.data_parallel import tracing
 from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
-from jdistgrad.data_parallel.reducer import Plan
+from jdistgrad.data_parallel.rules import Plan
 from jdistgrad.data_parallel.stages import Staged
 
 
@@ -41,18 +41,30 @@ class Programs:
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool):
         self._loss, self._argnums, self._has_aux = loss, argnums, has_aux
         self._found: dict[Any, Program] = {}
+        self._usage: dict[Any, tuple[Any, tuple[bool, ...]]] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
 
     def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], *, overlap: bool) -> Program:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, overlap, tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            self._found[key] = self._make(args, kwargs, agree, overlap)
+            self._found[key] = self._make(self._trace(args, kwargs), agree, overlap)
         return self._found[key]
 
-    def _make(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
+    def usage(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[bool, ...]]:
+        """The structure of the gradients, and which of them the loss depends on."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = tree, tuple(map(jax.typeof, leaves))
+        if key not in self._usage:
+            traced = self._trace(args, kwargs)
+            self._usage[key] = traced.gradients, traced.used
+        return self._usage[key]
+
+    def _trace(self, args: tuple, kwargs: dict) -> tracing.Trace:
         self._require_inexact(args)
-        traced = tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        return tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+
+    def _make(self, traced: tracing.Trace, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
         count = traced.gradients.num_leaves
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.closed.out_avals[:count]]
         like = jax.tree.unflatten(traced.gradients, avals)

@@ -3,46 +3,24 @@
 Every method runs on the communication thread and begins with a meeting of all ranks (``rolls``).
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdistgrad.data_parallel import averaging, rolls
-from jdistgrad.data_parallel.agreement import Terms, order_or_reverse, require_agreement
+from jdistgrad.data_parallel.agreement import Terms, require_agreement
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.layout import Bucket, lay_out
+from jdistgrad.data_parallel.layout import Bucket
+from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.memory import Scratch
-from jdistgrad.data_parallel.plan import plan_buckets
 from jdistgrad.data_parallel.rolls import Act, Call, Roll
+from jdistgrad.data_parallel.rules import Plan, Rules
 from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.statistics import Clock, Span
 from jdistgrad.errors import DisagreementError, MissingRanksError, NonFiniteError
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the ranks agreed on for one tree of gradients."""
-
-    terms: Terms
-    digest: int
-    order: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """How to reduce. ``sparse``: whether a leaf of this path and kind travels as rows."""
-
-    limits: tuple[int, ...]
-    hook: Hook | None
-    is_sparse: Callable[[str], bool]
-    check_finite: bool
-    timeout: float
 
 
 class Reducer:
@@ -110,27 +88,27 @@ class Reducer:
         leads = call.leader == self.collectives.rank
         terms, order = self.collectives.gather_objects((terms, order) if leads else None)[call.leader]
         assert terms is not None
-        plan = make_plan(terms, order, self.rules)
+        plan = self.rules.plan(terms, order)
         self.plans[plan.digest] = plan
         return plan
 
-    def average(self, plan: Plan, number: int, gradients: Sequence[Any], clock: Clock) -> list[Any]:
-        """Average one bucket of a plan over all ranks."""
+    def average(self, plan: Plan, number: int, gradients: Sequence[Any], clock: Clock, overwrite: bool) -> list[Any]:
+        """Average one bucket of a plan over all ranks; ``overwrite``: the gradients may be written to."""
         bucket, own = plan.buckets[number], jax.block_until_ready(list(gradients))
         ready = time.perf_counter()
         fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
         call = self._meet(Act.REDUCE, number, fault, plan.digest)
         self._require_finite(call, bucket)
         met = time.perf_counter()
-        averaged = self._averaged(plan, bucket, own, self._divisor(call))
+        averaged = self._averaged(plan, bucket, own, self._divisor(call), overwrite)
         clock.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
 
-    def _averaged(self, plan: Plan, bucket: Bucket, gradients: list[Any], divisor: int) -> list[Any]:
+    def _averaged(self, plan: Plan, bucket: Bucket, gradients: list[Any], divisor: int, overwrite: bool) -> list[Any]:
         if bucket.sparse:
             return [self._averaged_rows(bucket, gradients[0], divisor)]
         if self.rules.hook is None:
-            return averaging.plainly(bucket, gradients, divisor, self.collectives, self._scratch)
+            return averaging.plainly(bucket, gradients, divisor, self.collectives, self._scratch, overwrite)
         key = (plan.digest, bucket.index)
         if key not in self.states:
             self.states[key] = self.rules.hook.init(bucket)
@@ -141,7 +119,7 @@ class Reducer:
 
     def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
         slot = bucket.slots[0]
-        if self.rules.is_sparse(slot.path):
+        if not is_sparse(gradient):
             table = np.array(gradient)
             reduce_rows(table, slot.shape, divisor, self.collectives)
             return jax.device_put(table, gradient.sharding)
@@ -183,7 +161,10 @@ class Reducer:
     # Joining.
 
     def shadow(self) -> int:
-        """Do what the others do, with zeros, until all have joined. The last rank that was active."""
+        """Do what the others do, with zeros, until all have joined. The last rank that was active.
+
+        A bucket that is not finite is the others' affair: they hear of it, and may go on.
+        """
         while True:
             call = self._meet(Act.SHADOW)
             if call.leader is None:
@@ -201,19 +182,12 @@ class Reducer:
 
     def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:
         bucket, divisor = plan.buckets[number], self._divisor(call)
-        self._require_finite(call, bucket)
+        if any(roll.fault for roll in call.rolls):
+            return
         if self.rules.hook is None and not bucket.sparse:
             averaging.zeros(bucket, self.collectives, self._scratch)
-        elif bucket.sparse and not self.rules.is_sparse(bucket.slots[0].path):
+        elif plan.terms.leaves[bucket.slots[0].index].sparse:
             reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(plan, bucket, nothing, divisor)
-
-
-def make_plan(terms: Terms, order: Sequence[int] | None, rules: Rules) -> Plan:
-    """The buckets of a tree: the same on every rank that has the same terms and order."""
-    sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if leaf.sparse or rules.is_sparse(leaf.path))
-    walk = order_or_reverse(order, len(terms.leaves))
-    groups = plan_buckets(terms.leaves, rules.limits, sparse=sparse, order=walk, large_alone=True)
-    return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
+            self._averaged(plan, bucket, nothing, divisor, True)

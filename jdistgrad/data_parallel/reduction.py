@@ -1,7 +1,6 @@
 """One step's reduction, as seen by the thread that computes: gradients go in as they come, averages come out."""
 
 import concurrent.futures
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,8 @@ import jax
 from jdistgrad.data_parallel.communication import Communication
 from jdistgrad.data_parallel.launching import Launching
 from jdistgrad.data_parallel.leaves import is_sparse
-from jdistgrad.data_parallel.reducer import Plan, Reducer
+from jdistgrad.data_parallel.reducer import Reducer
+from jdistgrad.data_parallel.rules import Plan
 from jdistgrad.data_parallel.sparse import require_rows
 from jdistgrad.data_parallel.statistics import Clock
 from jdistgrad.errors import CollectiveError, LeafError
@@ -18,12 +18,12 @@ from jdistgrad.errors import CollectiveError, LeafError
 class Reduction:
     """The gradients of one step on their way.
 
-    They are overwritten: each must be an array nobody else holds.
+    They are overwritten, unless told not to: each must be an array nobody else holds.
     """
 
-    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan):
+    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, *, overwrite: bool = True):
         self.clock = Clock()
-        self._reducer, self._thread, self._plan = reducer, thread, plan
+        self._reducer, self._thread, self._plan, self._overwrite = reducer, thread, plan, overwrite
         self._launching = Launching(plan.buckets)
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future] = []
@@ -56,7 +56,7 @@ class Reduction:
         if sparse:
             require_rows(expected.path, gradient)
 
-    def finish(self, extra: Sequence[Any] = ()) -> list[Any]:
+    def finish(self) -> list[Any]:
         """The averaged gradients, by leaf, once every bucket is reduced."""
         missing = self._launching.missing()
         if missing:
@@ -81,7 +81,7 @@ class Reduction:
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
         try:
-            return self._reducer.average(self._plan, number, gradients, self.clock)
+            return self._reducer.average(self._plan, number, gradients, self.clock, self._overwrite)
         except BaseException:
             self._failed = True
             raise

@@ -1,16 +1,18 @@
 """Averaging as an optax transformation, and optimizers that leave unused parameters alone."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives import Collectives, Mesh
 from jdistgrad.data_parallel.collectives.default import shared
-from jdistgrad.data_parallel.hooks import Hook, checked
-from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.plan import limits_of
+from jdistgrad.data_parallel.driver import Driver
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.inside import Inside
+from jdistgrad.data_parallel.rules import Rules
 
 
 class AverageGradientsState(NamedTuple):
@@ -35,10 +37,11 @@ def average_gradients(
     Example:
       >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
     """
-    chosen, _ = checked(hook), limits_of(bucket_cap_mb)
+    rules = Rules(bucket_cap_mb, hook=hook)
 
-    def averager() -> DataParallel:
-        return _averager(shared() if collectives is None else collectives, bucket_cap_mb, chosen)
+    def averager() -> Inside:
+        all_ = shared() if collectives is None else collectives
+        return Inside(all_, rules, None if isinstance(all_, Mesh) else _driver(all_, rules))
 
     def init(params: Any) -> AverageGradientsState:
         return AverageGradientsState(averager().initial_states(params))
@@ -52,13 +55,12 @@ def average_gradients(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _averager(collectives: Collectives, bucket_cap_mb: float | None, hook: Hook | None) -> DataParallel:
-    """One for each setting: optax may make the same transformation again and again."""
-    found = collectives.__dict__.setdefault("_averagers", {})
-    key = bucket_cap_mb, hook
-    if key not in found:
-        found[key] = DataParallel(collectives, bucket_cap_mb=bucket_cap_mb, hook=hook)
-    return found[key]
+def _driver(collectives: Collectives, rules: Rules) -> Driver:
+    """One for all transformations of one setting: optax may make the same, with new hooks, in every step."""
+    found = collectives.__dict__.setdefault("_drivers", {})
+    if rules.settings not in found:
+        found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
+    return found[rules.settings]
 
 
 def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

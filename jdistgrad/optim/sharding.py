@@ -1,11 +1,15 @@
 """Optimizer state divided among the ranks: ZeRO stage 1.
 
-Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of all parameters laid end to end, computes
-that slice's update, and everybody gathers the updates. Guarantee: the same updates as unsharded, for optimizers that
-treat each element by itself (sgd, momentum, adam, rmsprop, weight decay). Weakness: what looks at whole leaves (lars,
-adafactor, clipping by norm) sees slices; put it in front of the sharded part.
+Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of every parameter laid flat, computes that
+slice's update, and everybody gathers the updates. The tree is that of the parameters: masks by path work as unsharded.
+Guarantee: the same updates as unsharded, for optimizers that treat each element by itself (sgd, momentum, adam,
+rmsprop, weight decay). Weakness: what looks at whole leaves or their shapes (lars, adafactor, clipping by norm) sees
+slices; put it in front of the sharded part.
 """
 
+import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -14,8 +18,7 @@ import optax
 
 from jdistgrad.data_parallel.collectives import Collectives, Mesh
 from jdistgrad.data_parallel.collectives.default import shared
-
-Slices = dict[str, jax.Array]
+from jdistgrad.data_parallel.layout import join_flat
 
 
 def shard_state(
@@ -51,34 +54,39 @@ def shard_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _by_dtype(leaves: list[jax.Array]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for k, leaf in enumerate(leaves):
-        found.setdefault(str(leaf.dtype), []).append(k)
-    return found
+def _slices(tree: Any, all_: Collectives) -> Any:
+    """This rank's part of each leaf, laid flat and padded to equal parts."""
+    return _cut(tree, jnp.asarray(all_.rank), all_.size)
 
 
-def _slices(tree: Any, all_: Collectives) -> Slices:
-    """This rank's part of the leaves of each dtype, laid end to end and padded to equal parts."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    found = {}
-    for dtype, indices in _by_dtype(leaves).items():
-        flat = jnp.concatenate([leaves[k].reshape(-1) for k in indices])
-        part = -(-flat.size // all_.size)
-        padded = jnp.pad(flat, (0, part * all_.size - flat.size))
-        found[dtype] = jax.lax.dynamic_slice_in_dim(padded, all_.rank * part, part)
-    return found
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(tree: Any, rank: jax.Array, size: int) -> Any:
+    def part(leaf: Any) -> jax.Array:
+        flat = jnp.ravel(leaf)
+        length = -(-flat.size // size)
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, (0, length * size - flat.size)), rank * length, length)
+
+    return jax.tree.map(part, tree)
 
 
-def _gathered(slices: Slices, like: Any, all_: Collectives) -> Any:
-    leaves, structure = jax.tree.flatten(like)
-    whole: list[Any] = [None] * len(leaves)
-    for dtype, indices in _by_dtype([jnp.asarray(leaf) for leaf in leaves]).items():
-        flat, offset = _gather(all_)(slices[dtype]).reshape(-1), 0
-        for k in indices:
-            whole[k] = flat[offset : offset + leaves[k].size].reshape(leaves[k].shape)
-            offset += leaves[k].size
+def _gathered(slices: Any, like: Any, all_: Collectives) -> Any:
+    """Everybody's parts as whole leaves; those of one dtype travel together."""
+    parts, structure = jax.tree.flatten(slices)
+    whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        chosen = [k for k, part in enumerate(parts) if part.dtype == dtype]
+        rows = _gather(all_)(join_flat([parts[k] for k in chosen]))
+        found = _put_together(rows, tuple(parts[k].size for k in chosen), tuple(shapes[k] for k in chosen))
+        for k, leaf in zip(chosen, found, strict=True):
+            whole[k] = leaf
     return jax.tree.unflatten(structure, whole)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _put_together(rows: jax.Array, lengths: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    ends = list(itertools.accumulate(lengths))[:-1]
+    flat = [part.reshape(-1) for part in jnp.split(rows, ends, axis=1)]
+    return [part[: math.prod(shape)].reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
 def _gather(all_: Collectives) -> Any:

@@ -26,9 +26,9 @@ def test_batch_norm_over_unequal_and_empty_batches(big_world):
     on_all(big_world, body)
 
 
-def test_flax_with_batch_norm_and_dropout(big_world):
+def test_flax_with_batch_norm_and_dropout(world):
     """Against flax's own batch norm on the whole batch, in training and in evaluation."""
-    variables, expected_loss, expected_stats, expected = flax_step.serially(big_world.size)
+    variables, expected_loss, expected_stats, expected = flax_step.serially(world.size)
 
     def body(rank, size):
         dp = DataParallel()
@@ -43,4 +43,4 @@ def test_flax_with_batch_norm_and_dropout(big_world):
         plain = serially(functools.partial(flax_step.evaluated, nn.BatchNorm), after, *x)
         close(jax.jit(functools.partial(flax_step.evaluated, norm))(after, *x), plain)
 
-    on_all(big_world, body)
+    on_all(world, body)

@@ -95,8 +95,34 @@ def test_sharded_optimizer_state_gives_the_same_training(world, jitted, plain):
             updates, state = update(gradient(loss)(params, batch(rank, seed=k)), state, params)
             params = optax.apply_updates(params, updates)
         close(params, expected, 2e-3)
-        elements = sum(p.size for p in jax.tree.leaves(params) if p.dtype == jnp.float32)
-        moment = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
-        assert moment["float32"].size == -(-elements // size)
+        moments = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
+        assert jax.tree.map(jnp.size, moments) == jax.tree.map(lambda p: -(-p.size // size), params)
+
+    on_all(world, body)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_sharded_state_of_gradients_of_another_type_than_the_parameters(world, jitted):
+    """And a mask by path: the optimizer sees the parameters' tree."""
+
+    def chain():
+        return optax.chain(
+            optax.masked(optax.add_decayed_weights(0.5), {"b": False, "w": True, "scale": True}),
+            optax.scale_by_adam(mu_dtype=jnp.float32),
+            optax.scale(-0.1),
+        )
+
+    params = {"b": jnp.arange(5.0), "w": jnp.ones((3, 4)), "scale": jnp.ones(())}
+    gradients = jax.tree.map(lambda p: (p + 0.5).astype(jnp.bfloat16), params)
+
+    def train(tx, jitted):
+        now, state, update = params, tx.init(params), jax.jit(tx.update) if jitted else tx.update
+        for _ in range(3):
+            updates, state = update(gradients, state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    def body(rank, size):
+        close(train(shard_state(chain()), jitted), train(chain(), jitted), 1e-3)
 
     on_all(world, body)

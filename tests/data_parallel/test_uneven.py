@@ -10,6 +10,7 @@ from models import SMALL, batch, close, descend, gradient, loss, on_all, paramet
 import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import NonFiniteError
 
 
 def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world):
@@ -107,17 +108,50 @@ def test_join_with_uneven_inputs(world, initially):
     on_all(world, body)
 
 
+def apart(got, expected):
+    """How far two trees are apart, relative to the second."""
+    a, b = (
+        np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(t)]) for t in (got, expected)
+    )
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
 def test_join_with_hooks_and_unused_parameters(big_world):
     def body(rank, size):
         dp = DataParallel(hook=hooks.int8(block=8), find_unused_parameters=True)
         params, step = parameters(), dp.value_and_grad(loss)
-        with dp.join() as join:
+        with dp.join(divide_by_initial_world_size=False) as join:
             for k in range(1 + rank):
-                step(params, batch(rank, seed=k))
+                _, gradients = step(params, batch(rank, seed=k))
+                expected = serial(loss, params, [batch(r, seed=k) for r in range(k, size)])[1]
+                assert apart(gradients, expected) < 0.02
+                assert all(jax.tree.leaves(dp.used))
             marked = join.finish({"rank": jnp.float32(rank)})
         assert float(marked["rank"]) == size - 1
-        with dp.join():
+        with dp.join(divide_by_initial_world_size=False):
             for _ in range(size - rank):
-                step(params, batch(rank))
+                _, gradients = step(params, batch(rank))
+        if rank == 0:  # the last step was this rank's alone
+            assert apart(gradients, gradient(loss)(params, batch(0))) < 0.02
+
+    on_all(big_world, body)
+
+
+def test_numbers_that_are_not_finite_do_not_end_a_join(big_world):
+    """The ranks still active hear of it and go on; those that have joined go on with them."""
+
+    def body(rank, size):
+        dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
+        with dp.join() as join:
+            for k in range(3 * rank):
+                bad = rank == size - 1 and k == 3 * rank - 2
+                mine = {"w": jnp.full(3, jnp.nan if bad else 1.0)}
+                if bad:
+                    with pytest.raises(NonFiniteError, match=f"on rank {rank} holds NaN"):
+                        dp.average(mine)
+                else:
+                    params = {"w": params["w"] + dp.average(mine)["w"] * size}
+            params = join.finish(params)
+        np.testing.assert_allclose(params["w"], np.full(3, 1 + 3 * sum(range(size)) - 1), rtol=1e-6)
 
     on_all(big_world, body)

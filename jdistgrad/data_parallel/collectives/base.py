@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.arrays import like
+from jdistgrad.data_parallel.arrays import is_traced, like
 from jdistgrad.errors import CollectiveError, DisagreementError
 
 Op = Literal["sum", "max", "min"]
@@ -135,7 +135,7 @@ def _checked(x: Any, op: str) -> jax.Array:
 
 
 def _apply(collectives: Collectives, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-    if not isinstance(x, jax.core.Tracer):
+    if not is_traced(x):
         return collectives.eager(name, x, root)
     return _batchable(collectives, name, root)(x)
 

@@ -37,7 +37,7 @@ class MPI(Collectives):
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
         self.comm, self.rank, self.size = twin, twin.rank, twin.size
-        self.has_room = _has_room(twin)
+        self.has_room = has_room(_neighbours_cores(twin), twin.size)
 
     @staticmethod
     def subset(ranks: Sequence[int]) -> Any:
@@ -106,11 +106,18 @@ class MPI(Collectives):
         return self.comm.allgather(value)
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        """With what MPI has no type for carried in another dtype."""
+        """With what MPI has no type for carried in another dtype, and what it cannot count in pieces."""
+        shape = (self.size, *x.shape) if name == "allgather" else x.shape
         if x.size == 0:
-            return jnp.zeros((self.size, *x.shape), x.dtype) if name == "allgather" else x
-        carrier = _carrier(x.dtype)
-        return x if self.size == 1 and name != "allgather" else self._run(name, x.astype(carrier), root).astype(x.dtype)
+            return jnp.zeros(shape, x.dtype)
+        if self.size == 1:
+            return x.reshape(shape)
+        flat = x.reshape(-1).astype(_carrier(x.dtype))
+        step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name == "allgather" else 1)))
+        pieces = jnp.split(flat, list(range(step, flat.size, step)))
+        found = [self._run(name, piece, root) for piece in pieces]
+        whole = found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+        return whole.reshape(shape).astype(x.dtype)
 
     def _run(self, name: str, x: jax.Array, root: int) -> jax.Array:
         import mpi4jax
@@ -123,15 +130,24 @@ class MPI(Collectives):
         return mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
 
 
-def _has_room(comm: Any) -> bool:
-    """On one machine reductions are work for a core: there must be one that does not compute. Elsewhere they wait."""
+def _neighbours_cores(comm: Any) -> list[set[int]]:
+    """The cores that each rank on this machine may use."""
     from mpi4py import MPI as mpi  # noqa: N811
 
     neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    cores = set().union(*neighbours.allgather(os.sched_getaffinity(0)))
-    beside = neighbours.size
+    cores: list[set[int]] = neighbours.allgather(os.sched_getaffinity(0))
     neighbours.Free()
-    return bool(beside < comm.size or len(cores) >= 2 * beside)
+    return cores
+
+
+def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
+    """On one machine reductions are work for a core: there must be one that does not compute. Elsewhere they wait.
+
+    Arguments:
+      neighbours: the cores of each rank on this machine.
+      size: how many ranks there are on all.
+    """
+    return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
 
 
 def poll(done: Callable[[], Any], timeout: float) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.arrays import is_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.layout import Bucket, Slot
@@ -44,7 +45,7 @@ def powersgd(
         if not small:
             return collectives.allreduce(bucket.flat / bucket.divisor), {**state, "step": step + 1}
         compress = _Compressed(bucket, small, collectives, error_feedback, warm_start)
-        if isinstance(step, jax.core.Tracer):
+        if is_traced(state):
             return jax.lax.cond(step < start, compress.plainly, compress.by_factors, state)
         return compress.plainly(state) if step < start else compress.by_factors(state)
 

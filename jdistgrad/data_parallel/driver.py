@@ -1,0 +1,136 @@
+"""Steps that Python drives, in pieces or whole, reduced by a thread of their own."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.data_parallel import arrays, verification
+from jdistgrad.data_parallel.agreement import Terms
+from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.communication import Communication
+from jdistgrad.data_parallel.join import Join
+from jdistgrad.data_parallel.layout import Bucket
+from jdistgrad.data_parallel.leaves import describe, flatten, is_sparse
+from jdistgrad.data_parallel.program import Programs, Traced
+from jdistgrad.data_parallel.reducer import Reducer
+from jdistgrad.data_parallel.reduction import Reduction
+from jdistgrad.data_parallel.rules import Plan, Rules
+from jdistgrad.data_parallel.statistics import Statistics, after_step
+from jdistgrad.data_parallel.usage import Usage
+
+
+class Driver:
+    """One rank's steps. Every rank must make one, and drive it alike."""
+
+    def __init__(self, collectives: Collectives, rules: Rules):
+        twin = collectives.twin()
+        twin.timeout = rules.timeout
+        self._rules, self._reducer = rules, Reducer(twin, rules)
+        self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
+        self._plans: dict[Any, Plan] = {}
+        self._usage = Usage()
+        self.statistics = Statistics(hook=rules.hook_name)
+        self.used: Any = None
+        self.joining = False
+
+    # The model.
+
+    def broadcast(self, tree: Any, root: int) -> Any:
+        """The root's tree."""
+        leaves, structure = jax.tree.flatten(tree)
+        memories = [arrays.to_host(leaf) for leaf in leaves]
+        terms = Terms(tuple(describe(tree)), self._rules.settings)
+        self._thread.run(self._reducer.broadcast, terms, memories, root)
+        return jax.tree.unflatten(structure, map(arrays.like, memories, leaves))
+
+    def verify(self, tree: Any) -> None:
+        """Check that a tree is the same on every rank."""
+        leaves = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
+        verification.verify(describe(tree), leaves, lambda value: self._thread.run(self._reducer.gather, value))
+
+    # Steps.
+
+    def step(self, programs: Programs, args: tuple, kwargs: dict, *, overlap: bool) -> tuple[Any, Any]:
+        """The value, and the averaged gradients."""
+        program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
+        reduction = self._begin(program.plan)
+        results = program.run(args, kwargs, reduction.ready)
+        return results, self._end(program.plan, program.structure, reduction, program.used)
+
+    def local_step(self, programs: Programs, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """The value, and this rank's own gradients."""
+        if self._rules.find_unused_parameters:
+            self._usage.note(*programs.usage(args, kwargs))
+        return programs.local(*args, **kwargs)
+
+    def average(self, gradients: Any) -> Any:
+        """The average of a tree of gradients, which stays as it is."""
+        leaves, structure = flatten(gradients)
+        plan = self._plan_for(gradients)
+        reduction = self._begin(plan, overwrite=False)
+        for leaf in plan.order:
+            reduction.ready(leaf, _as_jax(leaves[leaf]))
+        return self._end(plan, structure, reduction)
+
+    def reduction(self, like: Any) -> Reduction:
+        """A step whose gradients come one by one."""
+        return self._begin(self._plan_for(like))
+
+    def buckets(self, tree: Any) -> Sequence[Bucket]:
+        """The buckets of a tree of gradients."""
+        return self._plan_for(tree).buckets
+
+    def _begin(self, plan: Plan, *, overwrite: bool = True) -> Reduction:
+        self._reducer.step += 1
+        return Reduction(self._reducer, self._thread, plan, overwrite=overwrite)
+
+    def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
+        averaged = reduction.finish()
+        unused: list[str] = []
+        if self._rules.find_unused_parameters:
+            shared = self._thread.run(self._reducer.share_used, self._usage.take(structure, used))
+            self.used = jax.tree.unflatten(structure, shared.tolist())
+            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
+        who = self._reducer.collectives
+        self.statistics = after_step(self.statistics, plan, reduction.clock, unused, who.rank, who.size)
+        return jax.tree.unflatten(structure, averaged)
+
+    # Agreement.
+
+    def _agree_on_model(self, traced: Traced) -> Plan:
+        self._rules.require_sparse_paths(traced.like)
+        return self._agree(traced.like, traced.order)
+
+    def _plan_for(self, tree: Any) -> Plan:
+        leaves, structure = flatten(tree)
+        key = structure, tuple(map(_kind, leaves))
+        if key not in self._plans:
+            self._plans[key] = self._agree(tree, None)
+        return self._plans[key]
+
+    def _agree(self, tree: Any, order: Sequence[int] | None) -> Plan:
+        return self._thread.run(self._reducer.agree, self._rules.terms(tree), order)
+
+    # Uneven inputs.
+
+    @contextlib.contextmanager
+    def join(self, *, divide_by_active: bool) -> Iterator[Join]:
+        """A block of steps of which ranks may take different numbers."""
+        join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
+        self._reducer.divide_by_active, self.joining = divide_by_active, True
+        try:
+            yield join
+            join.leave()
+        finally:
+            self._reducer.divide_by_active = self.joining = False
+
+
+def _as_jax(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) or is_sparse(leaf) else jnp.asarray(leaf)
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, is_sparse(leaf)) if hasattr(leaf, "dtype") else type(leaf)

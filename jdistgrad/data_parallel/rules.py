@@ -1,0 +1,85 @@
+"""What every rank must set alike, and the plan for a tree of gradients that follows from it: pure."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.data_parallel.agreement import Settings, Terms, order_or_reverse
+from jdistgrad.data_parallel.hooks import Hook, checked
+from jdistgrad.data_parallel.layout import Bucket, lay_out
+from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.plan import limits_of, plan_buckets
+from jdistgrad.errors import LeafError
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the ranks agreed on for one tree of gradients."""
+
+    terms: Terms
+    digest: int
+    order: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How to reduce; see ``DataParallel``, whose arguments these are."""
+
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    hook: Hook | None = None
+    sparse: frozenset[str] = frozenset()
+    check_finite: bool = False
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        limits_of(self.bucket_cap_mb)
+        checked(self.hook)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What the ranks compare, by the names that messages use."""
+        return (
+            ("bucket_cap_mb", str(self.bucket_cap_mb)),
+            ("the hook", self.hook_name),
+            ("find_unused_parameters", str(self.find_unused_parameters)),
+            ("check_finite", str(self.check_finite)),
+            ("sparse", str(sorted(self.sparse))),
+        )
+
+    @property
+    def hook_name(self) -> str:
+        return self.hook.name if self.hook else "none"
+
+    def terms(self, tree: Any) -> Terms:
+        """A tree of gradients, as the ranks compare it."""
+        leaves = describe(tree)
+        require_inexact(leaves, "DataParallel")
+        for leaf in leaves:
+            if self.travels_as_rows(leaf) and not leaf.shape:
+                raise LeafError(
+                    f"sparse: {leaf.path} is {leaf}, a number by itself: it has no rows. Leave it out.", path=leaf.path
+                )
+        return Terms(tuple(leaves), self.settings)
+
+    def require_sparse_paths(self, tree: Any) -> None:
+        """Raises LeafError for a path in ``sparse`` that no leaf of the parameters has."""
+        paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
+        for path in sorted(self.sparse.difference(paths)):
+            raise LeafError(
+                f"sparse: the parameters have no leaf {path}, expected one of {', '.join(paths[:20])}"
+                f"{', ...' if len(paths) > 20 else ''}",
+                path=path,
+            )
+
+    def travels_as_rows(self, leaf: Leaf) -> bool:
+        return leaf.sparse or leaf.path in self.sparse
+
+    def plan(self, terms: Terms, order: Sequence[int] | None) -> Plan:
+        """The buckets of a tree: the same on every rank that has the same terms and order."""
+        sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
+        walk = order_or_reverse(order, len(terms.leaves))
+        groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
+        return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))

@@ -1,0 +1,118 @@
+"""What hooks are shown while they run, and where they run."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models import on_all
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.optim.averaging import average_gradients
+
+
+def watching(seen):
+    """The average, by a hook that keeps what it was shown."""
+
+    def apply(bucket, state, collectives):
+        seen.append(bucket)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+    return hooks.Hook(lambda bucket: (), apply, "watching")
+
+
+def tree(rank):
+    return {
+        "a": jnp.arange(6.0).reshape(2, 3) + rank,
+        "b": jnp.full(4, 10.0 + rank),
+        "c": jnp.ones(()) * rank,
+        "half": jnp.ones(5, jnp.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["from Python", "jit"])
+def test_a_hook_is_shown_its_bucket(big_world, jitted):
+    """Index, dtype, each leaf's path, place and shape, the numbers themselves, and which bucket is the last."""
+
+    def body(rank, size):
+        seen = []
+        dp = DataParallel(hook=watching(seen), bucket_cap_mb=20 / 2**20)
+        average = jax.jit(dp.average) if jitted else dp.average
+        averaged = average(tree(rank))
+        assert [bucket.index for bucket in seen] == [0, 1, 2]
+        assert [bucket.last for bucket in seen] == [False, False, True]
+        assert [bucket.dtype for bucket in seen] == [jnp.float32, jnp.float32, jnp.bfloat16]
+        assert [bucket.divisor for bucket in seen] == [size] * 3
+        places = [[(slot.path, slot.offset, slot.length, slot.shape) for slot in bucket.slots] for bucket in seen]
+        assert places == [
+            [("['c']", 0, 1, ()), ("['b']", 1, 4, (4,))],
+            [("['a']", 0, 6, (2, 3))],
+            [("['half']", 0, 5, (5,))],
+        ]
+        assert [bucket.flat.shape for bucket in seen] == [(5,), (6,), (5,)]
+        if not jitted:
+            np.testing.assert_array_equal(seen[0].flat, [rank, *[10 + rank] * 4])
+            np.testing.assert_array_equal(seen[1].views()[0], tree(rank)["a"])
+        np.testing.assert_allclose(averaged["a"], np.arange(6).reshape(2, 3) + (size - 1) / 2, rtol=1e-6)
+        np.testing.assert_allclose(averaged["c"], (size - 1) / 2, rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_hooks_see_every_step_and_keep_a_state_for_each_bucket(big_world):
+    def body(rank, size):
+        def apply(bucket, state, collectives):
+            return collectives.allreduce(bucket.flat + state) / bucket.divisor, state + 1 + bucket.index
+
+        hook = hooks.Hook(lambda bucket: jnp.zeros(()), apply, "counting")
+        dp = DataParallel(hook=hook, bucket_cap_mb=1e-6)
+        like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+        found = [dp.average(like) for _ in range(3)]
+        assert [float(one["b"][0]) for one in found] == [0, 1, 2]
+        assert [float(one["a"][0]) for one in found] == [0, 2, 4]
+
+    on_all(big_world, body)
+
+
+def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world):
+    def body(rank, size):
+        waits = []
+
+        def apply(bucket, state, collectives):
+            waits.append(collectives.timeout)
+            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+        DataParallel(hook=hooks.Hook(lambda bucket: (), apply, "asking"), timeout=77).average({"w": jnp.ones(3)})
+        assert waits == [77]
+
+    on_all(world, body)
+
+
+def test_transformations_made_in_every_step_share_what_they_need(big_world):
+    """With a hook that is new each time: one thread, and so one channel, for all of them."""
+
+    def body(rank, size):
+        c, threads = of_this_world(), set()
+
+        def apply(bucket, state, collectives):
+            threads.update(t for t in threading.enumerate() if t.name == f"jdistgrad-reduce-{rank}")
+            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+        @optax.inject_hyperparams
+        def make(learning_rate):
+            hook = hooks.Hook(lambda bucket: (), lambda *args: apply(*args), "new")
+            return optax.chain(average_gradients(c, hook=hook), optax.sgd(learning_rate))
+
+        before = set(threading.enumerate())
+        tx, params = make(learning_rate=0.5), {"w": jnp.zeros(4)}
+        state = tx.init(params)
+        for _ in range(4):
+            updates, state = tx.update({"w": jnp.full(4, rank + 1.0)}, state, params)
+        np.testing.assert_allclose(updates["w"], np.full(4, -0.5 * (size + 1) / 2), rtol=1e-6)
+        assert len(threads - before) == 1
+
+    on_all(big_world, body)

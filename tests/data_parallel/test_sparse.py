@@ -1,0 +1,119 @@
+"""Gradients of which only some rows are there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.sparse import BCOO
+from models import close, on_all, serial
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import LeafError
+from jdistgrad.optim.averaging import average_gradients
+
+
+def test_sparse_gradients_travel_as_rows(big_world):
+    def body(rank, size):
+        dp = DataParallel()
+        rows = jnp.array([[rank], [rank], [4]])
+        data = jnp.arange(9.0).reshape(3, 3) + rank
+        mine = BCOO((data, rows), shape=(5, 3))
+        averaged = dp.average({"table": mine, "dense": jnp.ones(2) * rank})
+        expected = sum(
+            BCOO((jnp.arange(9.0).reshape(3, 3) + r, jnp.array([[r], [r], [4]])), shape=(5, 3)).todense()
+            for r in range(size)
+        )
+        np.testing.assert_allclose(averaged["table"].todense(), expected / size, rtol=1e-6)
+        assert len(set(averaged["table"].indices[:, 0].tolist())) == averaged["table"].nse == min(size, 4) + 1
+        np.testing.assert_allclose(averaged["dense"], np.full(2, (size - 1) / 2), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_a_table_of_which_few_rows_are_used(big_world):
+    def lookup(params, ids):
+        return jnp.sum(jnp.take(params["table"], ids, axis=0) ** 2) + params["b"]
+
+    def body(rank, size):
+        params = {"table": jax.random.normal(jax.random.key(0), (20, 3)), "b": jnp.ones(())}
+        ids = [jnp.array([r, r, 7]) for r in range(size)]
+        _, gradients = DataParallel(sparse=["['table']"]).value_and_grad(lookup)(params, ids[rank])
+        close(gradients, serial(lookup, params, ids)[1])
+
+    on_all(big_world, body)
+
+
+def rows_of(rank):
+    """A row of this rank's own, and one that all have."""
+    return BCOO((jnp.ones((2, 3)) * (1 + rank), jnp.array([[rank], [4]])), shape=(5, 3))
+
+
+def expected(size):
+    return sum(rows_of(r).todense() for r in range(size)) / size
+
+
+HOOKS = pytest.mark.parametrize("hook", [None, hooks.bfloat16(), hooks.int8(block=8)], ids=["none", "bfloat16", "int8"])
+
+
+@HOOKS
+def test_sparse_gradients_in_an_optimizer(big_world, hook):
+    def body(rank, size):
+        tx = optax.chain(average_gradients(hook=hook))
+        gradients = {"table": rows_of(rank), "dense": jnp.full(2, 2.0 * rank)}
+        averaged, _ = tx.update(gradients, tx.init(gradients))
+        np.testing.assert_allclose(averaged["table"].todense(), expected(size), rtol=1e-6)
+        np.testing.assert_allclose(averaged["dense"], np.full(2, size - 1.0), rtol=1e-2)
+
+    on_all(big_world, body)
+
+
+@HOOKS
+def test_a_rank_that_has_joined_sends_no_rows(big_world, hook):
+    def body(rank, size):
+        dp = DataParallel(hook=hook, sparse=["['named']"])
+        tree = {"table": rows_of(rank), "named": rows_of(rank).todense()}
+        with dp.join():
+            for _ in range(1 + rank):
+                averaged = dp.average(tree)
+        if rank == size - 1:
+            np.testing.assert_allclose(averaged["table"].todense(), rows_of(rank).todense() / size, rtol=1e-6)
+            np.testing.assert_allclose(averaged["named"], rows_of(rank).todense() / size, rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_a_leaf_that_is_sparse_and_named_so(big_world):
+    def body(rank, size):
+        found = DataParallel(sparse=["['table']"]).average({"table": rows_of(rank)})["table"]
+        np.testing.assert_allclose(found.todense(), expected(size), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_sparse_gradients_in_a_compiled_step_are_refused(world):
+    def body(rank, size):
+        dp = DataParallel()
+        with pytest.raises(LeafError, match=r"the gradient \['t'\] is sparse \(BCOO\), expected a dense array"):
+            jax.jit(dp.average)({"t": rows_of(0)})
+        dense = jax.jit(lambda t: dp.average({"t": t.todense()}))(rows_of(0))
+        np.testing.assert_allclose(dense["t"], rows_of(0).todense(), rtol=1e-6)
+
+    on_all(world, body)
+
+
+def test_names_of_sparse_leaves_that_there_are_not(world):
+    def body(rank, size):
+        params = {"table": jnp.ones((4, 2)), "scale": jnp.ones(())}
+
+        def loss(params):
+            return params["table"].sum() * params["scale"]
+
+        with pytest.raises(LeafError, match=r"no leaf \['tabel'\], expected one of \['scale'\], \['table'\]"):
+            DataParallel(sparse=["['tabel']"]).value_and_grad(loss)(params)
+        with pytest.raises(LeafError, match=r"\['scale'\] is float32\[\], a number by itself: it has no rows"):
+            DataParallel(sparse=["['scale']"]).value_and_grad(loss)(params)
+        DataParallel(sparse=["['table']"]).average({"something else": jnp.ones(2)})
+
+    on_all(world, body)

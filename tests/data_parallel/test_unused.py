@@ -1,0 +1,127 @@
+"""Which parameters no rank's loss depends on: found in each step, and left alone by optimizers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from models import on_all
+
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.usage import Usage
+from jdistgrad.optim.averaging import keep_unused
+
+
+def branches(params, x, which):
+    chosen = params["both"] * x + params[which]
+    return jnp.sum(chosen**2)
+
+
+def test_ranks_may_use_different_parameters(big_world):
+    def body(rank, size):
+        dp = DataParallel(find_unused_parameters=True)
+        params = {"both": jnp.ones(()), "left": jnp.ones(()), "none": jnp.ones(2), "right": jnp.ones(())}
+        which = "left" if rank == 0 else "right"
+        tx = keep_unused(optax.adam(0.1))
+        state = tx.init(params)
+        step = dp.value_and_grad(lambda p, x: branches(p, x, which))
+        for _ in range(2):
+            _, gradients = step(params, jnp.float32(rank))
+            updates, state = jax.jit(tx.update)(gradients, state, params, used=dp.used)
+            params = optax.apply_updates(params, updates)
+        assert dp.used == {"both": True, "left": True, "none": False, "right": True}
+        assert dp.statistics().unused == ("['none']",)
+        np.testing.assert_array_equal(params["none"], np.ones(2))
+        np.testing.assert_array_equal(state[0].mu["none"], np.zeros(2))
+        assert all(float(params[name]) < 1 for name in ("both", "left", "right"))
+        dp.verify(params)
+
+    on_all(big_world, body)
+
+
+def test_unused_moments_do_not_decay():
+    tx = keep_unused(optax.adam(0.1))
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    both, one = {"a": True, "b": True}, {"a": True, "b": False}
+    _, state = tx.update(params, tx.init(params), params, used=both)
+    updates, after = tx.update({"a": jnp.ones(2), "b": jnp.zeros(2)}, state, params, used=one)
+    np.testing.assert_array_equal(after[0].mu["b"], state[0].mu["b"])
+    np.testing.assert_array_equal(after[0].nu["b"], state[0].nu["b"])
+    np.testing.assert_array_equal(updates["b"], np.zeros(2))
+    assert (after[0].mu["a"] > state[0].mu["a"]).all()
+
+
+NAMES = ("both", "left", "none", "right")
+
+
+def stepping(dp, which):
+    step = dp.value_and_grad(lambda p, x: branches(p, x, which))
+    return lambda: step({name: jnp.ones(()) for name in NAMES}, jnp.ones(()))[1]
+
+
+def used(*names):
+    return {name: name in names for name in NAMES}
+
+
+def test_steps_without_sync_count_for_the_next_average(big_world):
+    """And no longer for the one after it."""
+
+    def body(rank, size):
+        dp = DataParallel(find_unused_parameters=True)
+        left, right = stepping(dp, "left"), stepping(dp, "right")
+        with dp.no_sync():
+            total = left()
+            if rank == 1:
+                total = jax.tree.map(jnp.add, total, right())
+        assert dp.used is None
+        dp.average(total)
+        assert dp.used == used("both", "left", "right")
+        assert dp.statistics().unused == ("['none']",)
+        left()
+        assert dp.used == used("both", "left")
+        assert dp.statistics().unused == ("['none']", "['right']")
+        with dp.no_sync():
+            left()
+        right()
+        assert dp.used == used("both", "left", "right")
+        dp.average(total)  # of which nothing is known
+        assert dp.used == used(*NAMES)
+        dp.average({"another": jnp.ones(3)})
+        assert dp.used == {"another": True}
+        assert dp.statistics().unused == ()
+
+    on_all(big_world, body)
+
+
+def test_a_rank_that_has_joined_uses_nothing(big_world):
+    def body(rank, size):
+        dp = DataParallel(find_unused_parameters=True)
+        step = stepping(dp, "left" if rank == 0 else "right")
+        with dp.join():
+            step()
+            if rank:
+                step()
+                assert dp.used == used("both", "right")
+
+    on_all(big_world, body)
+
+
+def test_nobody_asks_where_nobody_wants_to_know(world):
+    def body(rank, size):
+        dp = DataParallel()
+        stepping(dp, "left")()
+        assert dp.used is None
+        assert dp.statistics().unused == ()
+
+    on_all(world, body)
+
+
+def test_usage_is_summed_by_tree():
+    usage, one, other = Usage(), jax.tree.structure([0, 0]), jax.tree.structure([0])
+    usage.note(one, [True, False])
+    usage.note(other, [False])
+    usage.note(one, [False, False])
+    assert usage.take(one) == [True, False]
+    assert usage.take(one) == [True, True]
+    assert usage.take(other, [False]) == [False]
+    assert usage.take(one, [False, True]) == [False, True]
+    np.testing.assert_array_equal(usage.take(jax.tree.structure([])), [])
