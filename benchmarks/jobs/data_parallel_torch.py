@@ -58,6 +58,9 @@ def main():
     if rank == 0:
         report(**found)
     dist.destroy_process_group()
+    MPI.Finalize()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads still want Python's lock: where Python ends before them, it aborts now and then
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Context:
 
     def close(self) -> None:
         """Let go of everything, on every worker. Done by the end of the block."""
-        self._worker.close_scope(self.id)
+        self._worker.letting_go.close_scope(self.id)
 
     def __repr__(self) -> str:
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
@@ -144,7 +144,7 @@ class Lease:
         self._worker, self._id = current_worker(), opened.id
 
     def __del__(self) -> None:
-        self._worker.abandon_scope(self._id)
+        self._worker.letting_go.abandon_scope(self._id)
 
 
 @contextlib.contextmanager

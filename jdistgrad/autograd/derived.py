@@ -18,8 +18,9 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.methods import ByReference
 from jdistgrad.rpc.owner import Owned
-from jdistgrad.rpc.references import HANDLE, ByReference, RRef
+from jdistgrad.rpc.references import HANDLE, RRef
 from jdistgrad.rpc.tracing import is_traced
 
 JITTED = type(jax.jit(lambda: None))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references import ByReference, RRef
+from jdistgrad.rpc.methods import ByReference
+from jdistgrad.rpc.references import RRef
 from jdistgrad.rpc.tracing import is_traced, staging
 
 

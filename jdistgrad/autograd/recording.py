@@ -18,7 +18,8 @@ from jdistgrad.autograd.results import as_jax
 from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references import HANDLE, ByReference, RRef
+from jdistgrad.rpc.methods import ByReference
+from jdistgrad.rpc.references import HANDLE, RRef
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Reduction:
                 "every leaf ready in every step, those that are zero too.",
                 path=missing[0],
             )
+        if self._launched:
+            self._launched[-1].exception()  # one wait for all of them: each takes the lock from who reduces
         for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
             for slot, averaged in zip(bucket.slots, future.result(), strict=True):
                 self._gradients[slot.index] = averaged

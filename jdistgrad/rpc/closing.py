@@ -114,7 +114,7 @@ class Closing:
                 self._worker.peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
     def _report(self) -> Report:
-        self._worker.flush_drops()
+        self._worker.letting_go.flush()
         sent, received, serving = self._worker.traffic.counts()
         return Report(self._wants_to_close, bool(serving or len(self._worker.calls)), sent, received)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.claims import StandIn
-from jdistgrad.rpc.references import ByReference, RRef
+from jdistgrad.rpc.methods import ByReference
+from jdistgrad.rpc.references import RRef
 
 
 def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,6 @@
 """Remote references: a value that stays where it was made, and can be named from everywhere."""
 
 import concurrent.futures
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -12,6 +11,7 @@ from jdistgrad.rpc import shipments, tracing, trees
 from jdistgrad.rpc.claims import Claim, Key, Missing, RuntimeKey, StandIn
 from jdistgrad.rpc.current import current_worker, find_worker
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.methods import ByReference, MethodCaller
 from jdistgrad.wire import ids
 
 if TYPE_CHECKING:
@@ -114,15 +114,19 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""
-        return MethodCaller(self, rpc_sync, timeout)
+        return self._methods(rpc_sync, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> "MethodCaller":
         """Like ``rpc_sync``; the method returns a future."""
-        return MethodCaller(self, rpc_async, timeout)
+        return self._methods(rpc_async, timeout)
 
     def remote(self, timeout: float | None = None) -> "MethodCaller":
         """Like ``rpc_sync``; the method returns a reference to its result."""
-        return MethodCaller(self, remote, timeout)
+        return self._methods(remote, timeout)
+
+    def _methods(self, call: Any, timeout: float | None) -> MethodCaller:
+        self._worker("calling a method")
+        return MethodCaller(self, call, timeout)
 
     def _worker(self, what: str) -> "Worker":
         worker = find_worker()
@@ -207,19 +211,6 @@ def _arrived(number: int) -> RRef:
     return RRef._of(shipments.arrived(number))
 
 
-class ByReference:
-    """An RRef that shall arrive as a reference."""
-
-    __slots__ = ("rref",)
-
-    def __init__(self, rref: Any):
-        self.rref = rref
-
-    @property
-    def traced_part(self) -> Any:
-        return getattr(self.rref, "traced_part", None)
-
-
 def by_reference(rref: RRef) -> Any:
     """Pass a reference itself to a remote call, not the value it stands for.
 
@@ -250,25 +241,3 @@ def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | N
     if boundary is not None:
         return boundary.remote(to, function, args, kwargs, timeout)
     return RRef._of(worker.call_remote(to, function, args, kwargs, timeout))
-
-
-class MethodCaller:
-    """Attribute access on it calls a method of a referenced value, on its owner."""
-
-    __slots__ = ("_call", "_rref", "_timeout")
-
-    def __init__(self, rref: RRef, call: Callable[..., Any], timeout: float | None):
-        rref._worker("calling a method")
-        self._rref, self._call, self._timeout = rref, call, timeout
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            target = (by_reference(self._rref), name, args, kwargs)
-            return self._call(self._rref.owner, call_method, target, {}, self._timeout)
-
-        return method
-
-
-def call_method(reference: RRef, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs on the owner."""
-    return getattr(reference.local_value(), name)(*args, **kwargs)

@@ -1,9 +1,7 @@
 """A worker: what its parts have in common. Everything that decides lives in the parts."""
 
-import collections
 import concurrent.futures
 import functools
-import logging
 from typing import Any
 
 import jax
@@ -16,7 +14,8 @@ from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.deadlines import Pending
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.owner import Owned, OwnerTable
+from jdistgrad.rpc.letting_go import LettingGo
+from jdistgrad.rpc.owner import OwnerTable
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving import Served, creation_of, value_of
@@ -28,8 +27,6 @@ from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Codec, Task, Transport
-
-log = logging.getLogger("jdistgrad.rpc")
 
 
 class Worker:
@@ -61,7 +58,7 @@ class Worker:
         self.calls = Caller(self)
         self.owned, self.claims = OwnerTable(), ClaimTable(self)
         self.scopes, self.messages = ScopeTable(rank), IdSource(rank)
-        self.slots, self._abandoned = current.Slots(), collections.deque[int]()
+        self.slots, self.letting_go = current.Slots(), LettingGo(self)
         self.peers = Peers(self)
         self.closing = Closing(self)
         self.failure: BaseException | None = None
@@ -128,24 +125,6 @@ class Worker:
         """Have a function run on another worker. Nobody answers."""
         self.post(to, Message(Kind.CAST, self.rank, self._ids.next(), (function, args, {})))
 
-    def abandon_scope(self, identifier: int) -> None:
-        """Close a scope soon. Safe where garbage is collected."""
-        self._abandoned.append(identifier)
-
-    def close_scope(self, identifier: int) -> None:
-        """Let go of a scope, here and on every worker that was called in it."""
-        scope = self.scopes.release(identifier)
-        if scope is None:
-            return
-        peers, contents = scope.close()
-        for peer in peers - {self.rank, *self.peers.lost}:
-            try:
-                self.post(peer, Message(Kind.RELEASE, self.rank, identifier))
-            except (errors.WorkerLostError, errors.WorldClosedError):
-                log.debug("%s: rank %d has gone before context %d closed", self.info, peer, identifier)
-        for content in contents:
-            content.close()
-
     def check_usable(self, call: Pending) -> None:
         if self.failure is not None:
             raise self.failure
@@ -176,14 +155,14 @@ class Worker:
             return Served(self, message, value).serve
         if kind is Kind.RELEASE:
             self.traffic.serving()
-            return functools.partial(self._released, message.id)
+            return functools.partial(self.letting_go.closed_elsewhere, message.id)
         if kind is Kind.RESULT or kind is Kind.FAILURE:
             self.calls.answered(message)
         elif kind is Kind.DROP:
             freed = self.owned.release_all(self.open(message))
             if freed:
                 self.traffic.started()
-                self.run(functools.partial(self._let_go, freed))
+                self.run(functools.partial(self.letting_go.die, freed))
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
@@ -193,16 +172,6 @@ class Worker:
         if kind in WORK:
             self.traffic.received()
         return None
-
-    def _let_go(self, freed: list[Owned]) -> None:
-        """Let values die. References among them send their weight home: until then this worker is busy."""
-        freed.clear()
-        self.traffic.served()
-
-    def _released(self, scope: int) -> None:
-        """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
-        self.close_scope(scope)
-        self.traffic.served()
 
     def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
         try:
@@ -227,19 +196,9 @@ class Worker:
     # Housekeeping.
 
     def tick(self, now: float) -> None:
-        self.flush_drops()
+        self.letting_go.flush()
         self.calls.expire(now)
         self.peers.look(self.calls.awaited() | self.closing.awaited(), now)
-
-    def flush_drops(self) -> None:
-        """Close abandoned scopes, and send dropped weights home."""
-        while self._abandoned:
-            self.close_scope(self._abandoned.popleft())
-        for owner, dropped in self.claims.dropped().items():
-            try:
-                self.post(owner, Message(Kind.DROP, self.rank, 0, dropped))
-            except (errors.WorkerLostError, errors.WorldClosedError):
-                log.debug("%s: the owner of %d dropped references has gone", self.info, len(dropped))
 
     # The end.
 
@@ -254,6 +213,6 @@ class Worker:
         self.calls.fail_all(lambda call: errors.WorldClosedError(f"{call}: the world was shut down meanwhile"))
         self.transport.close(graceful=graceful and self.failure is None)
         for identifier in self.scopes.identifiers():
-            self.close_scope(identifier)
+            self.letting_go.close_scope(identifier)
         self._threads.close()
         self.owned.clear()
