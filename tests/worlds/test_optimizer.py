@@ -4,29 +4,16 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from optimized import X, Y, affine, close, last, make_params, references
 
 import jdistgrad as jd
-
-X = jnp.array([0.3, -1.2, 2.0])
-Y = jnp.array([1.0, -0.5])
-
-
-def make_params(seed):
-    w, b = jax.random.split(jax.random.key(seed))
-    return {"w": jax.random.normal(w, (2, 3)), "b": jax.random.normal(b, (2,))}
 
 
 def make_mixed(seed):
     return {**make_params(seed), "steps": jnp.int32(7), "name": "mixed"}
-
-
-@jax.jit
-def affine(params, x):
-    return params["w"] @ x + params["b"]
 
 
 def only_floats(params, x):
@@ -37,10 +24,6 @@ def poison(params):
     return {"w": params["w"] * jnp.nan, "b": params["b"]}
 
 
-def last():
-    return jd.world_size() - 1
-
-
 def distributed_loss(first, second, x, y):
     out = jd.rpc_sync(last(), affine, args=(first, x)) + jd.rpc_sync(0, affine, args=(second, x))
     return ((out - y) ** 2).sum()
@@ -48,10 +31,6 @@ def distributed_loss(first, second, x, y):
 
 def serial_loss(first, second, x, y):
     return ((affine(first, x) + affine(second, x) - y) ** 2).sum()
-
-
-def close(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, expected)
 
 
 def train(optimizer, refs, steps, loss=distributed_loss):
@@ -74,10 +53,6 @@ def train_serially(tx, params, steps):
 
 def values(refs):
     return tuple(ref.to_here() for ref in refs)
-
-
-def references():
-    return jd.remote(last(), make_params, args=(1,)), jd.remote(0, make_params, args=(2,))
 
 
 @pytest.mark.parametrize(
@@ -212,65 +187,3 @@ def fit(params, optimizer, steps):
         with jd.context() as ctx:
             jd.value_and_grad(lambda p: ((jd.rpc_sync(last(), affine, args=(p, X)) - Y) ** 2).sum())(params)
             optimizer.step(ctx)
-
-
-def test_a_value_without_a_gradient_is_named(world):
-    def body():
-        refs = references()
-        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
-        before = refs[0].to_here()
-        with jd.context() as ctx:
-            jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0])
-            with pytest.raises(jd.DifferentiationError, match=r"no gradient of RRef\(.*in this context") as caught:
-                optimizer.step(ctx)
-        assert caught.value.missing == [str(refs[1])]
-        close(refs[0].to_here(), before)  # nothing was changed anywhere
-
-    world.drive(body)
-
-
-def test_gradients_that_are_not_finite_are_refused(world):
-    def body():
-        refs = references()
-        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
-
-        def loss(first, second):
-            a = jd.rpc_sync(last(), affine, args=(first, X)).sum()
-            return a + jd.rpc_sync(0, affine, args=(second, X)).sum() * jnp.nan
-
-        before = refs[0].to_here()
-        with jd.context() as ctx:
-            jd.grad(loss, argnums=(0, 1))(*refs)
-            with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
-                optimizer.step(ctx)
-        close(refs[0].to_here(), before)
-
-    world.drive(body)
-
-
-def test_a_closed_context_is_refused(world):
-    def body():
-        refs = references()
-        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
-        with jd.context() as ctx:
-            pass
-        with pytest.raises(jd.ContextError, match="has been closed"):
-            optimizer.step(ctx)
-
-    world.drive(body)
-
-
-def test_what_cannot_be_optimized_is_refused(world):
-    def body():
-        ref = jd.RRef(make_params(1))
-        with pytest.raises(TypeError, match="wrap it, RRef"):
-            jd.DistributedOptimizer(optax.sgd(0.1), [make_params(1)])
-        with pytest.raises(ValueError, match="each once"):
-            jd.DistributedOptimizer(optax.sgd(0.1), [ref, ref])
-        with pytest.raises(ValueError, match="max_global_norm must be positive"):
-            jd.DistributedOptimizer(optax.sgd(0.1), [ref], max_global_norm=0)
-        optimizer = jd.DistributedOptimizer(optax.adam(0.1), [ref])
-        with pytest.raises(ValueError, match="structure"):
-            optimizer.restore({"values": [{"w": 1}], "states": optimizer.state()["states"]})
-
-    world.drive(body)

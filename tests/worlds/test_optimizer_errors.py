@@ -1,0 +1,70 @@
+"""Optimizers that cannot step say so, and change nothing anywhere."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from optimized import X, affine, close, last, make_params, references
+
+import jdistgrad as jd
+
+
+def test_a_value_without_a_gradient_is_named(world):
+    def body():
+        refs = references()
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
+        before = refs[0].to_here()
+        with jd.context() as ctx:
+            jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0])
+            with pytest.raises(jd.DifferentiationError, match=r"no gradient of RRef\(.*in this context") as caught:
+                optimizer.step(ctx)
+        assert caught.value.missing == [str(refs[1])]
+        close(refs[0].to_here(), before)  # nothing was changed anywhere
+
+    world.drive(body)
+
+
+def test_gradients_that_are_not_finite_are_refused(world):
+    def body():
+        refs = references()
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
+
+        def loss(first, second):
+            a = jd.rpc_sync(last(), affine, args=(first, X)).sum()
+            return a + jd.rpc_sync(0, affine, args=(second, X)).sum() * jnp.nan
+
+        before = refs[0].to_here()
+        with jd.context() as ctx:
+            jd.grad(loss, argnums=(0, 1))(*refs)
+            with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
+                optimizer.step(ctx)
+        close(refs[0].to_here(), before)
+
+    world.drive(body)
+
+
+def test_a_closed_context_is_refused(world):
+    def body():
+        refs = references()
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
+        with jd.context() as ctx:
+            pass
+        with pytest.raises(jd.ContextError, match="has been closed"):
+            optimizer.step(ctx)
+
+    world.drive(body)
+
+
+def test_what_cannot_be_optimized_is_refused(world):
+    def body():
+        ref = jd.RRef(make_params(1))
+        with pytest.raises(TypeError, match="wrap it, RRef"):
+            jd.DistributedOptimizer(optax.sgd(0.1), [make_params(1)])
+        with pytest.raises(ValueError, match="each once"):
+            jd.DistributedOptimizer(optax.sgd(0.1), [ref, ref])
+        with pytest.raises(ValueError, match="max_global_norm must be positive"):
+            jd.DistributedOptimizer(optax.sgd(0.1), [ref], max_global_norm=0)
+        optimizer = jd.DistributedOptimizer(optax.adam(0.1), [ref])
+        with pytest.raises(ValueError, match="structure"):
+            optimizer.restore({"values": [{"w": 1}], "states": optimizer.state()["states"]})
+
+    world.drive(body)
