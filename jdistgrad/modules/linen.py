@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -38,6 +39,17 @@ def take_apart(value: Any) -> Blueprint | None:
     given = [(field.name, getattr(value, field.name)) for field in fields]
     defaults = {field.name: field.default for field in fields}
     return Blueprint(type(value), (), tuple((name, one) for name, one in given if one is not defaults[name]))
+
+
+def require_arguments(module: linen.Module, args: tuple[Any, ...]) -> None:
+    """Raises TypeError where a module cannot be called with its example arguments."""
+    try:
+        inspect.signature(type(module).__call__).bind(module, *args)
+    except TypeError as error:
+        raise TypeError(
+            f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called with "
+            f"these {len(args)} example arguments: {error}. Give it some: RemoteModule(to, module, (x,))"
+        ) from error
 
 
 def blueprint_of(module: linen.Module) -> Blueprint:

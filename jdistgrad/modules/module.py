@@ -28,7 +28,8 @@ class RemoteModule(RemoteFunction):
       timeout: seconds a call may take; default the world's.
 
     Raises:
-      TypeError: ``module`` is none of these, or holds something that cannot be hashed.
+      TypeError: ``module`` is none of these, holds something that cannot be hashed, or cannot be called with
+        ``example_args``.
       Exception: what making it raised on the worker.
 
     Example:
@@ -46,13 +47,14 @@ class RemoteModule(RemoteFunction):
         rng: Any = 0,
         timeout: float | None = None,
     ):
-        apply = _apply_for(module)
-        parameters, state = api.rpc_sync(to, make, (apply, rng, tuple(example_args)), timeout=timeout)
+        args = tuple(example_args)
+        apply = _apply_for(module, args)
+        parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
         self._consist_of(parameters, state, apply.with_state(state is not None), timeout)
 
 
-def _apply_for(module: Any) -> Apply:
-    kind, blueprint = _described(module)
+def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
+    kind, blueprint = _described(module, args)
     try:
         hash(blueprint)
     except TypeError as error:
@@ -63,13 +65,14 @@ def _apply_for(module: Any) -> Apply:
     return apply_of(kind, blueprint, False)
 
 
-def _described(module: Any) -> tuple[Any, Any]:
+def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """flax takes long to import: whoever has a module has done it."""
     from flax import linen as flax_linen, nnx as flax_nnx
 
     from jdistgrad.modules import linen, nnx
 
     if isinstance(module, flax_linen.Module):
+        linen.require_arguments(module, args)
         return linen.LinenApply, linen.blueprint_of(module)
     if callable(module) and not isinstance(module, flax_nnx.Module | type(flax_linen.Module)):
         return nnx.NnxApply, nnx.blueprint_of(module)

@@ -24,6 +24,10 @@ def test_what_is_no_module_is_refused(big_world):
             RemoteModule(last(), Both(4, 3, rngs=nnx.Rngs(0)))
         with pytest.raises(TypeError, match=r"Encoder holds something that cannot be hashed"):
             RemoteModule(last(), Encoder(3, np.ones(3)), (X,))
+        with pytest.raises(
+            TypeError, match=r"Encoder cannot be called with these 0 example arguments: missing a req.*'x'"
+        ):
+            RemoteModule(last(), Encoder(3))
 
     big_world.drive(body)
 
