@@ -1,9 +1,11 @@
 """The program of data_parallel.py along an axis of a mesh: here eight simulated devices, on a TPU its own.
 
 python examples/data_parallel_mesh.py
+jdistgrad run -n 2 examples/data_parallel_mesh.py      # a mesh over the devices of several processes
 """
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jdistgrad as jd
@@ -22,11 +24,27 @@ def train():
         return dp.collectives.allreduce(loss) / RANKS, gradients
 
     step = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P()))
-    losses, params = fit(lambda number, params: step(params, *batch(number)), initial())
-    print(f"{RANKS} devices: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {accuracy(params):.1%} are read correctly")
+    start = jax.tree.map(np.asarray, initial())  # the same on every process
+    losses, params = fit(lambda number, params: step(params, *batch(number)), start)
+    if jax.process_index() == 0:
+        right = accuracy(jax.tree.map(np.asarray, params))
+        where = f"{RANKS} devices" + (f" of {jax.process_count()} processes" if jd.launched() else "")
+        print(f"{where}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {right:.1%} are read correctly")
     return losses
 
 
+def divide_devices_among_processes():
+    """What CPUs need to make one mesh; accelerators need the last line only."""
+    from mpi4py import MPI
+
+    jax.config.update("jax_num_cpu_devices", RANKS // MPI.COMM_WORLD.size)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(cluster_detection_method="mpi4py")
+
+
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", RANKS)
+    if jd.launched():
+        divide_devices_among_processes()
+    else:
+        jax.config.update("jax_num_cpu_devices", RANKS)
     train()

@@ -51,9 +51,17 @@ def test_they_are_programs():
     )
     assert last < 0.5 < 2 < first
     assert right > 85
-    assert "8 devices: loss 2." in as_program("data_parallel_mesh.py")
     assert "the serial ones: True" in as_job(4, "uneven_inputs.py")
     assert "embedding on worker2, 2 trainers; loss 0.693 -> 0.2" in as_job(3, "remote_embedding.py")
+
+
+def test_a_mesh_may_span_processes():
+    def told(text, where):
+        return [float(number) for number in re.search(rf"{where}: loss (.*) -> (.*), (.*)% are", text).groups()]
+
+    alone = told(as_program("data_parallel_mesh.py"), "8 devices")
+    np.testing.assert_allclose(told(as_job(2, "data_parallel_mesh.py"), "8 devices of 2 processes"), alone, rtol=0.01)
+    assert alone[1] < 0.5 < 2 < alone[0]
 
 
 @pytest.mark.parametrize("n", [1, 3])
