@@ -1,8 +1,7 @@
 """What must be the same on all ranks before gradients are reduced, its digest, and the first difference in words."""
 
 import hashlib
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jdistgrad.data_parallel.leaves import Leaf
@@ -19,7 +18,7 @@ class Terms(NamedTuple):
 
     def digest(self) -> int:
         facts = ([(leaf.path, leaf.shape, str(leaf.dtype), leaf.sparse) for leaf in self.leaves], self.settings)
-        return int.from_bytes(hashlib.blake2b(pickle.dumps(facts, 5), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
 
 
 def require_agreement(terms: Mapping[int, Terms]) -> None:
@@ -58,8 +57,3 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
 def _counts(ours: Terms, theirs: Terms) -> str:
     a, b = len(ours.leaves), len(theirs.leaves)
     return f" ({a} leaves against {b})" if a != b else ""
-
-
-def order_or_reverse(order: Sequence[int] | None, count: int) -> list[int]:
-    """The order in which gradients become ready, or a guess: the last parameters' come first."""
-    return list(range(count))[::-1] if order is None else list(order)

@@ -1,5 +1,6 @@
 """Leaves of any kind as memory of the host, and back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,18 +10,33 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.rpc.tracing import staging
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether it is a typed key of ``jax.random``."""
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def numbers(leaf: Any) -> Any:
+    """A leaf as numbers: of a random key its data."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def on_numbers(function: Callable[..., Any], leaf: Any, *args: Any) -> Any:
+    """A function of arrays, of any leaf."""
+    if is_key(leaf):
+        return jax.random.wrap_key_data(function(jax.random.key_data(leaf), *args), impl=jax.random.key_impl(leaf))
+    return function(leaf, *args)
+
+
 def to_host(leaf: Any) -> np.ndarray:
     """A contiguous copy to write to."""
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.array(leaf, order="C")
+    return np.array(numbers(leaf), order="C")
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:
     """Memory as an array of the kind and on the device of a leaf, bound to it if the leaf is."""
+    if is_key(leaf):
+        return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
         return jax.device_put(memory, leaf.sharding if leaf.committed else None)
     return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)
 

@@ -21,6 +21,7 @@ def plainly(
     divisor: float,
     all_: Collectives,
     scratch: Scratch,
+    *,
     overwrite: bool,
 ) -> list[jax.Array]:
     """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""

@@ -1,24 +1,29 @@
 """Steps that Python drives, in pieces or whole, reduced by a thread of their own."""
 
 import contextlib
+import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jdistgrad.data_parallel import arrays, verification
-from jdistgrad.data_parallel.agreement import Terms
+from jdistgrad.data_parallel import arrays
+from jdistgrad.data_parallel.agreement import Settings, Terms
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.communication import Communication
+from jdistgrad.data_parallel.handling import Handling
+from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.layout import Bucket
-from jdistgrad.data_parallel.leaves import describe, flatten, is_sparse
+from jdistgrad.data_parallel.leaves import describe_all, flatten, index_dimensions, is_sparse
 from jdistgrad.data_parallel.program import Programs, Traced
 from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.data_parallel.reduction import Reduction
 from jdistgrad.data_parallel.rules import Plan, Rules
-from jdistgrad.data_parallel.statistics import Statistics, after_step
+from jdistgrad.data_parallel.statistics import Clock, Statistics, after_step
 from jdistgrad.data_parallel.usage import Usage
 
 
@@ -41,22 +46,23 @@ class Driver:
     def broadcast(self, tree: Any, root: int) -> Any:
         """The root's tree."""
         leaves, structure = jax.tree.flatten(tree)
-        memories = [arrays.to_host(leaf) for leaf in leaves]
-        terms = Terms(tuple(describe(tree)), self._rules.settings)
-        self._thread.run(self._reducer.broadcast, terms, memories, root)
+        memories = self._thread.run(self._reducer.broadcast, *self._on_host(tree), root)
         return jax.tree.unflatten(structure, map(arrays.like, memories, leaves))
 
     def verify(self, tree: Any) -> None:
         """Check that a tree is the same on every rank."""
-        leaves = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
-        verification.verify(describe(tree), leaves, lambda value: self._thread.run(self._reducer.gather, value))
+        self._thread.run(self._reducer.verify, *self._on_host(tree))
+
+    def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
+        terms = Terms(tuple(describe_all(tree)), self._rules.settings)
+        return terms, [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
 
     # Steps.
 
     def step(self, programs: Programs, args: tuple, kwargs: dict, *, overlap: bool) -> tuple[Any, Any]:
         """The value, and the averaged gradients."""
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
-        reduction = self._begin(program.plan)
+        reduction = self._begin(program.plan, self._reducer.usual(program.plan))
         results = program.run(args, kwargs, reduction.ready)
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
@@ -68,24 +74,34 @@ class Driver:
 
     def average(self, gradients: Any) -> Any:
         """The average of a tree of gradients, which stays as it is."""
-        leaves, structure = flatten(gradients)
         plan = self._plan_for(gradients)
-        reduction = self._begin(plan, overwrite=False)
+        return self._average(plan, gradients, self._reducer.usual(plan, overwrite=False, backward=False))
+
+    def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The same by a hook whose states, one for each bucket, are kept elsewhere; and its new states."""
+        handling = Handling(hook, dict(enumerate(states)), overwrite=False, clock=Clock(backward=False))
+        averaged = self._average(self._plan_for(gradients), gradients, handling)
+        return averaged, [handling.states[number] for number in range(len(states))]
+
+    def _average(self, plan: Plan, gradients: Any, handling: Handling) -> Any:
+        leaves, structure = flatten(gradients)
+        reduction = self._begin(plan, handling)
         for leaf in plan.order:
             reduction.ready(leaf, _as_jax(leaves[leaf]))
         return self._end(plan, structure, reduction)
 
     def reduction(self, like: Any) -> Reduction:
         """A step whose gradients come one by one."""
-        return self._begin(self._plan_for(like))
+        plan = self._plan_for(like)
+        return self._begin(plan, self._reducer.usual(plan))
 
     def buckets(self, tree: Any) -> Sequence[Bucket]:
         """The buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: Plan, *, overwrite: bool = True) -> Reduction:
+    def _begin(self, plan: Plan, handling: Handling) -> Reduction:
         self._reducer.step += 1
-        return Reduction(self._reducer, self._thread, plan, overwrite=overwrite)
+        return Reduction(self._reducer, self._thread, plan, handling)
 
     def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
         averaged = reduction.finish()
@@ -95,7 +111,7 @@ class Driver:
             self.used = jax.tree.unflatten(structure, shared.tolist())
             unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
         who = self._reducer.collectives
-        self.statistics = after_step(self.statistics, plan, reduction.clock, unused, who.rank, who.size)
+        self.statistics = after_step(self.statistics, plan, reduction.handling.clock, unused, who.rank, who.size)
         return jax.tree.unflatten(structure, averaged)
 
     # Agreement.
@@ -128,9 +144,20 @@ class Driver:
             self._reducer.divide_by_active = self.joining = False
 
 
+_shared: "weakref.WeakKeyDictionary[Collectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
+
+
+def shared_driver(collectives: Collectives, rules: Rules) -> Driver:
+    """One for all who come with these collectives and the same settings, by whatever hook of that name."""
+    found = _shared.setdefault(collectives, {})
+    if rules.settings not in found:
+        found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
+    return found[rules.settings]
+
+
 def _as_jax(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) or is_sparse(leaf) else jnp.asarray(leaf)
 
 
 def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, is_sparse(leaf)) if hasattr(leaf, "dtype") else type(leaf)
+    return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if hasattr(leaf, "dtype") else type(leaf)

@@ -5,19 +5,17 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel.arrays import is_traced
-from jdistgrad.data_parallel.collectives import Collectives, Mesh
+from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.hooks import average as plain_average, base as hooks
 from jdistgrad.data_parallel.layout import Bucket, join_flat
 from jdistgrad.data_parallel.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.rules import Rules
-from jdistgrad.data_parallel.sparse import reduce_sparse
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 
 
 class Inside:
-    """Averages as functions of gradients and the hook's states, which become part of a program where there is one.
+    """Averages as functions of gradients and the hook's states, which become part of a program.
 
     Arguments:
       driver: with whom the ranks agree on buckets; None on a mesh, where they are one program.
@@ -27,30 +25,24 @@ class Inside:
         self._collectives, self._rules, self._driver = collectives, rules, driver
         self._hook = rules.hook or plain_average()
 
-    def _buckets(self, tree: Any) -> Sequence[Bucket]:
-        if self._driver is None:
-            return self._rules.plan(self._rules.terms(tree), None).buckets
-        return self._driver.buckets(tree)
-
     def initial_states(self, tree: Any) -> list[Any]:
         """The hook's states for the buckets of a tree."""
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
 
     def average_with(self, gradients: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The average of a tree of gradients, and the hook's new states. Pure; every rank must call it."""
-        if self._rules.hook is None and self._driver is not None and not is_traced(gradients):
-            return self._driver.average(gradients), list(states)
+        """The average of a tree of gradients, and the hook's new states. Every rank must call it."""
         leaves, structure = flatten(gradients)
-        averaged, after = average(leaves, self._buckets(gradients), self._hook, states, self._collectives)
-        return jax.tree.unflatten(structure, averaged), after
+        after = []
+        for bucket, state in zip(self._buckets(gradients), states, strict=True):
+            found, state = self._averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state)
+            for slot, value in zip(bucket.slots, found, strict=True):
+                leaves[slot.index] = value
+            after.append(state)
+        return jax.tree.unflatten(structure, leaves), after
 
     def average(self, gradients: Any, *, joining: bool) -> Any:
         """The average of a tree of gradients, where nothing is kept from step to step."""
-        if joining or self._rules.check_finite:
-            raise CollectiveError(
-                f"{'join' if joining else 'check_finite'}: inside jax.jit (and on a mesh) ranks cannot wait for "
-                "each other's word before a bucket is reduced. Call the step from Python, without jax.jit."
-            )
+        self._refuse_what_waits(joining)
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
@@ -59,49 +51,61 @@ class Inside:
             )
         return self.average_with(gradients, states)[0]
 
+    def _refuse_what_waits(self, joining: bool) -> None:
+        rules = self._rules
+        for asked, name in (
+            (joining, "join"),
+            (rules.check_finite, "check_finite"),
+            (rules.find_unused_parameters, "find_unused_parameters"),
+        ):
+            if asked:
+                raise CollectiveError(
+                    f"{name}: inside jax.jit (and on a mesh) ranks cannot tell each other anything but gradients. Call "
+                    "the step from Python, without jax.jit."
+                )
+
+    def _buckets(self, tree: Any) -> Sequence[Bucket]:
+        if self._driver is None:
+            return self._rules.plan(self._rules.terms(tree), None).buckets
+        return self._driver.buckets(tree)
+
+    def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any) -> tuple[Sequence[Any], Any]:
+        """A leaf named sparse is dense here, and like rows it is nothing for hooks."""
+        all_ = self._collectives
+        if is_sparse(own[0]):
+            raise _sparse(bucket)
+        summed = [all_.is_summed(gradient) for gradient in own]
+        if any(summed):
+            return self._rest_of(bucket, own, summed), state
+        hook, before = (plain_average(), ()) if bucket.sparse else (self._hook, state)
+        flat, after = hooks.reduce(hook, bucket.filled(join_flat(own), all_.size), before, all_)
+        return bucket.views(flat), state if bucket.sparse else after
+
+    def _rest_of(self, bucket: Bucket, own: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
+        """JAX has summed gradients of parameters that are typed as replicated: these are only divided."""
+        if self._rules.hook is not None:
+            slot = bucket.slots[summed.index(True)]
+            raise HookError(
+                f"the hook {self._rules.hook_name!r} comes too late: JAX has summed the gradient of {slot.path} over "
+                "the mesh already, because that parameter is typed as replicated. Use DataParallel.value_and_grad, "
+                "jax.lax.pcast(params, axis, to='varying') before differentiating, or shard_map's check_vma=False.",
+                bucket=bucket.index,
+                hook=self._rules.hook_name,
+            )
+        shares = [gradient / self._collectives.size for gradient in own]
+        return [x if flag else self._collectives.allreduce(x) for x, flag in zip(shares, summed, strict=True)]
+
 
 def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int]) -> list[Any]:
     """Arguments of which those to be differentiated are this rank's own: see ``Mesh.localize``."""
-    if not isinstance(collectives, Mesh):
-        return list(args)
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
 
 
-def average(
-    gradients: Sequence[Any], buckets: Sequence[Bucket], hook: hooks.Hook, states: Sequence[Any], all_: Collectives
-) -> tuple[list[Any], list[Any]]:
-    """The averages of gradients over all ranks, by leaf, and the hook's new states, by bucket."""
-    averaged, after = list(gradients), []
-    for bucket, state in zip(buckets, states, strict=True):
-        own = [averaged[slot.index] for slot in bucket.slots]
-        found, state = _bucket(bucket, own, hook, state, all_)
-        for slot, value in zip(bucket.slots, found, strict=True):
-            averaged[slot.index] = value
-        after.append(state)
-    return averaged, after
-
-
-def _bucket(
-    bucket: Bucket, own: Sequence[Any], hook: hooks.Hook, state: Any, all_: Collectives
-) -> tuple[Sequence[Any], Any]:
-    """On a mesh, what JAX has summed already (gradients of parameters typed as replicated) is only divided."""
-    if is_sparse(own[0]):
-        return [_rows(bucket, own[0], all_)], state
-    summed = [isinstance(all_, Mesh) and all_.is_summed(gradient) for gradient in own]
-    if any(summed):
-        shares = [gradient / all_.size for gradient in own]
-        return [x if flag else all_.allreduce(x) for x, flag in zip(shares, summed, strict=True)], state
-    flat, state = hooks.reduce(hook, bucket.filled(join_flat(own), all_.size), state, all_)
-    return bucket.views(flat), state
-
-
-def _rows(bucket: Bucket, gradient: Any, all_: Collectives) -> Any:
-    slot = bucket.slots[0]
-    if isinstance(all_, Mesh) or is_traced(gradient):
-        raise LeafError(
-            f"the gradient {slot.path} is sparse (BCOO), expected a dense array: a compiled step knows no ranks with "
-            "different numbers of rows. Give it gradient.todense(), or average it from Python.",
-            path=slot.path,
-        )
-    return reduce_sparse(gradient, slot.shape, bucket.dtype, all_.size, all_)
+def _sparse(bucket: Bucket) -> LeafError:
+    path = bucket.slots[0].path
+    return LeafError(
+        f"the gradient {path} is sparse (BCOO), expected a dense array: a compiled step knows no ranks with different "
+        "numbers of rows. Give it gradient.todense(), or average it from Python.",
+        path=path,
+    )

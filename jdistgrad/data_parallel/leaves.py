@@ -7,16 +7,17 @@ import jax
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from jdistgrad.data_parallel.arrays import numbers
 from jdistgrad.errors import LeafError
 
 
 class Leaf(NamedTuple):
-    """One leaf, described."""
+    """One leaf, described. ``sparse``: how many of its dimensions are indices of BCOO; 0 if it is dense."""
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    sparse: bool = False
+    sparse: int = 0
 
     def __str__(self) -> str:
         return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
@@ -26,23 +27,32 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, BCOO)
 
 
+def index_dimensions(value: Any) -> int:
+    return value.n_sparse if isinstance(value, BCOO) else 0
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure; a sparse array counts as one leaf."""
     return jax.tree.flatten(tree, is_leaf=is_sparse)
 
 
 def describe(tree: Any) -> list[Leaf]:
-    """Every leaf of a tree, in its order."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]
-    return [
-        Leaf(
-            jax.tree_util.keystr(path) or "(the whole)",
-            tuple(x.shape if hasattr(x, "shape") else np.shape(x)),
-            dtype_of(x),
-            is_sparse(x),
-        )
-        for path, x in found
-    ]
+    """Every leaf of a tree of gradients, in its order; a sparse array is one."""
+    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]]
+
+
+def describe_all(tree: Any) -> list[Leaf]:
+    """Every leaf of a tree of any arrays, in its order."""
+    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _described(path: Any, leaf: Any) -> Leaf:
+    name, value = jax.tree_util.keystr(path) or "(the whole)", numbers(leaf)
+    try:
+        shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
+        return Leaf(name, shape, dtype_of(value), index_dimensions(value))
+    except TypeError as error:
+        raise LeafError(f"{name} is a {type(leaf).__name__}, expected an array or a number", path=name) from error
 
 
 def dtype_of(value: Any) -> np.dtype:

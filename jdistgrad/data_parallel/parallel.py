@@ -9,7 +9,7 @@ import jax
 
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.data_parallel import in_context
-from jdistgrad.data_parallel.arrays import is_traced
+from jdistgrad.data_parallel.arrays import is_traced, on_numbers
 from jdistgrad.data_parallel.collectives import Collectives, Mesh
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.driver import Driver
@@ -18,7 +18,7 @@ from jdistgrad.data_parallel.inside import Inside, localized
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.program import Programs
 from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.rules import Rules, paths_of
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.references import RRef
@@ -41,6 +41,8 @@ class DataParallel:
       check_finite: look for NaN and infinity before each reduction, and say on which rank and in which leaf.
       timeout: seconds to wait for the slowest rank.
 
+    Make one for the whole program: each has a thread and, over MPI, a communicator of its own.
+
     Example:
       >>> dp = jd.DataParallel()
       >>> params = dp.broadcast(params)
@@ -60,14 +62,21 @@ class DataParallel:
         check_finite: bool = False,
         timeout: float = 300.0,
     ):
-        rules = Rules(bucket_cap_mb, find_unused_parameters, hook, frozenset(sparse), check_finite, timeout)
+        self._rules = rules = Rules(
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            hook=hook,
+            sparse=paths_of(sparse),
+            check_finite=check_finite,
+            timeout=timeout,
+        )
         self.collectives = of_this_world() if collectives is None else collectives
         if not isinstance(self.collectives, Collectives):
             raise TypeError(
                 f"DataParallel: collectives must be one of jd.collectives' MPI, Local and Mesh, not {collectives!r:.60}"
             )
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
-        self.find_unused_parameters, self.overlap = find_unused_parameters, has_room if overlap is None else overlap
+        self.overlap = has_room if overlap is None else overlap
         self._syncing = True
         self._driver = None if isinstance(self.collectives, Mesh) else Driver(self.collectives, rules)
         self._inside = Inside(self.collectives, rules, self._driver)
@@ -78,7 +87,7 @@ class DataParallel:
         """The root's tree: parameters, batch statistics, anything of arrays. Every rank must call it."""
         driver = self._driver_of(tree)
         if driver is None:
-            return jax.tree.map(lambda leaf: self.collectives.broadcast(leaf, root), tree)
+            return jax.tree.map(lambda leaf: on_numbers(self.collectives.broadcast, leaf, root), tree)
         return driver.broadcast(tree, self.collectives._checked_root(root))
 
     def verify(self, tree: Any) -> None:
@@ -93,8 +102,8 @@ class DataParallel:
     def used(self) -> Any:
         """The tree of the last average, with False where no rank's loss depends on the leaf.
 
-        Steps under ``no_sync`` since the average before count too. None without ``find_unused_parameters``, inside
-        ``jax.jit`` and on a mesh.
+        Steps under ``no_sync`` since the average before count too. None without ``find_unused_parameters``, which
+        compiled steps refuse.
         """
         return self._driver.used if self._driver else None
 
@@ -117,6 +126,7 @@ class DataParallel:
             if driver is None:
                 own = localized(self.collectives, args, argnums)
                 value, gradients = jax.value_and_grad(loss_fn, argnums, has_aux)(*own, **kwargs)
+                self._rules.require_sparse_paths(gradients)
                 return value, self._average_inside(gradients) if self._syncing else gradients
             if not self._syncing:
                 return driver.local_step(programs, args, kwargs)
@@ -143,7 +153,9 @@ class DataParallel:
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one: ``ready(leaf, gradient)`` in any order; then ``finish()``.
 
-        The gradients are overwritten: hand over arrays that nobody else holds. Every rank must call it.
+        ``leaf`` is the gradient's place in ``jax.tree.leaves(like)``; ``finish`` returns the averages in that order.
+        The gradients are overwritten: hand over arrays that nobody else holds. Every rank must call it. ``used`` and
+        ``statistics`` hear nothing of it.
         """
         remedy = "reduction: on a mesh a step is one compiled program. Use value_and_grad or average."
         return self._off_mesh(remedy).reduction(like)
@@ -164,8 +176,9 @@ class DataParallel:
     def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[Join]:
         """A block of steps of which ranks may take different numbers. Every rank must enter it.
 
-        A rank that has run out calls ``finish`` (or leaves the block) and does what the others do, with zeros. It
-        cannot do that for steps inside ``jax.jit``: call them from Python.
+        A rank that has run out calls ``finish`` (or leaves the block) and does what the others do, with zeros. It can
+        do that for steps and averages that are called from Python only, not for those inside ``jax.jit``, nor for
+        collectives of one's own, in the loss (``SyncBatchNorm``) or beside it: those wait for it without end.
 
         Arguments:
           divide_by_initial_world_size: divide gradients by the number of all ranks; else by those still active.

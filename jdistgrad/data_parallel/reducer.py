@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.data_parallel import averaging, rolls
+from jdistgrad.data_parallel import averaging, rolls, verification
 from jdistgrad.data_parallel.agreement import Terms, require_agreement
 from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.handling import Handling
 from jdistgrad.data_parallel.layout import Bucket
 from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.memory import Scratch
@@ -29,7 +30,7 @@ class Reducer:
     def __init__(self, collectives: Collectives, rules: Rules):
         self.collectives, self.rules = collectives, rules
         self.plans: dict[int, Plan] = {}
-        self.states: dict[tuple[int, int], Any] = {}
+        self.states: dict[int, dict[int, Any]] = {}
         self.divide_by_active = False
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
@@ -38,9 +39,14 @@ class Reducer:
 
     # Meeting.
 
-    def _meet(self, act: Act, bucket: int = 0, fault: int = 0, digest: int = 0) -> Call:
+    def _meet(
+        self, act: Act, *, bucket: int = 0, fault: int = 0, terms: Terms | None = None, digest: int | None = None
+    ) -> Call:
+        """``terms``: of the tree that this rank comes with; ``digest``: theirs, where it is known already."""
         if self.broken is not None:
             raise self.broken
+        if digest is None:
+            digest = terms.digest() if terms else 0
         mine = Roll(act, self.step, bucket, fault, digest)
         try:
             words = self.collectives.meet(mine.pack(), f"rank {self.collectives.rank} {mine}", self.rules.timeout)
@@ -48,7 +54,7 @@ class Reducer:
             self.broken = error
             raise
         try:
-            self._require_same_terms(words, mine)
+            self._require_same_terms(words, terms)
             call = rolls.call(words)
         except DisagreementError:
             self.step = max(rolls.unpack(word).step for word in words)  # whoever goes on, all go on from the same step
@@ -56,18 +62,13 @@ class Reducer:
         self.last_active = call.active or self.last_active
         return call
 
-    def _require_same_terms(self, words: Sequence[bytes], mine: Roll) -> None:
+    def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
         active = {r: roll for r, roll in enumerate(map(rolls.unpack, words)) if roll.act is not Act.SHADOW}
         if not rolls.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
             return
-        terms = self.collectives.gather_objects(self._terms_of(mine))
+        terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
-
-    def _terms_of(self, mine: Roll) -> Terms | None:
-        if mine.act is Act.SHADOW:
-            return None
-        return self.plans[mine.digest].terms if mine.act is Act.REDUCE else self._terms_met
 
     def _divisor(self, call: Call) -> int:
         return len(call.active) if self.divide_by_active else self.collectives.size
@@ -79,8 +80,7 @@ class Reducer:
         digest = terms.digest()
         if digest in self.plans:
             return self.plans[digest]
-        self._terms_met = terms
-        return self._share_plan(self._meet(Act.AGREE, digest=digest), terms, order)
+        return self._share_plan(self._meet(Act.AGREE, terms=terms, digest=digest), terms, order)
 
     def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
         """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too."""
@@ -92,30 +92,36 @@ class Reducer:
         self.plans[plan.digest] = plan
         return plan
 
-    def average(self, plan: Plan, number: int, gradients: Sequence[Any], clock: Clock, overwrite: bool) -> list[Any]:
-        """Average one bucket of a plan over all ranks; ``overwrite``: the gradients may be written to."""
+    def average(self, plan: Plan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
+        """Average one bucket of a plan over all ranks."""
         bucket, own = plan.buckets[number], jax.block_until_ready(list(gradients))
         ready = time.perf_counter()
         fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
-        call = self._meet(Act.REDUCE, number, fault, plan.digest)
+        call = self._meet(Act.REDUCE, bucket=number, fault=fault, terms=plan.terms, digest=plan.digest)
         self._require_finite(call, bucket)
         met = time.perf_counter()
-        averaged = self._averaged(plan, bucket, own, self._divisor(call), overwrite)
-        clock.spans.append(Span(number, ready, met, time.perf_counter()))
+        averaged = self._averaged(bucket, own, handling, self._divisor(call))
+        handling.clock.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
 
-    def _averaged(self, plan: Plan, bucket: Bucket, gradients: list[Any], divisor: int, overwrite: bool) -> list[Any]:
+    def _averaged(self, bucket: Bucket, gradients: list[Any], handling: Handling, divisor: int) -> list[Any]:
         if bucket.sparse:
             return [self._averaged_rows(bucket, gradients[0], divisor)]
-        if self.rules.hook is None:
-            return averaging.plainly(bucket, gradients, divisor, self.collectives, self._scratch, overwrite)
-        key = (plan.digest, bucket.index)
-        if key not in self.states:
-            self.states[key] = self.rules.hook.init(bucket)
-        averaged, self.states[key] = averaging.with_hook(
-            self.rules.hook, bucket, gradients, self.states[key], divisor, self.collectives
+        if handling.hook is None:
+            return averaging.plainly(
+                bucket, gradients, divisor, self.collectives, self._scratch, overwrite=handling.overwrite
+            )
+        if bucket.index not in handling.states:
+            handling.states[bucket.index] = handling.hook.init(bucket)
+        averaged, handling.states[bucket.index] = averaging.with_hook(
+            handling.hook, bucket, gradients, handling.states[bucket.index], divisor, self.collectives
         )
         return averaged
+
+    def usual(self, plan: Plan, *, overwrite: bool = True, backward: bool = True) -> Handling:
+        """How a step is treated that says nothing else: by the hook of this group, which has a state for each plan."""
+        states = self.states.setdefault(plan.digest, {})
+        return Handling(self.rules.hook, states, overwrite, Clock(backward))
 
     def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
         slot = bucket.slots[0]
@@ -147,16 +153,15 @@ class Reducer:
 
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """The root's leaves, written over this rank's."""
-        self._terms_met = terms
-        self._meet(Act.BROADCAST, bucket=root, digest=terms.digest())
+        self._meet(Act.BROADCAST, bucket=root, terms=terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
-    def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        self._meet(Act.VERIFY)
-        return self.collectives.gather_objects(value)
+    def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
+        """Compare everybody's leaves."""
+        self._meet(Act.VERIFY, terms=terms)
+        verification.verify(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
 
@@ -190,4 +195,4 @@ class Reducer:
             reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(plan, bucket, nothing, divisor, True)
+            self._averaged(bucket, nothing, self.usual(plan), divisor)

@@ -6,31 +6,31 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.communication import Communication
+from jdistgrad.data_parallel.handling import Handling
 from jdistgrad.data_parallel.launching import Launching
-from jdistgrad.data_parallel.leaves import is_sparse
+from jdistgrad.data_parallel.leaves import index_dimensions
 from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.data_parallel.rules import Plan
 from jdistgrad.data_parallel.sparse import require_rows
-from jdistgrad.data_parallel.statistics import Clock
 from jdistgrad.errors import CollectiveError, LeafError
 
 
 class Reduction:
     """The gradients of one step on their way.
 
-    They are overwritten, unless told not to: each must be an array nobody else holds.
+    Unless its handling says otherwise they are overwritten: each must be an array nobody else holds.
     """
 
-    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, *, overwrite: bool = True):
-        self.clock = Clock()
-        self._reducer, self._thread, self._plan, self._overwrite = reducer, thread, plan, overwrite
+    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, handling: Handling):
+        self.handling = handling
+        self._reducer, self._thread, self._plan = reducer, thread, plan
         self._launching = Launching(plan.buckets)
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future] = []
         self._failed = False
 
     def ready(self, leaf: int, gradient: Any) -> None:
-        """A gradient has come. Whatever the order: buckets are launched in theirs."""
+        """The gradient of a leaf, by its place in ``jax.tree.leaves``. Whatever the order: buckets go in theirs."""
         self._check(leaf, gradient)
         launched = self._launching.ready(leaf)
         self._gradients[leaf] = gradient
@@ -41,7 +41,7 @@ class Reduction:
         leaves = self._plan.terms.leaves
         if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
             raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
-        expected, sparse = leaves[leaf], is_sparse(gradient)
+        expected, sparse = leaves[leaf], index_dimensions(gradient)
         if not isinstance(gradient, jax.Array) and not sparse:
             raise LeafError(
                 f"ready: the gradient of {expected.path} is a {type(gradient).__name__}, expected a JAX array: it is "
@@ -83,7 +83,7 @@ class Reduction:
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
         try:
-            return self._reducer.average(self._plan, number, gradients, self.clock, self._overwrite)
+            return self._reducer.average(self._plan, number, gradients, self.handling)
         except BaseException:
             self._failed = True
             raise

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.data_parallel.agreement import Settings, Terms, order_or_reverse
+from jdistgrad.data_parallel.agreement import Settings, Terms
 from jdistgrad.data_parallel.hooks import Hook, checked
 from jdistgrad.data_parallel.layout import Bucket, lay_out
 from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
@@ -23,6 +23,13 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
+def paths_of(sparse: Sequence[str]) -> frozenset[str]:
+    """Checked paths of leaves. Raises TypeError for one path that is not in a list."""
+    if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
+        raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {sparse!r}")
+    return frozenset(sparse)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """How to reduce; see ``DataParallel``, whose arguments these are."""
@@ -37,6 +44,8 @@ class Rules:
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
         checked(self.hook)
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above zero, not {self.timeout!r}")
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -75,11 +84,11 @@ class Rules:
             )
 
     def travels_as_rows(self, leaf: Leaf) -> bool:
-        return leaf.sparse or leaf.path in self.sparse
+        return leaf.sparse > 0 or leaf.path in self.sparse
 
     def plan(self, terms: Terms, order: Sequence[int] | None) -> Plan:
         """The buckets of a tree: the same on every rank that has the same terms and order."""
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
-        walk = order_or_reverse(order, len(terms.leaves))
+        walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last parameters' come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
         return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))

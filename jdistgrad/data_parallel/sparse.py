@@ -29,12 +29,12 @@ def reduce_sparse(gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, div
     mine = None if gradient is None else (np.asarray(gradient.data), np.asarray(gradient.indices))
     parts = [part for part in all_.gather_objects(mine) if part is not None]
     indices = np.concatenate([part[1] for part in parts])
-    data = np.concatenate([part[0] for part in parts])
+    data = np.concatenate([part[0] for part in parts]) / np.asarray(divisor, dtype)
     inside = np.all(indices < np.array(shape[: indices.shape[1]]), axis=1)  # BCOO pads with places outside
     places, where = np.unique(indices[inside], axis=0, return_inverse=True)
     total = np.zeros((len(places), *data.shape[1:]), dtype)
     np.add.at(total, where.reshape(-1), data[inside])
-    return BCOO((jax.numpy.asarray(total / np.asarray(divisor, dtype)), jax.numpy.asarray(places)), shape=shape)
+    return BCOO((jax.numpy.asarray(total), jax.numpy.asarray(places)), shape=shape)
 
 
 def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: Collectives) -> None:

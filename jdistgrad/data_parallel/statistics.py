@@ -11,8 +11,10 @@ from jdistgrad.events import Event
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Sizes of the plan in use, and times of the last step on this rank, in seconds.
+    """Totals (``steps``, ``buckets_reduced``, ``bytes_reduced``), and of the last step its plan and its times.
 
+    Bytes are those of the gradients, before a hook or the choice of rows makes fewer of them. Times are this rank's, in
+    seconds.
     ``compute``: from the first dispatch until the last gradient was ready. ``communication``: reducing, summed over the
     buckets; ``overlap``: how much of that lay within ``compute``; ``waiting``: for other ranks to reach a bucket.
     """
@@ -46,8 +48,9 @@ class Span:
 
 @dataclasses.dataclass
 class Clock:
-    """The times of one step."""
+    """The times of one step. ``backward``: its gradients are computed meanwhile."""
 
+    backward: bool = True
     started: float = dataclasses.field(default_factory=time.perf_counter)
     spans: list[Span] = dataclasses.field(default_factory=list)
 
@@ -67,15 +70,16 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         **sizes(plan.buckets),
         **times(clock),
     )
-    if events.sink is not None:
-        tell(told)
+    if events.sink is not None and told.spans:
+        tell(told, backward=clock.backward)
     return told
 
 
-def tell(told: Statistics) -> None:
+def tell(told: Statistics, *, backward: bool) -> None:
     """A step for the timeline: the backward pass, and each bucket from when all were there until it was reduced."""
-    computed = max((span.ready for span in told.spans), default=0.0)
-    events.pass_on(Event(events.PIECE, told.rank, "", "backward", computed - told.compute, computed, {}))
+    computed = max(span.ready for span in told.spans)
+    if backward:
+        events.pass_on(Event(events.PIECE, told.rank, "", "backward", computed - told.compute, computed, {}))
     for span in told.spans:
         details = {"bytes": told.bucket_sizes[span.bucket], "waited": span.met - span.ready}
         events.pass_on(Event(events.BUCKET, told.rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
@@ -83,9 +87,7 @@ def tell(told: Statistics) -> None:
 
 def times(clock: Clock) -> dict[str, Any]:
     """Compute, communication, overlap and waiting of a step."""
-    if not clock.spans:
-        return {}
-    computed = max(span.ready for span in clock.spans)
+    computed = max((span.ready for span in clock.spans), default=clock.started)
     return {
         "compute": computed - clock.started,
         "communication": sum(span.reduced - span.met for span in clock.spans),

@@ -1,15 +1,15 @@
 """Averaging as an optax transformation, and optimizers that leave unused parameters alone."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdistgrad.data_parallel.arrays import is_traced
 from jdistgrad.data_parallel.collectives import Collectives, Mesh
 from jdistgrad.data_parallel.collectives.default import shared
-from jdistgrad.data_parallel.driver import Driver
+from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.inside import Inside
 from jdistgrad.data_parallel.rules import Rules
@@ -39,28 +39,25 @@ def average_gradients(
     """
     rules = Rules(bucket_cap_mb, hook=hook)
 
-    def averager() -> Inside:
+    def group() -> tuple[Collectives, Driver | None]:
         all_ = shared() if collectives is None else collectives
-        return Inside(all_, rules, None if isinstance(all_, Mesh) else _driver(all_, rules))
+        return all_, None if isinstance(all_, Mesh) else shared_driver(all_, rules)
 
     def init(params: Any) -> AverageGradientsState:
-        return AverageGradientsState(averager().initial_states(params))
+        all_, driver = group()
+        return AverageGradientsState(Inside(all_, rules, driver).initial_states(params))
 
     def update(
         updates: Any, state: AverageGradientsState, params: Any = None, **extra: Any
     ) -> tuple[Any, AverageGradientsState]:
-        averaged, states = averager().average_with(updates, state.hook)
+        all_, driver = group()
+        if driver is None or is_traced(updates):
+            averaged, states = Inside(all_, rules, driver).average_with(updates, state.hook)
+        else:
+            averaged, states = driver.average_with(updates, hook, state.hook)
         return averaged, AverageGradientsState(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _driver(collectives: Collectives, rules: Rules) -> Driver:
-    """One for all transformations of one setting: optax may make the same, with new hooks, in every step."""
-    found = collectives.__dict__.setdefault("_drivers", {})
-    if rules.settings not in found:
-        found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
-    return found[rules.settings]
 
 
 def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

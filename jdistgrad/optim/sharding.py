@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.collectives import Collectives, Mesh
+from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.layout import join_flat
 
@@ -75,7 +75,7 @@ def _gathered(slices: Any, like: Any, all_: Collectives) -> Any:
     whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
     for dtype in dict.fromkeys(part.dtype for part in parts):
         chosen = [k for k, part in enumerate(parts) if part.dtype == dtype]
-        rows = _gather(all_)(join_flat([parts[k] for k in chosen]))
+        rows = all_.gather_same(join_flat([parts[k] for k in chosen]))
         found = _put_together(rows, tuple(parts[k].size for k in chosen), tuple(shapes[k] for k in chosen))
         for k, leaf in zip(chosen, found, strict=True):
             whole[k] = leaf
@@ -87,7 +87,3 @@ def _put_together(rows: jax.Array, lengths: tuple[int, ...], shapes: tuple[tuple
     ends = list(itertools.accumulate(lengths))[:-1]
     flat = [part.reshape(-1) for part in jnp.split(rows, ends, axis=1)]
     return [part[: math.prod(shape)].reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
-
-
-def _gather(all_: Collectives) -> Any:
-    return all_.gather_same if isinstance(all_, Mesh) else all_.allgather

@@ -112,7 +112,7 @@ def returning(value, name="mine"):
 )
 def test_a_hook_that_returns_something_else(big_world, hook, got):
     def body(rank, size):
-        said = rf"the hook 'mine' returned .*{got}.* for bucket 0, expected \(an array float32\[3\], the new state\)"
+        said = rf"the hook 'mine' returned .*{got}.* for bucket 0, expected \(a JAX array float32\[3\], the new state\)"
         with pytest.raises(HookError, match=said):
             DataParallel(hook=hook).average(tree())
 
@@ -198,7 +198,7 @@ def test_an_exception_in_a_joined_block_passes_through(world):
 def test_a_hook_with_a_state_inside_jit(world):
     def body(rank, size):
         dp = DataParallel(hook=hooks.int8())
-        with pytest.raises(HookError, match=r"the hook 'int8' has a state.*Use average_gradients"):
+        with pytest.raises(HookError, match=r"the hook 'int8\(block=1024\)' has a state.*Use average_gradients"):
             jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
 
     on_all(world, body)

@@ -52,9 +52,25 @@ class Collectives(abc.ABC):
         return _allgather(self, jnp.asarray(x))
 
     def _checked_root(self, root: int) -> int:
-        if not 0 <= root < self.size:
+        if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
             raise ValueError(f"broadcast: the root must be a rank from 0 to {self.size - 1}, not {root!r}")
         return root
+
+    def gather_same(self, x: Any) -> jax.Array:
+        """``allgather`` whose result JAX knows to be the same on all ranks."""
+        return self.allgather(x)
+
+    def localize(self, x: Any) -> Any:
+        """A value that is the same on all ranks, as this rank's own: its gradient is of this rank's loss alone."""
+        return x
+
+    def is_summed(self, gradient: Any) -> bool:
+        """Whether JAX has summed a cotangent over the ranks already: on a mesh it may."""
+        return False
+
+    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        """An operation, now, or as a part of a program."""
+        return _batchable(self, name, root)(x) if is_traced(x) else self.eager(name, x, root)
 
     # On concrete arrays, with the agreement that keeps mistakes from becoming wrong sums.
 
@@ -134,12 +150,6 @@ def _checked(x: Any, op: str) -> jax.Array:
     return array
 
 
-def _apply(collectives: Collectives, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-    if not is_traced(x):
-        return collectives.eager(name, x, root)
-    return _batchable(collectives, name, root)(x)
-
-
 def _batchable(collectives: Collectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
     """The operation, of which vmap makes one on the whole batch."""
 
@@ -149,7 +159,7 @@ def _batchable(collectives: Collectives, name: str, root: int) -> Callable[[jax.
 
     @call.def_vmap
     def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        y = _apply(collectives, name, x, root)
+        y = collectives.perform(name, x, root)
         return (jnp.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
 
     return call
@@ -157,7 +167,7 @@ def _batchable(collectives: Collectives, name: str, root: int) -> Callable[[jax.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(collectives: Collectives, x: jax.Array) -> jax.Array:
-    return _apply(collectives, "sum", x)
+    return collectives.perform("sum", x)
 
 
 _sum.defvjp(lambda c, x: (_sum(c, x), None), lambda c, _, g: (_sum(c, g),))
@@ -165,12 +175,12 @@ _sum.defvjp(lambda c, x: (_sum(c, x), None), lambda c, _, g: (_sum(c, g),))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _extreme(collectives: Collectives, op: str, x: jax.Array) -> jax.Array:
-    return _apply(collectives, op, x)
+    return collectives.perform(op, x)
 
 
 def _extreme_backward(collectives: Collectives, op: str, at: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    share = at.astype(g.dtype)
-    return (_sum(collectives, g) * share / _sum(collectives, share),)
+    share, total = at.astype(g.dtype), g if collectives.is_summed(g) else collectives.allreduce(g)
+    return (total * share / collectives.allreduce(share),)
 
 
 def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,7 +193,7 @@ _extreme.defvjp(_extreme_forward, _extreme_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _broadcast(collectives: Collectives, root: int, x: jax.Array) -> jax.Array:
-    return _apply(collectives, "broadcast", x, root)
+    return collectives.perform("broadcast", x, root)
 
 
 def _broadcast_backward(collectives: Collectives, root: int, _: None, g: jax.Array) -> tuple[jax.Array]:
@@ -196,7 +206,7 @@ _broadcast.defvjp(lambda c, root, x: (_broadcast(c, root, x), None), _broadcast_
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _allgather(collectives: Collectives, x: jax.Array) -> jax.Array:
-    return _apply(collectives, "allgather", x)
+    return collectives.perform("allgather", x)
 
 
 _allgather.defvjp(lambda c, x: (_allgather(c, x), None), lambda c, _, g: (_sum(c, g)[c.rank],))

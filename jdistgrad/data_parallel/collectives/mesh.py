@@ -44,7 +44,10 @@ class Mesh(Collectives):
             ) from error
 
     def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
-        return self.traced(op, _checked(x, op))
+        return self.traced(op, _checked(x, op)) if op == "sum" else super().allreduce(x, op)
+
+    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        return self.traced(name, x, root)
 
     def broadcast(self, x: Any, root: int = 0) -> jax.Array:
         return self.traced("broadcast", jnp.asarray(x), self._checked_root(root))

@@ -46,13 +46,14 @@ def checked(hook: Any) -> Hook | None:
 def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
     """Apply a hook. Raises HookError where it did not return its bucket, reduced."""
     returned = hook.apply(bucket, state, collectives)
-    expected = f"(an array {bucket.dtype}[{bucket.size}], the new state)"
+    expected = f"(a JAX array {bucket.dtype}[{bucket.size}], the new state)"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise _wrong(hook, bucket, expected, f"{type(returned).__name__} {returned!r:.60}")
     flat, state = returned
     if not isinstance(flat, jax.Array) or flat.shape != (bucket.size,) or flat.dtype != bucket.dtype:
         got = f"{jnp.result_type(flat)}{list(jnp.shape(flat))}" if hasattr(flat, "shape") else repr(flat)
-        raise _wrong(hook, bucket, expected, f"an array {got}")
+        kind = "an array" if isinstance(flat, jax.Array) else type(flat).__name__
+        raise _wrong(hook, bucket, expected, f"{kind} {got}")
     return flat, state
 
 

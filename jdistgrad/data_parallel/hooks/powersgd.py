@@ -45,11 +45,13 @@ def powersgd(
         if not small:
             return collectives.allreduce(bucket.flat / bucket.divisor), {**state, "step": step + 1}
         compress = _Compressed(bucket, small, collectives, error_feedback, warm_start)
+        state = {**state, "error": collectives.localize(state["error"])}
         if is_traced(state):
             return jax.lax.cond(step < start, compress.plainly, compress.by_factors, state)
         return compress.plainly(state) if step < start else compress.by_factors(state)
 
-    return Hook(init, apply, f"powersgd(rank={rank})")
+    settings = f"rank={rank}, start={start}, min_rate={min_rate}"
+    return Hook(init, apply, f"powersgd({settings}, error_feedback={error_feedback}, warm_start={warm_start})")
 
 
 class _Compressed:
@@ -106,7 +108,8 @@ def _worth(shape: tuple[int, ...], rank: int, min_rate: float) -> bool:
 
 def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
     """The same on every rank."""
-    return jax.random.normal(jax.random.key(slot.index), (int(np.prod(slot.shape[1:])), rank), dtype)
+    width = int(np.prod(slot.shape[1:]))
+    return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
 
 
 def _orthonormal(matrix: jax.Array) -> jax.Array:

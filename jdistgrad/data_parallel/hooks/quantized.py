@@ -29,11 +29,11 @@ def int8(*, block: int = BLOCK) -> Hook:
     def apply(bucket: Bucket, error: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
         if bucket.dtype.kind == "c":
             return collectives.allreduce(bucket.flat / bucket.divisor), error
-        small, scales, error = _quantize(bucket.flat + error, block)
-        total = _total(collectives.allgather(small), collectives.allgather(scales), bucket.size)
-        return (total / bucket.divisor).astype(bucket.dtype), error
+        small, scales, error = _quantize(bucket.flat / bucket.divisor + error, block)
+        total = _total(collectives.gather_same(small), collectives.gather_same(scales), bucket.size)
+        return total.astype(bucket.dtype), error
 
-    return Hook(init, apply, "int8")
+    return Hook(init, apply, f"int8(block={block})")
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -1,0 +1,24 @@
+"""How the gradients of one step are to be treated."""
+
+import dataclasses
+from typing import Any
+
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.statistics import Clock
+
+
+@dataclasses.dataclass
+class Handling:
+    """One step's.
+
+    Arguments:
+      hook: what to do with a bucket instead of averaging it.
+      states: the hook's, by bucket; it changes them.
+      overwrite: whether averages may be written over the gradients.
+      clock: where its times are noted.
+    """
+
+    hook: Hook | None
+    states: dict[int, Any]
+    overwrite: bool = True
+    clock: Clock = dataclasses.field(default_factory=Clock)
