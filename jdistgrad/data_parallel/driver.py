@@ -14,7 +14,6 @@ from jdistgrad.data_parallel import arrays
 from jdistgrad.data_parallel.agreement import Settings, Terms
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.communication import Communication
-from jdistgrad.data_parallel.handling import Handling
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.layout import Bucket
@@ -23,7 +22,7 @@ from jdistgrad.data_parallel.program import Programs, Traced
 from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.data_parallel.reduction import Reduction
 from jdistgrad.data_parallel.rules import Plan, Rules
-from jdistgrad.data_parallel.statistics import Clock, Statistics, after_step
+from jdistgrad.data_parallel.statistics import Statistics, after_step
 from jdistgrad.data_parallel.usage import Usage
 
 
@@ -62,8 +61,9 @@ class Driver:
     def step(self, programs: Programs, args: tuple, kwargs: dict, *, overlap: bool) -> tuple[Any, Any]:
         """The value, and the averaged gradients."""
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
-        reduction = self._begin(program.plan, self._reducer.usual(program.plan))
-        results = program.run(args, kwargs, reduction.ready)
+        reduction = self._begin(program.plan)
+        with _whole(reduction):
+            results = program.run(args, kwargs, reduction.ready)
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
     def local_step(self, programs: Programs, args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -75,32 +75,35 @@ class Driver:
     def average(self, gradients: Any) -> Any:
         """The average of a tree of gradients, which stays as it is."""
         plan = self._plan_for(gradients)
-        return self._average(plan, gradients, self._reducer.usual(plan, overwrite=False, backward=False))
+        return self._average(plan, gradients, self._begin(plan, overwrite=False, backward=False))
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The same by a hook whose states, one for each bucket, are kept elsewhere; and its new states."""
-        handling = Handling(hook, dict(enumerate(states)), overwrite=False, clock=Clock(backward=False))
-        averaged = self._average(self._plan_for(gradients), gradients, handling)
+        plan = self._plan_for(gradients)
+        reduction = self._begin(plan, overwrite=False, backward=False)
+        handling = reduction.handling
+        handling.hook, handling.states = hook, dict(enumerate(states))
+        averaged = self._average(plan, gradients, reduction)
         return averaged, [handling.states[number] for number in range(len(states))]
 
-    def _average(self, plan: Plan, gradients: Any, handling: Handling) -> Any:
+    def _average(self, plan: Plan, gradients: Any, reduction: Reduction) -> Any:
         leaves, structure = flatten(gradients)
-        reduction = self._begin(plan, handling)
-        for leaf in plan.order:
-            reduction.ready(leaf, _as_jax(leaves[leaf]))
+        with _whole(reduction):
+            for leaf in plan.order:
+                reduction.ready(leaf, _as_jax(leaves[leaf]))
         return self._end(plan, structure, reduction)
 
     def reduction(self, like: Any) -> Reduction:
         """A step whose gradients come one by one."""
-        plan = self._plan_for(like)
-        return self._begin(plan, self._reducer.usual(plan))
+        return self._begin(self._plan_for(like))
 
     def buckets(self, tree: Any) -> Sequence[Bucket]:
         """The buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: Plan, handling: Handling) -> Reduction:
+    def _begin(self, plan: Plan, *, overwrite: bool = True, backward: bool = True) -> Reduction:
         self._reducer.step += 1
+        handling = self._reducer.usual(plan, overwrite=overwrite, backward=backward)
         return Reduction(self._reducer, self._thread, plan, handling)
 
     def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
@@ -128,7 +131,9 @@ class Driver:
         return self._plans[key]
 
     def _agree(self, tree: Any, order: Sequence[int] | None) -> Plan:
-        return self._thread.run(self._reducer.agree, self._rules.terms(tree), order)
+        plan = self._thread.run(self._reducer.agree, self._rules.terms(tree), order)
+        self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
+        return plan
 
     # Uneven inputs.
 
@@ -142,6 +147,16 @@ class Driver:
             join.leave()
         finally:
             self._reducer.divide_by_active = self.joining = False
+
+
+@contextlib.contextmanager
+def _whole(reduction: Reduction) -> Iterator[None]:
+    """A block in which all gradients come, or the other ranks hear that they will not."""
+    try:
+        yield
+    except BaseException:
+        reduction.abandon()
+        raise
 
 
 _shared: "weakref.WeakKeyDictionary[Collectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()

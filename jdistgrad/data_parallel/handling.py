@@ -12,12 +12,14 @@ class Handling:
     """One step's.
 
     Arguments:
+      step: its number.
       hook: what to do with a bucket instead of averaging it.
       states: the hook's, by bucket; it changes them.
       overwrite: whether averages may be written over the gradients.
       clock: where its times are noted.
     """
 
+    step: int
     hook: Hook | None
     states: dict[int, Any]
     overwrite: bool = True

@@ -66,7 +66,9 @@ class Inside:
 
     def _buckets(self, tree: Any) -> Sequence[Bucket]:
         if self._driver is None:
-            return self._rules.plan(self._rules.terms(tree), None).buckets
+            terms = self._rules.terms(tree)
+            self._rules.require_averages(terms.leaves)
+            return self._rules.plan(terms, None).buckets
         return self._driver.buckets(tree)
 
     def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any) -> tuple[Sequence[Any], Any]:

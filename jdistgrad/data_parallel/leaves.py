@@ -20,7 +20,8 @@ class Leaf(NamedTuple):
     sparse: int = 0
 
     def __str__(self) -> str:
-        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
+        indices = f" of {self.sparse} indices" if self.sparse else ""
+        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}{indices}"
 
 
 def is_sparse(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """A loss, traced and compiled for the shapes it was called with."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jdistgrad.data_parallel import tracing
 from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
 from jdistgrad.data_parallel.rules import Plan
 from jdistgrad.data_parallel.stages import Staged
+from jdistgrad.errors import CollectiveError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Programs:
     """The programs of one loss, by the shapes of its arguments."""
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool):
-        self._loss, self._argnums, self._has_aux = loss, argnums, has_aux
+        self._loss, self._has_aux = loss, has_aux
+        self._argnums = (
+            tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
+        )
         self._found: dict[Any, Program] = {}
         self._usage: dict[Any, tuple[Any, tuple[bool, ...]]] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
@@ -62,7 +67,13 @@ class Programs:
 
     def _trace(self, args: tuple, kwargs: dict) -> tracing.Trace:
         self._require_inexact(args)
-        return tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        traced = tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
+            raise CollectiveError(
+                "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
+                "Pass it as an argument of the step."
+            )
+        return traced
 
     def _make(self, traced: tracing.Trace, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
         count = traced.gradients.num_leaves
@@ -76,6 +87,10 @@ class Programs:
 
     def _require_inexact(self, args: tuple) -> None:
         numbers = self._argnums
+        if max((numbers,) if isinstance(numbers, int) else numbers, default=0) >= len(args):
+            raise TypeError(
+                f"value_and_grad: argnums={numbers!r} names positional arguments, of which there are {len(args)}"
+            )
         chosen = args[numbers] if isinstance(numbers, int) else [args[k] for k in numbers]
         leaves: list[Leaf] = describe(chosen)
         require_inexact(leaves, "value_and_grad")

@@ -3,8 +3,9 @@
 Every method runs on the communication thread and begins with a meeting of all ranks (``rolls``).
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jdistgrad.data_parallel.rolls import Act, Call, Roll
 from jdistgrad.data_parallel.rules import Plan, Rules
 from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.statistics import Clock, Span
-from jdistgrad.errors import DisagreementError, MissingRanksError, NonFiniteError
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError
 
 
 class Reducer:
@@ -34,33 +35,56 @@ class Reducer:
         self.divide_by_active = False
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
-        self.broken: MissingRanksError | None = None
+        self.broken: CollectiveError | None = None
+        self._announced: list[Callable[[float], list[bytes]]] = []
         self._scratch = Scratch()
 
     # Meeting.
 
-    def _meet(
-        self, act: Act, *, bucket: int = 0, fault: int = 0, terms: Terms | None = None, digest: int | None = None
-    ) -> Call:
-        """``terms``: of the tree that this rank comes with; ``digest``: theirs, where it is known already."""
-        if self.broken is not None:
-            raise self.broken
-        if digest is None:
-            digest = terms.digest() if terms else 0
-        mine = Roll(act, self.step, bucket, fault, digest)
-        try:
-            words = self.collectives.meet(mine.pack(), f"rank {self.collectives.rank} {mine}", self.rules.timeout)
-        except MissingRanksError as error:
-            self.broken = error
-            raise
+    def _meet(self, mine: Roll, terms: Terms | None = None) -> Call:
+        """``terms``: of the tree that this rank comes with."""
+        with self._breaking():
+            while self._announced:
+                rolls.call(self._announced.pop(0)(self.rules.timeout))
+            words = self._announce(mine)(self.rules.timeout)
         try:
             self._require_same_terms(words, terms)
-            call = rolls.call(words)
         except DisagreementError:
             self.step = max(rolls.unpack(word).step for word in words)  # whoever goes on, all go on from the same step
             raise
+        with self._breaking():
+            call = rolls.call(words)
         self.last_active = call.active or self.last_active
         return call
+
+    def _announce(self, mine: Roll) -> Callable[[float], list[bytes]]:
+        return self.collectives.announce(mine.pack(), f"rank {self.collectives.rank} {mine}")
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Ranks that have come apart, or not come, would from now on reduce what does not belong together."""
+        if self.broken is not None:
+            raise self.broken
+        try:
+            yield
+        except (DisagreementError, MissingRanksError) as error:
+            self.broken = error
+            raise
+
+    @contextlib.contextmanager
+    def _telling(self, step: int, bucket: int) -> Iterator[None]:
+        """What goes wrong on this rank only, the others hear of: they would wait."""
+        try:
+            with self._breaking():
+                yield
+        except BaseException:
+            if self.broken is None:
+                self.fail(step, bucket)
+            raise
+
+    def fail(self, step: int, bucket: int) -> None:
+        """Tell the others that this rank's step has failed. What they say to that is heard before the next meeting."""
+        self._announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
@@ -80,7 +104,7 @@ class Reducer:
         digest = terms.digest()
         if digest in self.plans:
             return self.plans[digest]
-        return self._share_plan(self._meet(Act.AGREE, terms=terms, digest=digest), terms, order)
+        return self._share_plan(self._meet(Roll(Act.AGREE, self.step, 0, 0, digest), terms), terms, order)
 
     def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
         """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too."""
@@ -94,13 +118,16 @@ class Reducer:
 
     def average(self, plan: Plan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
         """Average one bucket of a plan over all ranks."""
-        bucket, own = plan.buckets[number], jax.block_until_ready(list(gradients))
-        ready = time.perf_counter()
-        fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
-        call = self._meet(Act.REDUCE, bucket=number, fault=fault, terms=plan.terms, digest=plan.digest)
+        bucket = plan.buckets[number]
+        with self._telling(handling.step, number):
+            own = jax.block_until_ready(list(gradients))
+            ready = time.perf_counter()
+            fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
+        call = self._meet(Roll(Act.REDUCE, handling.step, number, fault, plan.digest), plan.terms)
         self._require_finite(call, bucket)
         met = time.perf_counter()
-        averaged = self._averaged(bucket, own, handling, self._divisor(call))
+        with self._telling(handling.step, number):
+            averaged = self._averaged(bucket, own, handling, self._divisor(call))
         handling.clock.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
 
@@ -121,7 +148,7 @@ class Reducer:
     def usual(self, plan: Plan, *, overwrite: bool = True, backward: bool = True) -> Handling:
         """How a step is treated that says nothing else: by the hook of this group, which has a state for each plan."""
         states = self.states.setdefault(plan.digest, {})
-        return Handling(self.rules.hook, states, overwrite, Clock(backward))
+        return Handling(self.step, self.rules.hook, states, overwrite, Clock(backward))
 
     def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
         slot = bucket.slots[0]
@@ -144,7 +171,7 @@ class Reducer:
 
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Which parameters any rank used. Ranks that have joined used none."""
-        self._meet(Act.USED, bucket=len(used))
+        self._meet(Roll(Act.USED, self.step, len(used), 0, 0))
         return self._share_used(np.array(used, np.uint8))
 
     def _share_used(self, used: np.ndarray) -> np.ndarray:
@@ -153,14 +180,14 @@ class Reducer:
 
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """The root's leaves, written over this rank's."""
-        self._meet(Act.BROADCAST, bucket=root, terms=terms)
+        self._meet(Roll(Act.BROADCAST, self.step, root, 0, terms.digest()), terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
         """Compare everybody's leaves."""
-        self._meet(Act.VERIFY, terms=terms)
+        self._meet(Roll(Act.VERIFY, self.step, 0, 0, terms.digest()), terms)
         verification.verify(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
@@ -171,7 +198,7 @@ class Reducer:
         A bucket that is not finite is the others' affair: they hear of it, and may go on.
         """
         while True:
-            call = self._meet(Act.SHADOW)
+            call = self._meet(Roll(Act.SHADOW, self.step, 0, 0, 0))
             if call.leader is None:
                 return max(self.last_active)
             lead = call.rolls[call.leader]
@@ -179,7 +206,8 @@ class Reducer:
             if lead.act is Act.AGREE:
                 self._share_plan(call, None, None)
             elif lead.act is Act.REDUCE:
-                self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
+                with self._telling(lead.step, lead.bucket):
+                    self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
             else:

@@ -56,6 +56,10 @@ class Reduction:
         if sparse:
             require_rows(expected.path, gradient)
 
+    def abandon(self) -> None:
+        """The rest will not come: tell the other ranks, once they have what has gone."""
+        self._thread.submit(self._reducer.fail, self.handling.step, len(self._launched))
+
     def finish(self) -> list[Any]:
         """The averaged gradients, by leaf, once every bucket is reduced."""
         missing = self._launching.missing()

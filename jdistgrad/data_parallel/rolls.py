@@ -23,6 +23,8 @@ class Act(enum.IntEnum):
     USED = 3
     BROADCAST = 4
     VERIFY = 5
+    OPERATE = 6  # it is in a collective of its own, in a hook
+    FAILED = 7  # it will not do what it was to do, for a reason of its own
 
 
 class Roll(NamedTuple):
@@ -45,8 +47,10 @@ class Roll(NamedTuple):
             Act.USED: "shares which parameters it used",
             Act.BROADCAST: "broadcasts",
             Act.VERIFY: "verifies parameters",
+            Act.OPERATE: "is in a collective operation",
+            Act.FAILED: f"has failed at bucket {self.bucket}",
         }[self.act]
-        return f"{doing} in step {self.step}"
+        return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
 
 
 class Call(NamedTuple):
@@ -86,8 +90,9 @@ def call(words: Sequence[bytes]) -> Call:
 
 
 def _place(roll: Roll) -> tuple[Act, int, int]:
-    """Where a rank is. Trees are met, and parameters shared, whatever the step."""
-    return roll.act, roll.bucket, roll.step if roll.act is Act.REDUCE else 0
+    """Where a rank is. Trees are met, and parameters shared, whatever the step; a step may fail at any bucket."""
+    bucket = 0 if roll.act is Act.FAILED else roll.bucket
+    return roll.act, bucket, roll.step if roll.act in (Act.REDUCE, Act.FAILED) else 0
 
 
 def meet_with_trees(rolls: Iterable[Roll]) -> bool:
@@ -100,6 +105,7 @@ def meet_with_trees(rolls: Iterable[Roll]) -> bool:
 def apart(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
     return DisagreementError(
         f"the ranks have come apart: rank {first} {its}, rank {other} {theirs}. Nothing of it was reduced. Every rank "
-        "must take the same steps on the same trees of gradients; ranks with fewer inputs need DataParallel.join().",
+        "must take the same steps on the same trees of gradients; ranks with fewer inputs need DataParallel.join(). "
+        "What has come apart stays so: make a new DataParallel on every rank.",
         rank=other,
     )

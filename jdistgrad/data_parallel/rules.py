@@ -64,14 +64,16 @@ class Rules:
 
     def terms(self, tree: Any) -> Terms:
         """A tree of gradients, as the ranks compare it."""
-        leaves = describe(tree)
+        return Terms(tuple(describe(tree)), self.settings)
+
+    def require_averages(self, leaves: Sequence[Leaf]) -> None:
+        """Raises LeafError for a leaf that has no average, or no rows where it should."""
         require_inexact(leaves, "DataParallel")
         for leaf in leaves:
             if self.travels_as_rows(leaf) and not leaf.shape:
                 raise LeafError(
                     f"sparse: {leaf.path} is {leaf}, a number by itself: it has no rows. Leave it out.", path=leaf.path
                 )
-        return Terms(tuple(leaves), self.settings)
 
     def require_sparse_paths(self, tree: Any) -> None:
         """Raises LeafError for a path in ``sparse`` that no leaf of the parameters has."""

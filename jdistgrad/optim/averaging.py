@@ -78,8 +78,36 @@ def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         after, new = inner.update(updates, state, params, **extra)
         if used is None:
             return after, new
-        mask = optax.tree_map_params(inner, lambda _, use: use, state, used, transform_non_params=lambda _: True)
-        kept = jax.tree.map(jnp.where, mask, new, state)
+        kept = _where_used(used, updates, new, state)
         return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, after), kept
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
+    """The new state, with what belongs to unused parameters from the old: parts of it with a leaf for each of them."""
+    structure: Any = jax.tree.structure(used)
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
+
+    def belongs(part: Any) -> bool:
+        try:
+            leaves = structure.flatten_up_to(part)
+        except (ValueError, TypeError):
+            return False
+        return all(map(_is_part, leaves, shapes))
+
+    def choose(after: Any, before: Any) -> Any:
+        if not belongs(after):
+            return after
+        return jax.tree.map(_chosen, used, after, before)
+
+    return jax.tree.map(choose, new, old, is_leaf=belongs)
+
+
+def _is_part(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it may be of a parameter of this shape: as large, flat (a rank's slice), or masked."""
+    return isinstance(leaf, optax.MaskedNode) or (hasattr(leaf, "shape") and (leaf.shape == shape or leaf.ndim == 1))
+
+
+def _chosen(use: Any, after: Any, before: Any) -> Any:
+    return after if isinstance(after, optax.MaskedNode) else jnp.where(use, after, before)

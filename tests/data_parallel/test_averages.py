@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from models import on_all
 
+from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.mpi import has_room
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -70,6 +71,17 @@ def test_leaves_that_are_no_arrays_of_jax(world, kind):
         found = DataParallel().average({"w": kind(1.0 + rank)})["w"]
         assert isinstance(found, jax.Array)
         np.testing.assert_allclose(found, (size + 1) / 2, rtol=1e-6)
+
+    on_all(world, body)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_overlap_is_the_default_where_there_is_room(world, room):
+    def body(rank, size):
+        c = of_this_world()
+        c.has_room = room
+        assert DataParallel(c).overlap is room
+        assert DataParallel(c, overlap=not room).overlap is not room
 
     on_all(world, body)
 

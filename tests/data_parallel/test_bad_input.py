@@ -55,6 +55,8 @@ def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what
             dp.average(mine)
         with pytest.raises(DisagreementError, match=said):
             dp.broadcast(mine)
+        with pytest.raises(DisagreementError, match=said):
+            dp.verify(mine)
         np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)
 
     on_all(big_world, body)
@@ -200,6 +202,37 @@ def test_a_hook_with_a_state_inside_jit(world):
         dp = DataParallel(hook=hooks.int8())
         with pytest.raises(HookError, match=r"the hook 'int8\(block=1024\)' has a state.*Use average_gradients"):
             jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
+
+    on_all(world, body)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"sparse": "['w']"}, "sparse must be a list of paths"), ({"timeout": 0}, "timeout must be a number of seconds")],
+)
+def test_settings_that_are_none(settings, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        DataParallel(Mesh("batch"), **settings)
+
+
+def test_leaves_that_are_no_numbers(world):
+    def body(rank, size):
+        dp = DataParallel()
+        for ask in (dp.average, dp.broadcast, dp.verify):
+            with pytest.raises(LeafError, match=r"\['name'\] is a str, expected an array or a number"):
+                ask({"name": "a text"})
+        with pytest.raises(ValueError, match="the root must be a rank from 0 to"):
+            dp.broadcast(tree(), root=0.5)
+
+    on_all(world, body)
+
+
+def test_arguments_that_cannot_be_differentiated(world):
+    def body(rank, size):
+        with pytest.raises(TypeError, match="argnums=0 names positional arguments, of which there are 0"):
+            DataParallel().value_and_grad(loss)(params=parameters())
+        step = DataParallel().value_and_grad(lambda x, w: (x * w).sum(), argnums=np.int64(1))
+        np.testing.assert_array_equal(step(jnp.arange(3.0), jnp.ones(3))[1], np.arange(3))
 
     on_all(world, body)
 

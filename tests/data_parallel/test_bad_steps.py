@@ -46,7 +46,7 @@ def test_what_a_rank_that_has_joined_cannot_do(big_world):
 BAD_GRADIENTS = {
     "longer": (0, jnp.ones(5), r"the gradient of \['w'\] is float32\[5\], expected float32\[3\]"),
     "another type": (0, jnp.ones(3, jnp.bfloat16), r"bfloat16\[3\], expected float32\[3\]"),
-    "sparse": (0, BCOO.fromdense(jnp.ones(3)), r"sparse float32\[3\], expected float32\[3\]"),
+    "sparse": (0, BCOO.fromdense(jnp.ones(3)), r"sparse float32\[3\] of 1 indices, expected float32\[3\]"),
     "no array of JAX": (0, np.ones(3, np.float32), "is a ndarray, expected a JAX array"),
     "no such leaf": (1, jnp.ones(3), "there is no leaf 1; this tree has 1"),
 }

@@ -95,13 +95,3 @@ def test_numpy_leaves_of_a_type_that_jax_has_not_here(world):
         np.testing.assert_allclose(found, np.full(3, (1 + size) / 2))
 
     on_all(world, body)
-
-
-def test_overlap_is_the_default_where_there_is_room(world):
-    def body(rank, size):
-        dp = DataParallel()
-        assert dp.overlap == dp.collectives.has_room
-        assert DataParallel(overlap=True).overlap
-        assert not DataParallel(overlap=False).overlap
-
-    on_all(world, body)

@@ -116,3 +116,56 @@ def test_transformations_made_in_every_step_share_what_they_need(big_world):
         assert len(threads - before) == 1
 
     on_all(big_world, body)
+
+
+@pytest.mark.parametrize(
+    ("hook", "small"),
+    [(hooks.average(), 1e-300), (hooks.powersgd(start=0), 1e-300), (hooks.int8(block=4), 1e-30)],
+    ids=["average", "powersgd", "int8"],
+)
+def test_hooks_compute_in_the_precision_of_who_calls(big_world, hook, small):
+    def body(rank, size):
+        with jax.enable_x64(True):
+            dp = DataParallel(hook=hook, sparse=["['rows']"])
+            found = dp.average({"w": jnp.full(3, small), "rows": jnp.zeros((4, 2)).at[rank].set(1e-300)})
+            assert found["w"].dtype == found["rows"].dtype == jnp.float64
+            np.testing.assert_allclose(found["w"], np.full(3, small), rtol=0.02)
+            np.testing.assert_allclose(found["rows"][:size], np.full((size, 2), 1e-300 / size), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_sums_that_would_overflow(big_world):
+    def body(rank, size):
+        for hook in (None, hooks.average(), hooks.int8(), hooks.bfloat16()):
+            found = DataParallel(hook=hook).average({"w": jnp.full(4, 3e38)})["w"]
+            np.testing.assert_allclose(found, np.full(4, 3e38), rtol=0.02)
+
+    on_all(big_world, body)
+
+
+def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world):
+    """The same numbers from Python and in a compiled step."""
+
+    def body(rank, size):
+        seen = []
+        dp = DataParallel(hook=watching(seen), sparse=["['table']"])
+        mine = {"table": jnp.zeros((4, 2)).at[rank].set(1.0), "w": jnp.ones(3)}
+        found = [average(mine) for average in (dp.average, jax.jit(dp.average))]
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        assert [[slot.path for slot in bucket.slots] for bucket in seen] == [["['w']"]] * 2
+
+    on_all(big_world, body)
+
+
+def test_factors_wider_than_the_matrix(big_world):
+    def body(rank, size):
+        tx = average_gradients(hook=hooks.powersgd(rank=6, start=1, min_rate=0.01))
+        mine = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(4, 4)).astype("float32"))}
+        every = [np.random.default_rng(r).normal(size=(4, 4)).astype("float32") for r in range(size)]
+        state, update = tx.init(mine), jax.jit(tx.update)
+        for _ in range(3):
+            found, state = update(mine, state)
+            np.testing.assert_allclose(found["w"], sum(every) / size, atol=1e-4)
+
+    on_all(big_world, body)

@@ -15,6 +15,7 @@ from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm
 from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import HookError
 from jdistgrad.optim.averaging import average_gradients
 from jdistgrad.optim.sharding import shard_state
 
@@ -121,6 +122,46 @@ def test_derivatives_with_and_without_types():
         np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("name", ["max", "min", "broadcast", "gather"])
+def test_derivatives_of_the_other_operations(name, typed):
+    """As in the other bodies: of the sum of all ranks' losses; a maximum's is divided among equals."""
+    xs = jnp.array([1.0, 5.0, 2.0, 5.0, 1.0, 3.0, 4.0, 1.0])
+    whole = {"max": jnp.max, "min": jnp.min, "broadcast": lambda x: x[3], "gather": lambda x: x @ jnp.arange(8.0)}[name]
+    expected = jax.grad(lambda xs: sum(jnp.sin(whole(xs)) * (r + 1) for r in range(RANKS)))(xs)
+
+    def derivative(x):
+        c = Mesh("batch")
+        operation = {
+            "max": lambda x: c.allreduce(x, "max"),
+            "min": lambda x: c.allreduce(x, "min"),
+            "broadcast": lambda x: c.broadcast(x, 3),
+            "gather": lambda x: jnp.arange(8.0) @ c.allgather(x),
+        }[name]
+        return jax.grad(lambda x: jnp.sum(jnp.sin(operation(x)) * (c.rank + 1)))(x)
+
+    got = on_mesh(derivative, xs, in_specs=P("batch"), out_specs=P("batch"), typed=typed)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int8", "int32", "uint8"])
+def test_sums_of_every_dtype(dtype):
+    xs = jnp.asarray(np.arange(RANKS * 3).reshape(RANKS, 3) % 4, dtype)
+    got = on_mesh(lambda x: Mesh("batch").allreduce(x), xs, in_specs=P("batch"), out_specs=P())
+    assert got.dtype == xs.dtype
+    np.testing.assert_array_equal(np.asarray(got[0], "complex64"), np.asarray(xs, "complex64").sum(0))
+
+
+def test_a_hook_that_would_be_skipped_is_refused():
+    tx = average_gradients(Mesh("batch"), hook=hooks.bfloat16())
+
+    def step(params, x):
+        return tx.update(jax.grad(loss)(params, x), tx.init(params))[0]
+
+    with pytest.raises(HookError, match=r"the hook 'bfloat16' comes too late: JAX has summed the gradient of .*pcast"):
+        on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=True)
+
+
 def test_operations():
     xs = jnp.arange(1.0, 1 + RANKS)
 
@@ -136,8 +177,10 @@ def test_operations():
     np.testing.assert_array_equal(gathered.reshape(RANKS, RANKS), np.tile(xs, (RANKS, 1)))
 
 
-def test_hooks_with_states_live_in_the_optimizers_state():
-    tx = average_gradients(Mesh("batch"), hook=hooks.powersgd(rank=4, start=1, min_rate=1e-3))
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("hook", [hooks.powersgd(rank=4, start=1, min_rate=1e-3), hooks.int8(block=4)], ids=["p", "i"])
+def test_hooks_with_states_live_in_the_optimizers_state(hook, typed):
+    tx = average_gradients(Mesh("batch"), hook=hook)
     gradient = {"w": jnp.arange(24.0).reshape(6, 4) % 5, "b": jnp.ones(4)}
 
     def steps(x):
@@ -147,5 +190,5 @@ def test_hooks_with_states_live_in_the_optimizers_state():
             lost += averaged["w"]
         return lost / 20
 
-    got = on_mesh(steps, jnp.arange(1.0, 9.0), in_specs=P("batch"), out_specs=P())
-    np.testing.assert_allclose(got, gradient["w"] * 4.5, rtol=1e-4, atol=1e-3)
+    got = on_mesh(steps, jnp.arange(1.0, 9.0), in_specs=P("batch"), out_specs=P(), typed=typed)
+    np.testing.assert_allclose(got, gradient["w"] * 4.5, rtol=1e-4, atol=2e-2)

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jdistgrad.data_parallel import tracing
+from jdistgrad.data_parallel.agreement import Terms
 from jdistgrad.data_parallel.launching import Launching
 from jdistgrad.data_parallel.layout import lay_out
 from jdistgrad.data_parallel.leaves import Leaf, describe
 from jdistgrad.data_parallel.plan import MIB, limits_of, plan_buckets
+from jdistgrad.data_parallel.rules import Rules
 from jdistgrad.errors import LeafError
 
 pytestmark = pytest.mark.one_process
@@ -56,6 +58,36 @@ def test_eight_layers_of_300_at_a_cap_of_one():
     """The order of PyTorch's rebuilt buckets: biases and weights, last layer first."""
     leaves = [leaf(4 * n) for _ in range(8) for n in (300 * 300, 300)]
     assert [len(b) for b in plan_buckets(leaves, limits_of(1), order=range(15, -1, -1))] == [6, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("cap", "sizes", "order", "expected"),
+    [
+        (None, [300_000] * 8, None, [[7, 6, 5, 4], [3, 2, 1, 0]]),
+        (None, [300_000] * 8, [0, 2, 1, 3, 7, 6, 5, 4], [[0, 2, 1, 3], [7, 6, 5, 4]]),
+        (1, [600_000, 2_000_000, 600_000, 400_000], None, [[3, 2], [1], [0]]),  # large leaves stand alone
+        (0.25, [100_000] * 6, None, [[5, 4, 3], [2, 1, 0]]),
+    ],
+)
+def test_golden_plans_of_data_parallel_objects(cap, sizes, order, expected):
+    rules = Rules(cap)
+    plan = rules.plan(rules.terms([leaf(size) for size in sizes]), order)
+    assert [[slot.index for slot in bucket.slots] for bucket in plan.buckets] == expected
+    assert [bucket.last for bucket in plan.buckets] == [False] * (len(expected) - 1) + [True]
+
+
+def test_the_digest_tells_trees_and_settings_apart_and_nothing_else():
+    rules, shape = Rules(), (3,)
+    leaves = [Leaf(name, shape, np.dtype("float32")) for name in "ab"]
+    others = [Leaf(str(name), tuple([3]), np.dtype("float32")) for name in "ab"]  # noqa: C409
+    digest = Terms(tuple(leaves), rules.settings).digest()
+    assert digest == Terms(tuple(others), Rules().settings).digest()
+    assert digest == rules.terms({"a": np.ones(3, "float32"), "b": jnp.ones(3)})._replace(leaves=tuple(leaves)).digest()
+    changed = [leaves[0], leaves[1]._replace(sparse=1)]
+    assert (
+        len({digest, Terms(tuple(changed), rules.settings).digest(), Terms(tuple(leaves), Rules(1).settings).digest()})
+        == 3
+    )
 
 
 def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():

@@ -10,7 +10,7 @@ from models import close, on_all, serial
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import LeafError
+from jdistgrad.errors import DisagreementError, LeafError
 from jdistgrad.optim.averaging import average_gradients
 
 
@@ -117,3 +117,12 @@ def test_names_of_sparse_leaves_that_there_are_not(world):
         DataParallel(sparse=["['table']"]).average({"something else": jnp.ones(2)})
 
     on_all(world, body)
+
+
+def test_layouts_that_differ_are_named(big_world):
+    def body(rank, size):
+        mine = BCOO.fromdense(jnp.eye(3), n_dense=1 if rank else 0)
+        with pytest.raises(DisagreementError, match=r"the leaf \['t'\] is sparse float32\[3, 3\].*rank 0.*rank 1"):
+            DataParallel().average({"t": mine})
+
+    on_all(big_world, body)

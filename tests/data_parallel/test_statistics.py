@@ -8,6 +8,7 @@ from models import SMALL, batch, close, loss, on_all, parameters, serial
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.statistics import Clock, Span, times
 
 
 def test_statistics(big_world):
@@ -70,3 +71,19 @@ def test_communication_hides_behind_computation(big_world):
         assert max(shares) > 0.6, shares
 
     on_all(big_world, body)
+
+
+def test_averages_without_a_leaf_take_no_time(world):
+    def body(rank, size):
+        dp = DataParallel()
+        dp.average({"w": jnp.ones(3)})
+        assert dp.average({}) == {}
+        told = dp.statistics()
+        assert (told.steps, told.bucket_sizes, told.communication, told.compute) == (2, (), 0, 0)
+
+    on_all(world, body)
+
+
+def test_times_of_a_step_by_its_clock():
+    clock = Clock(started=10.0, spans=[Span(0, 11.0, 11.5, 13.0), Span(1, 14.0, 14.5, 16.0), Span(2, 15.0, 16.0, 17.0)])
+    assert times(clock) == {"compute": 5.0, "communication": 4.0, "overlap": 2.0, "waiting": 2.0}

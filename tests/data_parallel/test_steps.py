@@ -108,6 +108,48 @@ def test_sums_are_right_when_gradients_come_in_different_orders(world):
     on_all(world, body)
 
 
+def test_batches_of_different_sizes(big_world):
+    """A program for each shape; the ranks agree on the tree only, which is the same."""
+
+    def body(rank, size):
+        dp = DataParallel()
+        step = dp.value_and_grad(loss)
+        for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
+            whole = [batch(r, rows[r]) for r in range(size)]
+            expected = serial(loss, parameters(), whole)[1]
+            close(step(parameters(), whole[rank])[1], expected)
+            close(jax.jit(step)(parameters(), whole[rank])[1], expected)
+        assert dp.statistics().steps == 3
+
+    on_all(big_world, body)
+
+
+def test_a_leaf_used_twice_and_branches_on_values(big_world):
+    def shared(params, x):
+        h = jnp.tanh(x @ params["w"]) @ params["w"]
+        return jax.lax.cond(h.sum() > 0, lambda: (h * params["a"]).sum(), lambda: (h * params["b"]).sum())
+
+    def body(rank, size):
+        dp = DataParallel(find_unused_parameters=True)
+        params = {"w": parameters()["dense"][0]["w"], "a": jnp.ones(6), "b": jnp.full(6, 2.0)}
+        _, gradients = dp.value_and_grad(shared)(params, batch(rank))
+        close(gradients, serial(shared, params, [batch(r) for r in range(size)])[1])
+        assert dp.used == {"w": True, "a": True, "b": True}
+
+    on_all(big_world, body)
+
+
+def test_keys_of_random_generators_are_broadcast_and_verified(world):
+    def body(rank, size):
+        dp = DataParallel()
+        key = dp.broadcast({"dropout": jax.random.key(rank + 7)}, root=size - 1)["dropout"]
+        assert key == jax.random.key(size + 6)
+        assert jax.jit(dp.broadcast)(jax.random.key(rank)) == jax.random.key(0)
+        dp.verify({"dropout": key})
+
+    on_all(world, body)
+
+
 def test_a_world_is_the_default(world):
     def body(rank, size):
         dp = DataParallel()

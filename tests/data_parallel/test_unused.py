@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from models import on_all
 
+from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.usage import Usage
-from jdistgrad.optim.averaging import keep_unused
+from jdistgrad.optim.averaging import average_gradients, keep_unused
+from jdistgrad.optim.sharding import shard_state
 
 
 def branches(params, x, which):
@@ -18,18 +21,23 @@ def branches(params, x, which):
 
 def test_ranks_may_use_different_parameters(big_world):
     def body(rank, size):
-        dp = DataParallel(find_unused_parameters=True)
+        dp = DataParallel(find_unused_parameters=True, bucket_cap_mb=1e-6)
         params = {"both": jnp.ones(()), "left": jnp.ones(()), "none": jnp.ones(2), "right": jnp.ones(())}
         which = "left" if rank == 0 else "right"
-        tx = keep_unused(optax.adam(0.1))
+        tx = keep_unused(optax.adamw(0.1, weight_decay=0.1))
         state = tx.init(params)
         step = dp.value_and_grad(lambda p, x: branches(p, x, which))
         for _ in range(2):
             _, gradients = step(params, jnp.float32(rank))
+            used = [jax.grad(branches)(params, jnp.float32(r), "right" if r else "left") for r in range(size)]
+            jax.tree.map(lambda g, *own: np.testing.assert_allclose(g, sum(own) / size, rtol=1e-6), gradients, *used)
             updates, state = jax.jit(tx.update)(gradients, state, params, used=dp.used)
             params = optax.apply_updates(params, updates)
         assert dp.used == {"both": True, "left": True, "none": False, "right": True}
         assert dp.statistics().unused == ("['none']",)
+        assert len(dp.statistics().bucket_sizes) == 4
+        orders = dp.collectives.gather_objects(dp.statistics().order)
+        assert orders == orders[:1] * size
         np.testing.assert_array_equal(params["none"], np.ones(2))
         np.testing.assert_array_equal(state[0].mu["none"], np.zeros(2))
         assert all(float(params[name]) < 1 for name in ("both", "left", "right"))
@@ -48,6 +56,49 @@ def test_unused_moments_do_not_decay():
     np.testing.assert_array_equal(after[0].nu["b"], state[0].nu["b"])
     np.testing.assert_array_equal(updates["b"], np.zeros(2))
     assert (after[0].mu["a"] > state[0].mu["a"]).all()
+
+
+OPTIMIZERS = {
+    "masked": optax.masked(optax.adam(0.1), {"a": True, "b": False}),
+    "masked by a function": optax.masked(optax.adam(0.1), lambda params: jax.tree.map(lambda p: p.ndim > 0, params)),
+    "several": optax.multi_transform({"x": optax.adam(0.1), "y": optax.sgd(0.1, momentum=0.9)}, {"a": "x", "b": "y"}),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "every second step": optax.MultiSteps(optax.adam(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_all_kinds_leave_unused_parameters_alone(name):
+    tx = optax.with_extra_args_support(OPTIMIZERS[name])
+    keeping, params = keep_unused(tx), {"a": jnp.ones(2), "b": jnp.ones(())}
+    state = plain = tx.init(params)
+    for used in ({"a": True, "b": True}, {"a": True, "b": False}, {"a": False, "b": True}):
+        before = state
+        updates, state = keeping.update(params, state, params, used=used)
+        expected, plain = tx.update(params, before, params)
+        for key, use in used.items():
+            np.testing.assert_array_equal(updates[key], expected[key] if use else jnp.zeros_like(expected[key]))
+            named = [str(path[-1]) == f"['{key}']" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+            leaves = zip(named, *map(jax.tree.leaves, (state, plain, before)), strict=True)
+            kept = [states for mine, *states in leaves if mine]
+            assert kept or name.startswith("masked")
+            for got, new, old in kept:
+                np.testing.assert_array_equal(got, new if use else old)
+
+
+def test_averages_and_slices_leave_unused_parameters_alone(big_world):
+    def body(rank, size):
+        tx = keep_unused(optax.chain(average_gradients(hook=hooks.int8(block=4)), shard_state(optax.adam(0.1))))
+        params = {"a": jnp.ones(5), "b": jnp.ones(3)}
+        state = tx.init(params)
+        for _ in range(2):
+            before = state
+            updates, state = jax.jit(tx.update)(params, state, params, used={"a": True, "b": False})
+        np.testing.assert_array_equal(updates["b"], np.zeros(3))
+        np.testing.assert_array_equal(state[1][0].mu["b"], np.zeros(-(-3 // size)))
+        assert (np.asarray(state[1][0].mu["a"]) != np.asarray(before[1][0].mu["a"])).any() or rank
+
+    on_all(big_world, body)
 
 
 NAMES = ("both", "left", "none", "right")

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel import rolls
 from jdistgrad.data_parallel.arrays import is_traced, like
+from jdistgrad.data_parallel.rolls import Act, Roll
 from jdistgrad.errors import CollectiveError, DisagreementError
 
 Op = Literal["sum", "max", "min"]
@@ -85,10 +87,23 @@ class Collectives(abc.ABC):
             self.reduce_in_place(memory, name)  # type: ignore[arg-type]
         return like(memory, x)
 
+    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+        """Everybody's word, once all have come.
+
+        Raises:
+          MissingRanksError: on every rank that came, naming those that did not.
+        """
+        return self.announce(word, what)(timeout)
+
     def agree(self, text: str) -> None:
         """Raises DisagreementError on every rank unless all say the same. Every rank must call it."""
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        if len(set(self.meet(digest, text, self.timeout))) > 1:
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        mine = Roll(Act.OPERATE, 0, 0, 0, digest)
+        words = [rolls.unpack(word) for word in self.meet(mine.pack(), text, self.timeout)]
+        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
+        if elsewhere is not None:
+            raise rolls.apart(self.rank, mine, elsewhere, words[elsewhere])
+        if len(set(words)) > 1:
             said = self.gather_objects(text)
             other = next(rank for rank, its in enumerate(said) if its != said[0])
             raise DisagreementError(
@@ -104,12 +119,8 @@ class Collectives(abc.ABC):
         """The same group over a channel of its own. Every rank must call it."""
 
     @abc.abstractmethod
-    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
-        """Everybody's word, all of one length, once all have come.
-
-        Raises:
-          MissingRanksError: on every rank that came, naming those that did not.
-        """
+    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
+        """Begin to meet: the wait for everybody's word, within so many seconds. All words are of one length."""
 
     @abc.abstractmethod
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:

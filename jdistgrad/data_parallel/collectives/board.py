@@ -21,22 +21,30 @@ class Board:
         self._changed = threading.Condition()
         self._missing: list[int] | None = None
 
-    def exchange(
-        self, rank: int, kind: str, value: Any, timeout: float, check: Callable[[], None], what: str | None = None
-    ) -> list[Any]:
-        """Everybody's value, by rank, once all have come. ``what``: what an error calls it, if not its kind.
+    def exchange(self, rank: int, kind: str, value: Any, timeout: float, check: Callable[[], None]) -> list[Any]:
+        """Everybody's value, by rank, once all have come.
 
         Raises:
           MissingRanksError: some have not come in time.
           DisagreementError: not all are in the same kind of exchange.
         """
+        return self.collect(self.pin(rank, kind, value), timeout, check, kind)
+
+    def pin(self, rank: int, kind: str, value: Any) -> int:
+        """Pin up a value; the number of the round, in which the others' are to be collected."""
         with self._changed:
             turn, self._turns[rank] = self._turns[rank], self._turns[rank] + 1
             pinned = self._rounds.setdefault(turn, {})
             pinned[rank] = (kind, value)
             if len(pinned) == self.size:
                 self._changed.notify_all()
-            self._wait(pinned, what or kind, timeout, check)
+            return turn
+
+    def collect(self, turn: int, timeout: float, check: Callable[[], None], what: str) -> list[Any]:
+        """Everybody's value of a round. ``what``: what an error calls it."""
+        with self._changed:
+            pinned = self._rounds[turn]
+            self._wait(pinned, what, timeout, check)
             self._take(turn)
         _require_one_kind(pinned)
         return [pinned[other][1] for other in range(self.size)]

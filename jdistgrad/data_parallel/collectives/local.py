@@ -50,13 +50,14 @@ class Local(Collectives):
         other._sit(self._seat, self._workers)
         return other
 
-    def _exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
+    def _exchange(self, what: str, value: Any) -> list[Any]:
         self._seat.check()
-        return self._board.exchange(self.rank, what, value, timeout or self.timeout, self._seat.check)
+        return self._board.exchange(self.rank, what, value, self.timeout, self._seat.check)
 
-    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
         self._seat.check()
-        return self._board.exchange(self.rank, "a meeting", word, timeout, self._seat.check, what)
+        turn = self._board.pin(self.rank, "a meeting", word)
+        return lambda timeout: self._board.collect(turn, timeout, self._seat.check, what)
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)

@@ -1,5 +1,6 @@
 """The devices along an axis of a mesh, inside ``jax.shard_map``: XLA's own collectives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,7 +95,7 @@ class Mesh(Collectives):
     def twin(self) -> Collectives:
         return self
 
-    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
         raise on_no_mesh(what)
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:

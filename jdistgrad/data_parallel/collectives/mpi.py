@@ -19,7 +19,7 @@ CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the 
 HERE_TAG = 31_073
 GRACE_SECONDS = 1.0
 
-_abandoned: list[Any] = []  # meetings that were given up: MPI still uses their memory
+_begun: dict[int, Any] = {}  # meetings that have not ended: MPI uses their memory, whoever has given them up
 
 
 class MPI(Collectives):
@@ -54,13 +54,18 @@ class MPI(Collectives):
         other.timeout = self.timeout
         return other
 
-    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
+    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
         everybody = bytearray(len(word) * self.size)
         request = self.comm.Iallgather(word, everybody)
-        if not poll(request.Test, timeout):
-            _abandoned.append((word, everybody, request))
-            raise missing_ranks(what, self._missing(), timeout)
-        return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
+        _begun[id(request)] = (word, everybody, request)
+
+        def wait(timeout: float) -> list[bytes]:
+            if not poll(request.Test, timeout):
+                raise missing_ranks(what, self._missing(), timeout)
+            _begun.pop(id(request))
+            return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
+
+        return wait
 
     def _missing(self) -> list[int]:
         """Who else waits, by asking everybody to say so: those who do not are missing."""

@@ -1,0 +1,127 @@
+"""Steps that fail on some ranks or on all: nothing is averaged that does not belong together, and nobody waits long."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import on_all
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import CollectiveError, DisagreementError
+
+MIXED = {"a": jnp.ones(3), "b": jnp.ones(4, jnp.float16), "c": jnp.ones(5, jnp.bfloat16)}  # three buckets
+
+
+def half_a_step(dp, number):
+    """A step of which so many gradients come before it fails."""
+    reduction = dp.reduction(MIXED)
+    for leaf in range(3)[::-1][:number]:
+        reduction.ready(leaf, jnp.copy(jax.tree.leaves(MIXED)[leaf]))
+
+
+def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world):
+    """And not in averages of one rank's third step with another's fourth."""
+
+    def body(rank, size):
+        dp = DataParallel(timeout=20)
+        dp.average(MIXED)
+        half_a_step(dp, 2 if rank == 0 else 0)
+        for _ in range(3):
+            with pytest.raises(DisagreementError, match=r"come apart.*make a new DataParallel on every rank"):
+                dp.average(MIXED)
+        again = DataParallel()
+        np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
+
+    on_all(big_world, body)
+
+
+def failing_on(ranks, rank):
+    """A hook that fails on some ranks, once, before or after it has reduced."""
+    fails = iter([rank in ranks])
+
+    def apply(bucket, state, collectives):
+        if next(fails, False):
+            raise KeyError("the hook's own")
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+    return hooks.Hook(lambda bucket: (), apply, "failing")
+
+
+def test_a_hook_that_fails_on_one_rank_is_told_to_the_others_at_once(big_world):
+    def body(rank, size):
+        dp = DataParallel(hook=failing_on({1}, rank), timeout=60)
+        mine = {"w": jnp.ones(2)}
+        if rank == 1:
+            with pytest.raises(KeyError, match="the hook's own"):
+                dp.average(mine)
+        with pytest.raises(DisagreementError, match=r"rank 1 has failed at bucket 0 in step 1|in a collective op"):
+            dp.average(mine)
+
+    on_all(big_world, body)
+
+
+def test_a_hook_that_fails_on_all_ranks_can_be_used_again(big_world):
+    def body(rank, size):
+        dp, mine = DataParallel(hook=failing_on(range(size), rank)), {"w": jnp.full(2, 1.0 + rank)}
+        with pytest.raises(KeyError, match="the hook's own"):
+            dp.average(mine)
+        for _ in range(2):
+            np.testing.assert_allclose(dp.average(mine)["w"], np.full(2, (size + 1) / 2), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def failing_loss(fails):
+    def checked(g):
+        if fails:
+            raise RuntimeError("the loss's own")
+        return g
+
+    @jax.custom_vjp
+    def layer(w):
+        return w * 2
+
+    layer.defvjp(lambda w: (w * 2, None), lambda _, g: (2 * jax.pure_callback(checked, g, g),))
+    return lambda params: sum(layer(w).sum() for w in params)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world, overlap):
+    def body(rank, size):
+        dp = DataParallel(bucket_cap_mb=1e-6, overlap=overlap, timeout=60)
+        step = dp.value_and_grad(failing_loss(rank == 1))
+        params = [jnp.ones(3), jnp.ones(2)]
+        with pytest.raises(Exception, match="the loss's own") if rank == 1 else pytest.raises(DisagreementError):
+            step(params)
+        with pytest.raises(DisagreementError, match="come apart"):
+            dp.average(params)
+
+    on_all(big_world, body)
+
+
+def test_a_tree_that_only_one_rank_can_average(big_world):
+    """The others hear which leaf it was, instead of waiting."""
+
+    def body(rank, size):
+        dp = DataParallel()
+        with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
+            dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})
+        np.testing.assert_allclose(dp.average({"w": jnp.ones(3)})["w"], np.ones(3))
+
+    on_all(big_world, body)
+
+
+def test_losses_over_values_that_are_being_differentiated_elsewhere(world):
+    def body(rank, size):
+        dp = DataParallel()
+
+        def outer(w):
+            return dp.value_and_grad(lambda p: (p * w).sum())(jnp.ones(3))[0]
+
+        with pytest.raises(CollectiveError, match=r"closes over a value that jax\.grad or jax\.vmap"):
+            jax.grad(outer)(jnp.ones(3))
+        through = jax.grad(lambda w: dp.value_and_grad(lambda p, w: (p * w).sum())(jnp.ones(3), w)[0])
+        np.testing.assert_array_equal(through(jnp.ones(3)), np.ones(3))
+
+    on_all(world, body)
