@@ -37,6 +37,7 @@ class Reducer:
         self.last_active: tuple[int, ...] = (0,)
         self.broken: CollectiveError | None = None
         self._announced: list[Callable[[float], list[bytes]]] = []
+        self._failed = 0  # the last step of which the others were told that it had failed
         self._scratch = Scratch()
 
     # Meeting.
@@ -83,8 +84,10 @@ class Reducer:
             raise
 
     def fail(self, step: int, bucket: int) -> None:
-        """Tell the others that this rank's step has failed. What they say to that is heard before the next meeting."""
-        self._announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
+        """Tell the others, once, that this rank's step has failed. Their words are heard before the next meeting."""
+        if step > self._failed:
+            self._failed = step
+            self._announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
@@ -210,7 +213,7 @@ class Reducer:
                     self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
-            else:
+            elif lead.act is not Act.FAILED:  # of which the others hear, and may go on
                 raise rolls.apart(self.collectives.rank, Roll(Act.SHADOW, self.step, 0, 0, 0), call.leader, lead)
 
     def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:

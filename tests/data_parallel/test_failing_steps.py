@@ -100,6 +100,20 @@ def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world,
     on_all(big_world, body)
 
 
+def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_world):
+    def body(rank, size):
+        dp, params = DataParallel(), [jnp.ones(3), jnp.ones(2)]
+        with dp.join(divide_by_initial_world_size=False) as join:
+            if rank:
+                with pytest.raises(Exception, match="the loss's own"):
+                    dp.value_and_grad(failing_loss(True))(params)
+                params = dp.average([leaf * rank for leaf in params])
+            params = join.finish(params)
+        np.testing.assert_allclose(params[0], np.full(3, size / 2), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
 def test_a_tree_that_only_one_rank_can_average(big_world):
     """The others hear which leaf it was, instead of waiting."""
 
