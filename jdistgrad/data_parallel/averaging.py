@@ -32,11 +32,11 @@ def plainly(
     divide_by = np.asarray(divisor, bucket.dtype)
     for size, parts in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
-        for leaf, mine, place in parts:
-            np.divide(own[leaf][mine], divide_by, out=flat[place])
+        for slot, mine, place in parts:
+            np.divide(own[slot][mine], divide_by, out=flat[place])
         all_.reduce_in_place(flat)
-        for leaf, mine, place in parts:
-            np.copyto(into[leaf][mine], flat[place])
+        for slot, mine, place in parts:
+            np.copyto(into[slot][mine], flat[place])
     each = zip(results, into, here, strict=True)
     return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
 

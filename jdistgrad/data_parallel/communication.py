@@ -23,7 +23,7 @@ class Communication:
             target=_serve, args=(self._tasks, configured("jax_default_device")), name=name, daemon=True
         )
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._tasks.put, None)
+        weakref.finalize(self, self._tasks.put, None)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
         future: concurrent.futures.Future = concurrent.futures.Future()
@@ -33,9 +33,6 @@ class Communication:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function there and wait for what it returns."""
         return self.submit(function, *args).result()
-
-    def close(self) -> None:
-        self._finalizer()
 
 
 def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:

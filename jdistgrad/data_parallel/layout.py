@@ -26,9 +26,9 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """A piece of a leaf, of which the number in the bucket is told, and where it lies in a chunk."""
+    """A piece of the leaf in a slot of the bucket, and where it lies in a chunk."""
 
-    leaf: int
+    slot: int
     of_leaf: slice
     of_chunk: slice
 
@@ -70,13 +70,13 @@ class Bucket:
         """The bucket from beginning to end, so much of it at a time as stays in a core's cache."""
         step, size = max(1, CHUNK // self.dtype.itemsize), self.size
         chunks = [Chunk(min(step, size - start), []) for start in range(0, size, step)]
-        for leaf, slot in enumerate(self.slots):
+        for place, slot in enumerate(self.slots):
             end = slot.offset + slot.length
             for number in range(slot.offset // step, -(-end // step)):
                 first, last = max(slot.offset, number * step), min(end, (number + 1) * step)
                 own = slice(first - slot.offset, last - slot.offset)
                 if first < last:
-                    chunks[number].parts.append(Part(leaf, own, slice(first - number * step, last - number * step)))
+                    chunks[number].parts.append(Part(place, own, slice(first - number * step, last - number * step)))
         return chunks
 
     def views(self, flat: Any = None) -> list[Any]:

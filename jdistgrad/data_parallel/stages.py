@@ -38,9 +38,8 @@ class Staged:
 
     def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
-        self._count = sum(map(len, groups))
-        rest = [var for var in self._jaxpr.outvars[self._count :] if not isinstance(var, core.Literal)]
-        self._results = self._jaxpr.outvars[self._count :]
+        self._results = self._jaxpr.outvars[sum(map(len, groups)) :]
+        rest = [var for var in self._results if not isinstance(var, core.Literal)]
         self.pieces = _cut(self._jaxpr, groups, rest)
 
     def __call__(self, args: Sequence[Any], ready: Callable[[int, jax.Array], None]) -> list[Any]:

@@ -14,7 +14,7 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class LettingGo:
-    """One worker's."""
+    """What one worker does when it, or another one, needs something no longer."""
 
     def __init__(self, worker: "Worker"):
         self._worker = worker

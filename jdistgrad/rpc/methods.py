@@ -14,6 +14,7 @@ class ByReference:
 
     @property
     def traced_part(self) -> Any:
+        """What JAX may be tracing of it: a reference counts as traced in here too."""
         return getattr(self.rref, "traced_part", None)
 
 

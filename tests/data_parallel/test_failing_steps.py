@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 from models import on_all
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import CollectiveError, DisagreementError
+from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 MIXED = {"a": jnp.ones(3), "b": jnp.ones(4, jnp.float16), "c": jnp.ones(5, jnp.bfloat16)}  # three buckets
 
@@ -50,13 +51,13 @@ def failing_on(ranks, rank):
 
 def test_a_hook_that_fails_on_one_rank_is_told_to_the_others_at_once(big_world):
     def body(rank, size):
-        dp = DataParallel(hook=failing_on({1}, rank), timeout=60)
-        mine = {"w": jnp.ones(2)}
-        if rank == 1:
-            with pytest.raises(KeyError, match="the hook's own"):
-                dp.average(mine)
-        with pytest.raises(DisagreementError, match=r"rank 1 has failed at bucket 0 in step 1|in a collective op"):
-            dp.average(mine)
+        dp, other = DataParallel(hook=failing_on({1}, rank), timeout=15), DataParallel()
+        said = "rank 1 has failed at bucket 0 in step 1"
+        with pytest.raises(KeyError) if rank == 1 else pytest.raises(DisagreementError, match=said):
+            dp.average({"w": jnp.ones(2)})
+        other.average({"w": jnp.ones(2)})
+        with pytest.raises(DisagreementError, match="come apart"):
+            dp.average({"w": jnp.ones(2)})
 
     on_all(big_world, body)
 
@@ -89,11 +90,12 @@ def failing_loss(fails):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world, overlap):
     def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=1e-6, overlap=overlap, timeout=60)
+        dp, other = DataParallel(bucket_cap_mb=1e-6, overlap=overlap, timeout=15), DataParallel()
         step = dp.value_and_grad(failing_loss(rank == 1))
         params = [jnp.ones(3), jnp.ones(2)]
         with pytest.raises(Exception, match="the loss's own") if rank == 1 else pytest.raises(DisagreementError):
             step(params)
+        other.average(params)
         with pytest.raises(DisagreementError, match="come apart"):
             dp.average(params)
 
@@ -110,6 +112,20 @@ def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_worl
                 params = dp.average([leaf * rank for leaf in params])
             params = join.finish(params)
         np.testing.assert_allclose(params[0], np.full(3, size / 2), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_gradients_that_one_rank_cannot_hand_over(big_world):
+    """A layout that is refused when the step has begun."""
+
+    def body(rank, size):
+        dp, other = DataParallel(timeout=15), DataParallel()
+        layout = {"n_batch": 1} if rank == 1 else {"n_dense": 1}
+        expected = (LeafError, "1 batch dimensions") if rank == 1 else (DisagreementError, "rank 1 has failed")
+        with pytest.raises(expected[0], match=expected[1]):
+            dp.average({"t": BCOO.fromdense(jnp.eye(3), **layout)})
+        other.average({"w": jnp.ones(2)})
 
     on_all(big_world, body)
 
