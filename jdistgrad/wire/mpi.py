@@ -6,10 +6,13 @@ inside MPI, where Ctrl-C is deaf.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import logging
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -201,7 +204,22 @@ def abort_job(cause: str) -> None:
     """End all ranks now, because this one cannot go on."""
     sys.stdout.flush()
     print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
+    _wait_until_read(sys.stderr)
     MPI.COMM_WORLD.Abort(1)
+
+
+def _wait_until_read(stream: Any) -> None:
+    """What mpirun has not read when the job is aborted stands below its own words about that, or nowhere."""
+    deadline = time.monotonic() + FLUSH_SECONDS
+    with contextlib.suppress(OSError, ValueError):  # no pipe
+        while _unread(stream.fileno()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    time.sleep(0.1)  # until it has passed on what it read
+
+
+def _unread(descriptor: int) -> int:
+    """How many bytes wait in a pipe."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def require_threads() -> None:
