@@ -56,7 +56,7 @@ class Bucket:
     flat: Any = None
     divisor: Any = None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """How many elements it holds."""
         return sum(slot.length for slot in self.slots)
