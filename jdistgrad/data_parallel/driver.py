@@ -80,11 +80,9 @@ class Driver:
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The same by a hook whose states, one for each bucket, are kept elsewhere; and its new states."""
         plan = self._plan_for(gradients)
-        reduction = self._begin(plan, overwrite=False, backward=False)
-        handling = reduction.handling
-        handling.hook, handling.states = hook, dict(enumerate(states))
-        averaged = self._average(plan, gradients, reduction)
-        return averaged, [handling.states[number] for number in range(len(states))]
+        current = dict(enumerate(states))
+        reduction = self._begin(plan, overwrite=False, backward=False, hook=hook, states=current)
+        return self._average(plan, gradients, reduction), [current[number] for number in range(len(states))]
 
     def _average(self, plan: Plan, gradients: Any, reduction: Reduction) -> Any:
         leaves, structure = flatten(gradients)
@@ -101,9 +99,10 @@ class Driver:
         """The buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: Plan, *, overwrite: bool = True, backward: bool = True) -> Reduction:
+    def _begin(self, plan: Plan, *, overwrite: bool = True, backward: bool = True, **unusual: Any) -> Reduction:
         self._reducer.step += 1
-        handling = self._reducer.usual(plan, overwrite=overwrite, backward=backward)
+        usual = self._reducer.usual(plan, overwrite=overwrite, backward=backward)
+        handling = dataclasses.replace(usual, **unusual)
         return Reduction(self._reducer, self._thread, plan, handling)
 
     def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
