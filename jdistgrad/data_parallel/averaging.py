@@ -10,7 +10,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks import base as hooks
-from jdistgrad.data_parallel.layout import Bucket, join_flat
+from jdistgrad.data_parallel.layout import Bucket, Slot, join_flat
 from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.memory import Scratch, blank, host_device, writable
 
@@ -25,10 +25,18 @@ def plainly(
     overwrite: bool,
 ) -> list[jax.Array]:
     """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""
-    own = [np.asarray(g).reshape(-1) for g in gradients]
     here = [host_device(g.sharding) for g in gradients]
+    own = list(map(functools.partial(_flat, bucket.dtype), gradients, bucket.slots, here))
     results = gradients if overwrite else blank(gradients, here)
-    into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
+    into = list(map(_target, results, gradients, own, here))
+    _average_parts(bucket, own, into, divisor, all_, scratch)
+    each = zip(results, into, here, strict=True)
+    return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
+
+
+def _average_parts(
+    bucket: Bucket, own: list[np.ndarray], into: list[np.ndarray], divisor: float, all_: Collectives, scratch: Scratch
+) -> None:
     divide_by = np.asarray(divisor, bucket.dtype)
     for size, parts in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
@@ -36,9 +44,17 @@ def plainly(
             np.divide(own[slot][mine], divide_by, out=flat[place])
         all_.reduce_in_place(flat)
         for slot, mine, place in parts:
-            np.copyto(into[slot][mine], flat[place])
-    each = zip(results, into, here, strict=True)
-    return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
+            into[slot][mine] = flat[place]
+
+
+def _flat(dtype: np.dtype, gradient: jax.Array, slot: Slot, here: Any) -> np.ndarray:
+    return writable(gradient, slot.length, dtype) if here else np.asarray(gradient).reshape(-1)
+
+
+def _target(result: jax.Array, gradient: jax.Array, own: np.ndarray, here: Any) -> np.ndarray:
+    if not here:
+        return np.empty_like(own)
+    return own if result is gradient else writable(result, own.size, own.dtype)
 
 
 def zeros(bucket: Bucket, all_: Collectives, scratch: Scratch) -> None:

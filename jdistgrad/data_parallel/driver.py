@@ -22,6 +22,7 @@ from jdistgrad.data_parallel.program import Programs, Traced
 from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.data_parallel.reduction import Reduction
 from jdistgrad.data_parallel.rules import Plan, Rules
+from jdistgrad.data_parallel.sparse import require_rows
 from jdistgrad.data_parallel.statistics import Statistics, after_step
 from jdistgrad.data_parallel.usage import Usage
 
@@ -63,7 +64,7 @@ class Driver:
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
         reduction = self._begin(program.plan)
         with _whole(reduction):
-            results = program.run(args, kwargs, reduction.ready)
+            results = program.run(args, kwargs, reduction.launch)
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
     def local_step(self, programs: Programs, args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -87,8 +88,7 @@ class Driver:
     def _average(self, plan: Plan, gradients: Any, reduction: Reduction) -> Any:
         leaves, structure = flatten(gradients)
         with _whole(reduction):
-            for leaf in plan.order:
-                reduction.ready(leaf, _as_jax(leaves[leaf]))
+            reduction.launch([_as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
         return self._end(plan, structure, reduction)
 
     def reduction(self, like: Any) -> Reduction:
@@ -169,8 +169,11 @@ def shared_driver(collectives: Collectives, rules: Rules) -> Driver:
     return found[rules.settings]
 
 
-def _as_jax(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) or is_sparse(leaf) else jnp.asarray(leaf)
+def _as_gradient(path: str, leaf: Any) -> Any:
+    if is_sparse(leaf):
+        require_rows(path, leaf)
+        return leaf
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _kind(leaf: Any) -> Any:

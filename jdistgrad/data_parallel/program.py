@@ -32,9 +32,9 @@ class Program:
     staged: Staged
     results: Any
 
-    def run(self, args: tuple, kwargs: dict, ready: Callable[[int, jax.Array], None]) -> Any:
-        """Dispatch it; the value, and aux if there is one."""
-        return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), ready))
+    def run(self, args: tuple, kwargs: dict, computed: Callable[[list[jax.Array]], None]) -> Any:
+        """Dispatch it, its gradients in the order of the plan's buckets; the value, and aux if there is one."""
+        return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), computed))
 
 
 class Programs:
@@ -81,8 +81,7 @@ class Programs:
         like = jax.tree.unflatten(traced.gradients, avals)
         plan = agree(Traced(like, tracing.readiness(traced.closed, count)))
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        whole = [[leaf for group in groups for leaf in group]]
-        staged = Staged(traced.closed, groups if overlap and groups else whole)
+        staged = Staged(traced.closed, groups if overlap and groups else [plan.bucketed])
         return Program(plan, traced.gradients, traced.used, staged, traced.results)
 
     def _require_inexact(self, args: tuple) -> None:

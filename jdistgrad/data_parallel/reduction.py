@@ -1,6 +1,8 @@
 """One step's reduction, as seen by the thread that computes: gradients go in as they come, averages come out."""
 
 import concurrent.futures
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,10 +26,22 @@ class Reduction:
     def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, handling: Handling):
         self.handling = handling
         self._reducer, self._thread, self._plan = reducer, thread, plan
-        self._launching = Launching(plan.buckets)
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future] = []
         self._failed = False
+
+    @functools.cached_property
+    def _launching(self) -> Launching:
+        return Launching(self._plan.buckets)
+
+    def launch(self, gradients: Sequence[Any]) -> None:
+        """All gradients of the next buckets, bucket by bucket, known to be what the plan expects."""
+        start = 0
+        while start < len(gradients):
+            number = len(self._launched)
+            end = start + len(self._plan.buckets[number].slots)
+            self._launched.append(self._thread.submit(self._average, number, gradients[start:end]))
+            start = end
 
     def ready(self, leaf: int, gradient: Any) -> None:
         """The gradient of a leaf, by its place in ``jax.tree.leaves``. Whatever the order: buckets go in theirs."""
@@ -35,7 +49,7 @@ class Reduction:
         launched = self._launching.ready(leaf)
         self._gradients[leaf] = gradient
         for number in launched:
-            self._launched.append(self._thread.submit(self._average, number, self._take(number)))
+            self.launch(self._take(number))
 
     def _check(self, leaf: int, gradient: Any) -> None:
         leaves = self._plan.terms.leaves
@@ -62,8 +76,8 @@ class Reduction:
 
     def finish(self) -> list[Any]:
         """The averaged gradients, by leaf, once every bucket is reduced."""
-        missing = self._launching.missing()
-        if missing:
+        if len(self._launched) < len(self._plan.buckets):
+            missing = self._launching.missing()
             raise LeafError(
                 f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
                 "every leaf ready in every step, those that are zero too.",

@@ -22,6 +22,11 @@ class Plan:
     order: tuple[int, ...]
     buckets: tuple[Bucket, ...]
 
+    @functools.cached_property
+    def bucketed(self) -> list[int]:
+        """The leaves of all buckets, one bucket after the other."""
+        return [slot.index for bucket in self.buckets for slot in bucket.slots]
+
 
 def paths_of(sparse: Sequence[str]) -> frozenset[str]:
     """Checked paths of leaves. Raises TypeError for one path that is not in a list."""

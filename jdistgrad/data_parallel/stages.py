@@ -19,12 +19,11 @@ from jdistgrad.data_parallel import tracing
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Equations that run together: the variables they need, those others need of them, and gradients by leaf."""
+    """Equations that run together: the variables they need, and those others need of them."""
 
     run: Callable[..., tuple[list[Any], list[Any]]]
     inputs: tuple[Any, ...]
     kept: tuple[Any, ...]
-    leaves: tuple[int, ...]
     last_uses: tuple[Any, ...]
 
 
@@ -42,16 +41,15 @@ class Staged:
         rest = [var for var in self._results if not isinstance(var, core.Literal)]
         self.pieces = _cut(self._jaxpr, groups, rest)
 
-    def __call__(self, args: Sequence[Any], ready: Callable[[int, jax.Array], None]) -> list[Any]:
-        """Dispatch every piece; ``ready(leaf, gradient)`` is called with arrays that may still be under way."""
+    def __call__(self, args: Sequence[Any], computed: Callable[[list[jax.Array]], None]) -> list[Any]:
+        """Dispatch every piece; ``computed(gradients)`` is called with each one's, which may be under way."""
         values = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
         for piece in self.pieces:
             kept, gradients = piece.run(*[values[var] for var in piece.inputs])
             values.update(zip(piece.kept, kept, strict=True))
             for var in piece.last_uses:
                 del values[var]
-            for leaf, gradient in zip(piece.leaves, gradients, strict=True):
-                ready(leaf, gradient)
+            computed(gradients)
         return [tracing.read(values, var) for var in self._results]
 
 
@@ -72,9 +70,7 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[P
         kept += tuple(var for var in dict.fromkeys(rest) if var in made and var not in kept)
         dying = tuple(var for var in needs[k] if last[var] == k and var not in keep)
         outputs = [jaxpr.outvars[leaf] for leaf in group]
-        pieces.append(
-            Piece(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, tuple(group), dying)
-        )
+        pieces.append(Piece(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
     return pieces
 
 
