@@ -108,7 +108,10 @@ class MPI(Collectives):
         return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self.comm.allgather(value)
+        """With arrays beside the pickle, not in it: of any size, and several times as fast."""
+        from mpi4py.util import pkl5
+
+        return list(pkl5.Intracomm(self.comm).allgather(value))
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         """With what MPI has no type for carried in another dtype, and what it cannot count in pieces."""
