@@ -39,12 +39,24 @@ def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> flo
     return statistics.median(seconds(function) for _ in range(calls))
 
 
-def in_turn(functions: Sequence[Callable[[], object]], calls: int, warm_up: int = 3) -> list[float]:
-    """The median time of each, called one after the other: what disturbs one disturbs all."""
+def in_turn(
+    functions: Sequence[Callable[[], object]], calls: int, together: Callable[[], object], warm_up: int = 3
+) -> list[float]:
+    """The median time of each, called one after the other: what disturbs one disturbs all.
+
+    Arguments:
+      together: returns when all ranks have called it. Else a call would pay for what held up the one before it on
+        another rank, if that one waits for nobody.
+    """
     for _ in range(warm_up):
         for function in functions:
             function()
-    rounds = [[seconds(function) for function in functions] for _ in range(calls)]
+
+    def timed(function: Callable[[], object]) -> float:
+        together()
+        return seconds(function)
+
+    rounds = [[timed(function) for function in functions] for _ in range(calls)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

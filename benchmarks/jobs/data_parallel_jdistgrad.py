@@ -13,6 +13,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mpi4py import MPI
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from measure import in_turn, report
@@ -68,14 +69,15 @@ def steps(name, model, calls):
     loss, params, x = model
     local, together = jax.jit(jax.value_and_grad(loss)), jd.DataParallel().value_and_grad(loss)
     runs = [lambda step=step: jax.block_until_ready(step(params, x)) for step in (local, together)]
-    found = in_turn(runs, calls)
+    found = in_turn(runs, calls, MPI.COMM_WORLD.Barrier)
     return {f"{name}_local": found[0], f"{name}_step": found[1]}
 
 
 def reductions(params):
     """The same gradients in buckets and one by one."""
     buckets, single = jd.DataParallel(), jd.DataParallel(bucket_cap_mb=1e-6)
-    found = in_turn([lambda: buckets.average(params), lambda: single.average(params)], 20)
+    runs = [lambda: buckets.average(params), lambda: single.average(params)]
+    found = in_turn(runs, 20, MPI.COMM_WORLD.Barrier)
     return {"buckets": found[0], "one_by_one": found[1]}
 
 

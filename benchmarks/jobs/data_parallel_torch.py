@@ -44,7 +44,7 @@ def steps(name, made, calls):
         model.zero_grad(set_to_none=True)
         (model(x) ** 2).mean().backward()
 
-    found = in_turn([lambda model=model: run(model) for model in models.values()], calls)
+    found = in_turn([lambda model=model: run(model) for model in models.values()], calls, MPI.COMM_WORLD.Barrier)
     return {f"{name}_{kind}": seconds for kind, seconds in zip(models, found, strict=True)}
 
 
