@@ -18,7 +18,7 @@ demo: .venv/installed
 
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
-SUITES := test-mpi-4 test-worlds test-mpi-3 test-jobs test-mpi-2 test-mpi-1 docs
+SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-mpi-2 test-mpi-1 docs
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
