@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
 from jdistgrad.data_parallel.layout import Bucket, Slot, join_flat
 from jdistgrad.data_parallel.leaves import is_sparse
@@ -19,7 +19,7 @@ def plainly(
     bucket: Bucket,
     gradients: Sequence[jax.Array],
     divisor: float,
-    all_: Collectives,
+    all_: HostCollectives,
     scratch: Scratch,
     *,
     overwrite: bool,
@@ -35,7 +35,12 @@ def plainly(
 
 
 def _average_parts(
-    bucket: Bucket, own: list[np.ndarray], into: list[np.ndarray], divisor: float, all_: Collectives, scratch: Scratch
+    bucket: Bucket,
+    own: list[np.ndarray],
+    into: list[np.ndarray],
+    divisor: float,
+    all_: HostCollectives,
+    scratch: Scratch,
 ) -> None:
     divide_by = np.asarray(divisor, bucket.dtype)
     for size, parts in bucket.chunks:
@@ -57,7 +62,7 @@ def _target(result: jax.Array, gradient: jax.Array, own: np.ndarray, here: Any) 
     return own if result is gradient else writable(result, own.size, own.dtype)
 
 
-def zeros(bucket: Bucket, all_: Collectives, scratch: Scratch) -> None:
+def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
     """The part in ``plainly`` of a rank that has nothing to add."""
     for size, _ in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
@@ -66,7 +71,7 @@ def zeros(bucket: Bucket, all_: Collectives, scratch: Scratch) -> None:
 
 
 def with_hook(
-    hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: Collectives
+    hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: HostCollectives
 ) -> tuple[list[jax.Array], Any]:
     """Average through a hook; the gradients and its new state."""
     flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jdistgrad.data_parallel import arrays
 from jdistgrad.data_parallel.agreement import Settings, Terms
-from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.communication import Communication
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.join import Join
@@ -30,7 +30,7 @@ from jdistgrad.data_parallel.usage import Usage
 class Driver:
     """One rank's steps. Every rank must make one, and drive it alike."""
 
-    def __init__(self, collectives: Collectives, rules: Rules):
+    def __init__(self, collectives: HostCollectives, rules: Rules):
         twin = collectives.twin()
         twin.timeout = rules.timeout
         self._rules, self._reducer = rules, Reducer(twin, rules)
@@ -158,10 +158,10 @@ def _whole(reduction: Reduction) -> Iterator[None]:
         raise
 
 
-_shared: "weakref.WeakKeyDictionary[Collectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
 
 
-def shared_driver(collectives: Collectives, rules: Rules) -> Driver:
+def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
     """One for all who come with these collectives and the same settings, by whatever hook of that name."""
     found = _shared.setdefault(collectives, {})
     if rules.settings not in found:

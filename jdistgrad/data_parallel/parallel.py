@@ -10,8 +10,9 @@ import jax
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.data_parallel import in_context
 from jdistgrad.data_parallel.arrays import is_traced, on_numbers
-from jdistgrad.data_parallel.collectives import Collectives, Mesh
+from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.inside import Inside, localized
@@ -78,7 +79,7 @@ class DataParallel:
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
-        self._driver = None if isinstance(self.collectives, Mesh) else Driver(self.collectives, rules)
+        self._driver = Driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
         self._inside = Inside(self.collectives, rules, self._driver)
 
     # The model.

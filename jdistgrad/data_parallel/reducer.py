@@ -13,7 +13,7 @@ import numpy as np
 
 from jdistgrad.data_parallel import averaging, rolls, verification
 from jdistgrad.data_parallel.agreement import Terms, require_agreement
-from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.handling import Handling
 from jdistgrad.data_parallel.layout import Bucket
 from jdistgrad.data_parallel.leaves import is_sparse
@@ -28,7 +28,7 @@ from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksErr
 class Reducer:
     """One rank's part in the reductions of a group."""
 
-    def __init__(self, collectives: Collectives, rules: Rules):
+    def __init__(self, collectives: HostCollectives, rules: Rules):
         self.collectives, self.rules = collectives, rules
         self.plans: dict[int, Plan] = {}
         self.states: dict[int, dict[int, Any]] = {}

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.errors import LeafError
 
 
@@ -24,7 +24,9 @@ def require_rows(path: str, gradient: Any) -> None:
         )
 
 
-def reduce_sparse(gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, divisor: float, all_: Collectives) -> Any:
+def reduce_sparse(
+    gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives
+) -> Any:
     """The average of sparse gradients, each place once and in order. ``gradient=None``: this rank has no rows."""
     mine = None if gradient is None else (np.asarray(gradient.data), np.asarray(gradient.indices))
     parts = [part for part in all_.gather_objects(mine) if part is not None]
@@ -37,7 +39,7 @@ def reduce_sparse(gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, div
     return BCOO((jax.numpy.asarray(total), jax.numpy.asarray(places)), shape=shape)
 
 
-def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: Collectives) -> None:
+def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: HostCollectives) -> None:
     """Average a dense table in place, of which most rows are zero."""
     rows = table.reshape(shape[0], math.prod(shape[1:]))
     mine = np.flatnonzero(rows.any(axis=1))

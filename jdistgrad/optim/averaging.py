@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from jdistgrad.data_parallel.arrays import is_traced
-from jdistgrad.data_parallel.collectives import Collectives, Mesh
+from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.inside import Inside
@@ -41,7 +42,7 @@ def average_gradients(
 
     def group() -> tuple[Collectives, Driver | None]:
         all_ = shared() if collectives is None else collectives
-        return all_, None if isinstance(all_, Mesh) else shared_driver(all_, rules)
+        return all_, shared_driver(all_, rules) if isinstance(all_, HostCollectives) else None
 
     def init(params: Any) -> AverageGradientsState:
         all_, driver = group()

@@ -1,14 +1,14 @@
 """Reductions over MPI of any dtype, also those that MPI has no type for (float16, bfloat16, 8-bit floats)."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from jdistgrad.data_parallel.collectives.host import COMBINE
+
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-_COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 OWN = 256  # below are the numbers of NumPy's own types; others may have letters that mean another type to MPI
 _CARRIERS = {1: (np.uint8, MPI.UINT8_T), 2: (np.uint16, MPI.UINT16_T)}
 
@@ -33,7 +33,7 @@ def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
 @functools.cache
 def _own(dtype: np.dtype, op: str) -> Any:
     """An MPI operation on a dtype of NumPy's: half the bytes of carrying it in 32 bits. Rounds after each addition."""
-    combine = _COMBINE[op]
+    combine = COMBINE[op]
 
     def run(theirs: Any, ours: Any, _: Any) -> None:
         a, b = np.frombuffer(theirs, dtype), np.frombuffer(ours, dtype)

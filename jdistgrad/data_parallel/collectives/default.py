@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from jdistgrad.data_parallel import world
-from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.errors import CollectiveError
 
 
-def of_this_world(workers: Sequence[int] | None = None) -> Collectives:
+def of_this_world(workers: Sequence[int] | None = None) -> HostCollectives:
     """New collectives of all workers of this world, or of some.
 
     Every one of them must call it, in the same order.
@@ -34,7 +34,7 @@ def _checked(workers: Sequence[int]) -> tuple[int, ...]:
     return chosen
 
 
-def shared() -> Collectives:
+def shared() -> HostCollectives:
     """The world's own, made by the first who asks. Every worker must ask."""
     found = world.kept("collectives")
     if found is None:

@@ -10,17 +10,17 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board
+from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
 from jdistgrad.data_parallel.world import Seat, seat
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-class Local(Collectives):
+class Local(HostCollectives):
     """The ranks are the workers of the local world this code runs in.
 
     Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
@@ -83,20 +83,8 @@ class Local(Collectives):
         return self._exchange("a gather of objects", value)
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        def on_host(x: Any) -> np.ndarray:
-            return self._on_copy(name, np.array(x), root)
-
         shape = (self.size, *x.shape) if name == "allgather" else x.shape
-        return io_callback(on_host, jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
-
-    def _on_copy(self, name: str, memory: np.ndarray, root: int) -> np.ndarray:
-        if name == "allgather":
-            return self.gather_arrays(memory)
-        if name == "broadcast":
-            self.broadcast_in_place(memory, root)
-        else:
-            self.reduce_in_place(memory, name)  # type: ignore[arg-type]
-        return memory
+        return io_callback(lambda x: self.on_host(name, x, root), jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
 
 
 class _Lazy:
@@ -119,5 +107,5 @@ def _combined(parts: list[np.ndarray], op: str) -> np.ndarray:
     wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
     result = parts[0].astype(wide)
     for part in parts[1:]:
-        _COMBINE[op](result, part.astype(wide, copy=False), out=result)
+        COMBINE[op](result, part.astype(wide, copy=False), out=result)
     return result

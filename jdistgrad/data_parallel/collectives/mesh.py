@@ -1,14 +1,12 @@
 """The devices along an axis of a mesh, inside ``jax.shard_map``: XLA's own collectives."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jdistgrad.data_parallel.collectives.base import Collectives, Op, _checked, on_no_mesh
+from jdistgrad.data_parallel.collectives.base import Collectives, Op, _checked
 from jdistgrad.errors import CollectiveError
 
 
@@ -45,18 +43,15 @@ class Mesh(Collectives):
             ) from error
 
     def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
-        return self.traced(op, _checked(x, op)) if op == "sum" else super().allreduce(x, op)
-
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        return self.traced(name, x, root)
+        return self.perform(op, _checked(x, op)) if op == "sum" else super().allreduce(x, op)
 
     def broadcast(self, x: Any, root: int = 0) -> jax.Array:
-        return self.traced("broadcast", jnp.asarray(x), self._checked_root(root))
+        return self.perform("broadcast", jnp.asarray(x), self._checked_root(root))
 
     def allgather(self, x: Any) -> jax.Array:
-        return self.traced("allgather", jnp.asarray(x))
+        return self.perform("allgather", jnp.asarray(x))
 
-    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         index = self.rank
         if name == "allgather":
             return lax.all_gather(x, self.axis_name)
@@ -91,21 +86,3 @@ class Mesh(Collectives):
     def _varying(x: jax.Array) -> set[Any]:
         kind: Any = jax.typeof(x)
         return set(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
-
-    def twin(self) -> Collectives:
-        return self
-
-    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
-        raise on_no_mesh(what)
-
-    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
-        raise on_no_mesh("a reduction of host memory")
-
-    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
-        raise on_no_mesh("a broadcast of host memory")
-
-    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
-        raise on_no_mesh("a gather of host memory")
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        raise on_no_mesh("a gather of objects")

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.errors import CollectiveError
 from jdistgrad.wire.pacing import nap
 from jdistgrad.wire.progress import pause
@@ -22,7 +23,7 @@ GRACE_SECONDS = 1.0
 _begun: dict[int, Any] = {}  # meetings that have not ended: MPI uses their memory, whoever has given them up
 
 
-class MPI(Collectives):
+class MPI(HostCollectives):
     """The ranks are those of a communicator, of which a duplicate is made. Every rank of it must make one.
 
     Arguments:
