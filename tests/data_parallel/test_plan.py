@@ -1,7 +1,5 @@
 """The bucket plan: what PyTorch's Reducer does, as numbers."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,12 +107,12 @@ def test_bad_limits_and_orders_are_refused():
         plan_buckets([leaf(4)] * 3, [10], order=[0, 1, 1])
 
 
-def test_a_hundred_thousand_leaves_are_planned_in_a_second():
+def test_a_hundred_thousand_leaves_are_planned():
+    """How long that takes is measured by benchmarks/data_parallel.py."""
     leaves = [leaf(400, "float32" if k % 3 else "float64") for k in range(100_000)]
-    start = time.perf_counter()
     plan = plan_buckets(leaves, limits_of(None), order=range(99_999, -1, -1))
-    assert time.perf_counter() - start < 1
-    assert sum(map(len, plan)) == 100_000
+    assert sorted(k for bucket in plan for k in bucket) == list(range(100_000))
+    assert plan[0][:3] == [99_998, 99_997, 99_995]  # twice as many of that dtype: its first bucket is full first
 
 
 @settings(deadline=None)

@@ -1,5 +1,8 @@
 """What a DataParallel tells of its steps, and what it hides behind them."""
 
+import functools
+import itertools
+import threading
 import time
 
 import jax
@@ -9,6 +12,8 @@ from models import SMALL, batch, close, loss, on_all, parameters, serial
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.statistics import Clock, Span, times
+
+PATIENCE = 20  # seconds until a test is red; nothing waits that long else
 
 
 def test_statistics(big_world):
@@ -33,42 +38,49 @@ def test_statistics(big_world):
     on_all(big_world, body)
 
 
-def test_communication_hides_behind_computation(big_world):
-    """Each reduction takes 30 ms longer, each piece of the backward pass about as long: most of it is hidden."""
-
-    def work(x):
-        return jax.pure_callback(lambda x: (time.sleep(0.03), x)[1], x, x)
-
-    @jax.custom_vjp
-    def slow_layer(w, x):
-        return jnp.tanh(x * w)
-
-    slow_layer.defvjp(
-        lambda w, x: (jnp.tanh(x * w), (w, x)),
-        lambda kept, g: jax.vjp(lambda w, x: jnp.tanh(x * w), *kept)[1](work(g)),
-    )
-
-    def deep(params, x):
-        for w in params:
-            x = slow_layer(w, x)
-        return jnp.sum(x**2)
-
-    def late(bucket, state, collectives):
-        time.sleep(0.03)
-        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
+    """Each reduction ends only once the next piece has begun, and that piece only once the reduction has."""
+    layers = 8
 
     def body(rank, size):
-        params = [jnp.full(8, 0.5 + k / 10) for k in range(8)]
-        dp = DataParallel(bucket_cap_mb=1e-5, hook=hooks.Hook(lambda bucket: (), late, "late"), overlap=True)
-        step = dp.value_and_grad(deep)
-        shares = []
-        for _ in range(4):
-            _, gradients = step(params, jnp.full(8, 1.0 + rank))
-            told = dp.statistics()
-            shares.append(told.overlap / told.communication)
-        close(gradients, serial(deep, params, [jnp.full(8, 1.0 + r) for r in range(size)])[1])
-        assert len(told.bucket_sizes) == 8
-        assert max(shares) > 0.6, shares
+        computing = [threading.Event() for _ in range(layers + 1)]
+        reducing = [threading.Event() for _ in range(layers)]
+        computing[layers].set()
+        pieces = itertools.count()
+
+        def work(x):
+            piece = next(pieces)
+            computing[piece].set()
+            assert piece == 0 or reducing[piece - 1].wait(PATIENCE), f"bucket {piece - 1} waits for the backward pass"
+            return x
+
+        @jax.custom_vjp
+        def layer(w, x):
+            return jnp.tanh(x * w)
+
+        def back(kept, g):
+            return jax.vjp(lambda w, x: jnp.tanh(x * w), *kept)[1](jax.pure_callback(work, g, g))
+
+        layer.defvjp(lambda w, x: (layer(w, x), (w, x)), back)
+
+        def beside(bucket, state, collectives):
+            reducing[bucket.index].set()
+            assert computing[bucket.index + 1].wait(PATIENCE), f"the backward pass waits for bucket {bucket.index}"
+            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+        def deep(params, x):
+            return jnp.sum(functools.reduce(lambda x, w: layer(w, x), params, x) ** 2)
+
+        params = [jnp.full(8, 0.5 + k / 10) for k in range(layers)]
+        hook = hooks.Hook(lambda bucket: (), beside, "beside")
+        dp = DataParallel(bucket_cap_mb=1e-5, hook=hook, overlap=True)
+        _, gradients = dp.value_and_grad(deep)(params, jnp.full(8, 1.0 + rank))
+        close(gradients, serial(plain, params, [jnp.full(8, 1.0 + r) for r in range(size)])[1])
+        told = dp.statistics()
+        assert 0 < told.overlap <= told.communication
+
+    def plain(params, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x * w), params, x) ** 2)
 
     on_all(big_world, body)
 
