@@ -10,7 +10,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
-from jdistgrad.data_parallel.layout import Bucket, Slot, join_flat
+from jdistgrad.data_parallel.layout import Bucket, join_flat
 from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.memory import Scratch, blank, host_device, writable
 
@@ -25,10 +25,11 @@ def plainly(
     overwrite: bool,
 ) -> list[jax.Array]:
     """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""
-    here = [host_device(g.sharding) for g in gradients]
-    own = list(map(functools.partial(_flat, bucket.dtype), gradients, bucket.slots, here))
+    seen = [np.asarray(g) for g in gradients]
+    here = [host_device(g.sharding) if v.flags.c_contiguous else None for g, v in zip(gradients, seen, strict=True)]
+    own = [view.reshape(-1) for view in seen]
     results = gradients if overwrite else blank(gradients, here)
-    into = list(map(_target, results, gradients, own, here))
+    into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
     _average_parts(bucket, own, into, divisor, all_, scratch)
     each = zip(results, into, here, strict=True)
     return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
@@ -50,16 +51,6 @@ def _average_parts(
         all_.reduce_in_place(flat)
         for slot, mine, place in parts:
             into[slot][mine] = flat[place]
-
-
-def _flat(dtype: np.dtype, gradient: jax.Array, slot: Slot, here: Any) -> np.ndarray:
-    return writable(gradient, slot.length, dtype) if here else np.asarray(gradient).reshape(-1)
-
-
-def _target(result: jax.Array, gradient: jax.Array, own: np.ndarray, here: Any) -> np.ndarray:
-    if not here:
-        return np.empty_like(own)
-    return own if result is gradient else writable(result, own.size, own.dtype)
 
 
 def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:

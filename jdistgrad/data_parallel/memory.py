@@ -22,12 +22,12 @@ def host_device(sharding: Any) -> Any:
     return only if len(devices) == 1 and only.platform == "cpu" else None
 
 
-def writable(array: jax.Array, size: int, dtype: np.dtype) -> np.ndarray:
-    """A flat writable view of an array on the host that is computed. Its size and type are told: JAX is slow to say."""
-    if size == 0:
-        return np.empty(0, dtype)
-    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memoryview(memory), dtype)
+def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
+    """A flat writable view of an array on the host that is computed. ``like``: another; JAX is slow to say its size."""
+    if like.size == 0:
+        return like
+    memory = (ctypes.c_char * like.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(memoryview(memory), like.dtype)
 
 
 def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:

@@ -156,7 +156,7 @@ class Reducer:
     def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
         slot = bucket.slots[0]
         if not is_sparse(gradient):
-            table = np.array(gradient)
+            table = np.array(gradient, order="C")
             reduce_rows(table, slot.shape, divisor, self.collectives)
             return jax.device_put(table, gradient.sharding)
         return reduce_sparse(gradient, slot.shape, bucket.dtype, divisor, self.collectives)

@@ -38,7 +38,7 @@ class HostCollectives(Collectives):
         """The operation of this name on an array that is there, in memory of its own."""
         if name == "allgather":
             return self.gather_arrays(np.asarray(x))
-        memory = np.array(x)
+        memory = np.array(x, order="C")  # reduced through a flat view
         if name == "broadcast":
             self.broadcast_in_place(memory, root)
         else:

@@ -1,0 +1,78 @@
+"""Arrays of which the columns lie together, on one rank only: JAX allows it, and what it shows is what counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from models import on_all
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.data_parallel.parallel import DataParallel
+
+HERE = 1  # the rank where they do
+
+
+def table(rank, start=0.0):
+    found = jnp.arange(6.0).reshape(2, 3) + start
+    return jax.device_put(found, Format(Layout((1, 0)), found.sharding)) if rank == HERE else found
+
+
+def plain(start=0.0):
+    return np.arange(6.0).reshape(2, 3) + start
+
+
+def test_it_lies_so():
+    assert np.asarray(table(HERE)).flags.f_contiguous
+    np.testing.assert_array_equal(table(HERE), plain())
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["called", "compiled"])
+def test_operations(big_world, wrap):
+    def body(rank, size):
+        c = of_this_world()
+        x = table(rank, rank)
+        np.testing.assert_array_equal(wrap(c.allreduce)(x), sum(plain(r) for r in range(size)))
+        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), plain(size - 1))
+        np.testing.assert_array_equal(wrap(lambda x: c.broadcast(x, HERE % size))(x), plain(HERE % size))
+        np.testing.assert_array_equal(wrap(c.allgather)(x), np.stack([plain(r) for r in range(size)]))
+
+    on_all(big_world, body)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"hook": hooks.float16()}, {"sparse": ["[0]"]}], ids=["plainly", "by a hook", "as rows"]
+)
+def test_averages(big_world, settings):
+    def body(rank, size):
+        mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
+        found = DataParallel(**settings).average(mine)
+        np.testing.assert_allclose(found[0], plain((size - 1) / 2), rtol=1e-3)
+        np.testing.assert_allclose(found[1], np.full(3, (size + 1) / 2), rtol=1e-3)
+        np.testing.assert_array_equal(mine[0], plain(rank))
+
+    on_all(big_world, body)
+
+
+def test_averages_written_over_gradients(big_world):
+    def body(rank, size):
+        mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
+        reduction = DataParallel().reduction(mine)
+        reduction.ready(1, mine[1])
+        reduction.ready(0, mine[0])
+        np.testing.assert_allclose(reduction.finish()[0], plain((size - 1) / 2), rtol=1e-6)
+
+    on_all(big_world, body)
+
+
+def test_models(big_world):
+    def body(rank, size):
+        dp = DataParallel()
+        dp.verify([table(rank)])
+        np.testing.assert_array_equal(dp.broadcast([table(rank, rank)], HERE % size)[0], plain(HERE % size))
+        step = dp.value_and_grad(lambda w, x: jnp.sum(w * x))
+        _, gradient = step(table(rank), table(rank, rank))
+        np.testing.assert_allclose(gradient, plain((size - 1) / 2), rtol=1e-6)
+
+    on_all(big_world, body)
