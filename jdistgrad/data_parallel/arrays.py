@@ -28,8 +28,18 @@ def on_numbers(function: Callable[..., Any], leaf: Any, *args: Any) -> Any:
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """A contiguous copy to write to."""
-    return np.array(numbers(leaf), order="C")
+    """A contiguous copy to write to. Numbers get the type that JAX gives them, arrays keep theirs.
+
+    Raises:
+      OverflowError: for an integer that this type does not hold.
+    """
+    value = numbers(leaf)
+    if isinstance(value, jax.Array | np.ndarray):
+        return np.array(value, order="C")
+    memory = np.array(jax.numpy.asarray(value))
+    if memory.dtype.kind in "iu" and memory != value:
+        raise OverflowError(f"{value!r} does not fit into {memory.dtype}: use jax_enable_x64, or an array of NumPy's")
+    return memory
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:

@@ -26,7 +26,11 @@ def plainly(
 ) -> list[jax.Array]:
     """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""
     seen = [np.asarray(g) for g in gradients]
-    here = [host_device(g.sharding) if v.flags.c_contiguous else None for g, v in zip(gradients, seen, strict=True)]
+    whole = jnp.finfo(bucket.dtype).bits >= 8  # XLA packs several smaller numbers into a byte
+    here = [
+        host_device(g.sharding) if whole and v.flags.c_contiguous else None
+        for g, v in zip(gradients, seen, strict=True)
+    ]
     own = [view.reshape(-1) for view in seen]
     results = gradients if overwrite else blank(gradients, here)
     into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]

@@ -27,7 +27,7 @@ class Communication:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
         future: concurrent.futures.Future = concurrent.futures.Future()
-        self._tasks.put((future, _settings(), function, args))
+        self._tasks.put((future, settings(), function, args))
         return future
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -38,26 +38,26 @@ class Communication:
 def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
     with jax.default_device(device) if device is not None else contextlib.nullcontext():
         while (task := tasks.get()) is not None:
-            future, settings, function, args = task
+            future, chosen, function, args = task
             try:
-                with _as_set(settings):
+                with _as_set(chosen):
                     future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
-            del task, future, settings, function, args
+            del task, future, chosen, function, args
 
 
-def _settings() -> tuple[bool, Any]:
+def settings() -> tuple[bool, Any]:
     """What JAX is set to on this thread that says what numbers come out."""
     here: Any = jax.config
     return here.jax_enable_x64, here.jax_default_matmul_precision
 
 
 @contextlib.contextmanager
-def _as_set(settings: tuple[bool, Any]) -> Iterator[None]:
-    if settings == _settings():
+def _as_set(chosen: tuple[bool, Any]) -> Iterator[None]:
+    if chosen == settings():
         yield
         return
-    x64, precision = settings
+    x64, precision = chosen
     with jax.enable_x64(x64), jax.default_matmul_precision(precision):
         yield

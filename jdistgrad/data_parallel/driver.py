@@ -13,7 +13,7 @@ import numpy as np
 from jdistgrad.data_parallel import arrays
 from jdistgrad.data_parallel.agreement import Settings, Terms
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.communication import Communication
+from jdistgrad.data_parallel.communication import Communication, settings
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.layout import Bucket
@@ -54,8 +54,9 @@ class Driver:
         self._thread.run(self._reducer.verify, *self._on_host(tree))
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
-        terms = Terms(tuple(describe_all(tree)), self._rules.settings)
-        return terms, [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
+        memories = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
+        leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(describe_all(tree), memories, strict=True)]
+        return Terms(tuple(leaves), self._rules.settings), memories
 
     # Steps.
 
@@ -124,7 +125,7 @@ class Driver:
 
     def _plan_for(self, tree: Any) -> Plan:
         leaves, structure = flatten(tree)
-        key = structure, tuple(map(_kind, leaves))
+        key = structure, settings(), tuple(map(_kind, leaves))
         if key not in self._plans:
             self._plans[key] = self._agree(tree, None)
         return self._plans[key]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel import tracing
+from jdistgrad.data_parallel.communication import settings
 from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
 from jdistgrad.data_parallel.rules import Plan
 from jdistgrad.data_parallel.stages import Staged
@@ -51,7 +52,7 @@ class Programs:
 
     def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], *, overlap: bool) -> Program:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = tree, overlap, tuple(map(jax.typeof, leaves))
+        key = tree, overlap, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
             self._found[key] = self._make(self._trace(args, kwargs), agree, overlap)
         return self._found[key]
@@ -59,7 +60,7 @@ class Programs:
     def usage(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[bool, ...]]:
         """The structure of the gradients, and which of them the loss depends on."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = tree, tuple(map(jax.typeof, leaves))
+        key = tree, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._usage:
             traced = self._trace(args, kwargs)
             self._usage[key] = traced.gradients, traced.used

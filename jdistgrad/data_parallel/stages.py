@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jdistgrad.data_parallel import tracing
@@ -36,7 +37,9 @@ class Staged:
     """
 
     def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
-        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        self._jaxpr = closed.jaxpr
+        # As they are now, as for jax.jit: NumPy's may be written to later.
+        self._consts = [jax.numpy.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
         self._results = self._jaxpr.outvars[sum(map(len, groups)) :]
         rest = [var for var in self._results if not isinstance(var, core.Literal)]
         self.pieces = _cut(self._jaxpr, groups, rest)
@@ -72,6 +75,12 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[P
         outputs = [jaxpr.outvars[leaf] for leaf in group]
         pieces.append(Piece(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
     return pieces
+
+
+def _eager() -> bool:
+    """Under ``jax.disable_jit`` two variables may be one array."""
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
 
 
 def _inputs(jaxpr: Any) -> set[Any]:
@@ -121,7 +130,7 @@ def _compiled(
         taken, gradients = set(shared), []
         for var in outputs:
             value = tracing.read(values, var)
-            fresh = not isinstance(var, core.Literal) and var not in taken
+            fresh = not isinstance(var, core.Literal) and var not in taken and not _eager()
             gradients.append(value if fresh else jax.numpy.copy(value))
             if fresh:
                 taken.add(var)

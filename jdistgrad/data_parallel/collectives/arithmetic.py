@@ -25,7 +25,8 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
     if flat.dtype.num < OWN and flat.dtype.char in MPI._typedict:
-        return flat, MPI._typedict[flat.dtype.char], _OPS[op]
+        loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank it comes from
+        return flat, MPI._typedict[flat.dtype.char], _own(flat.dtype, op) if loses_nan else _OPS[op]
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
     return flat.view(carrier), kind, _own(flat.dtype, op)
 
@@ -33,10 +34,10 @@ def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
 @functools.cache
 def _own(dtype: np.dtype, op: str) -> Any:
     """An MPI operation on a dtype of NumPy's: half the bytes of carrying it in 32 bits. Rounds after each addition."""
-    combine = COMBINE[op]
+    combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 else dtype
 
     def run(theirs: Any, ours: Any, _: Any) -> None:
         a, b = np.frombuffer(theirs, dtype), np.frombuffer(ours, dtype)
-        b[:] = combine(a.astype(np.float32), b.astype(np.float32))
+        b[:] = combine(a.astype(wide), b.astype(wide))
 
     return MPI.Op.Create(run, commute=True)

@@ -136,7 +136,11 @@ class MPI(HostCollectives):
             return mpi4jax.allgather(x, comm=self.comm)
         if name == "broadcast":
             return mpi4jax.bcast(x, root, comm=self.comm)
-        return mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
+        reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
+        if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduced
+        unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=self.comm)
+        return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank it comes from
 
 
 def _neighbours_cores(comm: Any) -> list[set[int]]:
