@@ -1,5 +1,6 @@
 """Averaging inside one compiled step: pure, for every body of the collectives, synchronous."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,8 @@ class Inside:
 
 def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int]) -> list[Any]:
     """Arguments of which those to be differentiated are this rank's own: see ``Mesh.localize``."""
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    chosen = {operator.index(number) % max(1, len(args)) for number in numbers}
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
 
 

@@ -22,6 +22,8 @@ def require_rows(path: str, gradient: Any) -> None:
             "jax.experimental.sparse.bcoo_update_layout(gradient, n_batch=0).",
             path=path,
         )
+    if not gradient.n_sparse:
+        raise LeafError(f"the sparse gradient {path} has no index; expected rows. Use gradient.todense().", path=path)
 
 
 def reduce_sparse(

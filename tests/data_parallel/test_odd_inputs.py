@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 from models import on_all
 
+from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import DisagreementError
+from jdistgrad.errors import DisagreementError, LeafError
 
 
 def test_arrays_of_another_width_on_another_rank(big_world):
@@ -110,5 +112,36 @@ def test_what_the_loss_closes_over_is_as_it_was_when_traced(big_world):
         step(jnp.ones(3))
         scale *= 10
         assert float(step(jnp.ones(3))[0]) == 3
+
+    on_all(big_world, body)
+
+
+@pytest.mark.parametrize("hook", [hooks.int8(), hooks.powersgd(rank=1, start=0)], ids=["int8", "powersgd"])
+def test_hooks_forget_what_is_not_finite(big_world, hook):
+    def body(rank, size):
+        dp, good = DataParallel(hook=hook), jnp.ones((16, 16))
+        dp.average(good)
+        assert not np.isfinite(dp.average(good.at[3, 4].set(np.inf if rank == 1 else 1.0))).all()
+        np.testing.assert_allclose(dp.average(good), good, rtol=0.02)
+
+    on_all(big_world, body)
+
+
+@pytest.mark.one_process
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
+def test_a_gather_of_an_array_on_several_devices(big_world):
+    def body(rank, size):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        found = of_this_world().allgather(jax.device_put(jnp.arange(4.0) + rank, split))
+        np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
+
+    on_all(big_world, body)
+
+
+def test_sparse_arrays_without_an_index(big_world):
+    def body(rank, size):
+        with pytest.raises(LeafError, match=r"\['t'\] has no index"):
+            DataParallel().average({"t": BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)})
 
     on_all(big_world, body)

@@ -64,3 +64,8 @@ def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
         bucket=bucket.index,
         hook=hook.name,
     )
+
+
+def remembered(new: jax.Array, otherwise: Any = 0) -> jax.Array:
+    """What a hook keeps for its next step: what is not finite would stay for good, though the step is skipped."""
+    return jnp.where(jnp.isfinite(new), new, otherwise)

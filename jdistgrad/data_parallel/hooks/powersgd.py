@@ -13,7 +13,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.arrays import is_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.hooks.base import Hook
+from jdistgrad.data_parallel.hooks.base import Hook, remembered
 from jdistgrad.data_parallel.layout import Bucket, Slot
 
 
@@ -74,8 +74,10 @@ class _Compressed:
             mine = matrix.T @ left
             right = self._average(mine)
             averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
-            factors[str(slot.index)] = right if self._warm else state["q"][str(slot.index)]
-        error = wanted - self._flat(sent) if self._feedback else state["error"]
+            factors[str(slot.index)] = state["q"][str(slot.index)]
+            if self._warm:
+                factors[str(slot.index)] = remembered(right, otherwise=factors[str(slot.index)])
+        error = remembered(wanted - self._flat(sent)) if self._feedback else state["error"]
         return self._flat(averaged), {"step": state["step"] + 1, "error": error, "q": factors}
 
     def _rest(self, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
