@@ -54,8 +54,9 @@ class Driver:
         self._thread.run(self._reducer.verify, *self._on_host(tree))
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
+        described = describe_all(tree)
         memories = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
-        leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(describe_all(tree), memories, strict=True)]
+        leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(described, memories, strict=True)]
         return Terms(tuple(leaves), self._rules.settings), memories
 
     # Steps.
