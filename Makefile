@@ -11,7 +11,7 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs lint bench docs doctor clean
+.PHONY: demo test test-worlds test-jobs torture lint bench docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -31,7 +31,15 @@ test-jobs: .venv/installed-test
 	$(BIN)/python -m pytest tests/jobs --basetemp build/files-of-jobs
 
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest -m "not one_process" tests/worlds tests/data_parallel
+	$(RUN) -n $* -m pytest -m "not one_process" tests/worlds tests/data_parallel tests/torture
+
+# Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
+# unless there were no mismatches, crashes and hangs.
+PROGRAMS ?= 500
+SEED ?= 0
+WORLDS ?= local-2 local-3 local-4 mpi-2 mpi-3 mpi-4
+torture: .venv/installed-test
+	PYTHONPATH=tests $(BIN)/python -m torture --programs $(PROGRAMS) --seed $(SEED) --worlds $(WORLDS)
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

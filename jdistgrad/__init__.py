@@ -2,12 +2,19 @@
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad._version import __version__ as __version__
+from jdistgrad.wire.environment import launched as _launched
 
 if TYPE_CHECKING:
     from jdistgrad.exports import *  # noqa: F403
+
+if _launched() or "jax" in sys.modules:  # before a program makes arrays: then it is too late
+    from jdistgrad.ffi.dispatch import run_programs_where_they_are_called as _run_programs_where_they_are_called
+
+    _run_programs_where_they_are_called()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,10 +9,12 @@ class Settings:
     """Arguments:
     heartbeat_seconds: how often a silent worker that somebody waits for is asked for a sign of life.
     silence_seconds: after how long a silence it is given up.
+    same_script: whether all processes must have been started with the same script.
     """
 
     heartbeat_seconds: float = 5.0
     silence_seconds: float = 60.0
+    same_script: bool = True
 
 
 def _read() -> Settings:
@@ -20,6 +22,7 @@ def _read() -> Settings:
     return Settings(
         heartbeat_seconds=_seconds("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds),
         silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
+        same_script=_switch("JDISTGRAD_SAME_SCRIPT", defaults.same_script),
     )
 
 
@@ -34,6 +37,13 @@ def _seconds(variable: str, default: float) -> float:
     if value <= 0:
         raise ValueError(f"the environment variable {variable} must be a positive number of seconds, not {text!r}")
     return value
+
+
+def _switch(variable: str, default: bool) -> bool:
+    text = os.environ.get(variable, "1" if default else "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"the environment variable {variable} must be 0 or 1, not {text!r}")
+    return text == "1"
 
 
 settings = _read()

@@ -100,6 +100,8 @@ class CollectiveError(DistgradError, RuntimeError):
 class MissingRanksError(CollectiveError, TimeoutError):
     """Some ranks did not come to a step that others have taken; ``missing`` names them."""
 
+    missing: list[int]
+
 
 class DisagreementError(CollectiveError, ValueError):
     """The ranks do not do the same: other leaves, other settings, another step. Nothing was reduced."""

@@ -10,12 +10,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from jdistgrad import leash
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
 from jdistgrad.programs import check
 
 RANKS_PER_CORE = 32
+
+ENDING = signal.SIGTERM, signal.SIGHUP
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
@@ -102,25 +106,40 @@ def environment(n: int) -> dict[str, str]:
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks; its exit status."""
     check(program)
-    job = subprocess.Popen(command(n, program), env=environment(n))
-    with passing_on(signal.SIGTERM, job):
+    return attend(command(n, program), env=environment(n)).returncode
+
+
+def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """Run a job's command, as ``subprocess.run`` would, but let the job end whenever and however this process does.
+
+    Raises:
+      subprocess.TimeoutExpired: it took too long, and was ended.
+    """
+    leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
+    with subprocess.Popen(leashed, **options) as job, passing_on(job):
         try:
-            return job.wait()
+            output, errors = job.communicate(timeout=timeout)
         except KeyboardInterrupt:  # mpirun has got it too
-            return job.wait()
+            output, errors = job.communicate()
+        except subprocess.TimeoutExpired:
+            job.terminate()  # killed, it would leave its ranks behind
+            raise
+        return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
 @contextlib.contextmanager
-def passing_on(number: int, job: subprocess.Popen) -> Iterator[None]:
-    """A block in which a signal to this process goes to a job: it would be left behind, running."""
+def passing_on(job: subprocess.Popen) -> Iterator[None]:
+    """A block in which signals that would end this process end a job instead: it would be left behind, running."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    before = signal.signal(number, lambda *_: job.send_signal(number))
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
+    before = {number: signal.signal(number, lambda *_: job.terminate()) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_recorded(n: int, program: Sequence[str], path: str) -> int:

@@ -93,6 +93,7 @@ def no_module(name: str) -> LauncherError:
 
 def run_local(n: int, arguments: Sequence[str]) -> int:
     """Run a program as ``n`` workers that are threads of this process; the exit status."""
+    from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
     from jdistgrad.rpc.inprocess import checked_size, spawn
 
     try:
@@ -104,6 +105,7 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
             f"{n} workers are too many for one process: up to {MOST_THREADS} are started. More need processes, on "
             "machines enough: your cluster's launcher."
         )
+    run_programs_where_they_are_called()
     program = Program(arguments)
     try:
         spawn(program.run, n)

@@ -95,6 +95,14 @@ def reductions(params):
     return dict(zip(("buckets", "one_by_one", "buckets_anew", "one_by_one_anew"), found, strict=True))
 
 
+def asking():
+    """A compiled average of four buckets, where the ranks meet before it and where they do not."""
+    tree = [jnp.ones(64) for _ in range(4)]
+    runs = [jax.jit(jd.DataParallel(bucket_cap_mb=1e-6, check=check).average) for check in (True, False)]
+    found = in_turn([lambda run=run: jax.block_until_ready(run(tree)) for run in runs], 500, MPI.COMM_WORLD.Barrier, 50)
+    return dict(zip(("asked", "unasked"), found, strict=True))
+
+
 def large(leaves):
     """64 MiB of gradients in so many leaves."""
     like = [jnp.zeros(64 * MIB // 4 // leaves)] * leaves
@@ -150,7 +158,7 @@ def main():
     me = jd.init()
     found = {"memory": memory(jd.DataParallel().value_and_grad)}
     found |= steps("deep", mlp(64, 256), 20) | steps("wide", mlp(4, 2048), 12) | steps("transformer", transformer(), 8)
-    found |= reductions(mlp(64, 256)[1])
+    found |= reductions(mlp(64, 256)[1]) | asking()
     found |= {"large_1": large(1), "large_16": large(16), "hidden": hidden()}
     if me.rank == 0:
         report(**found)

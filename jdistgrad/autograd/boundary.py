@@ -1,8 +1,8 @@
 """Derivatives of remote calls: the rules JAX is given.
 
 A call's rule records it where it runs and pulls the recorded pullback back. Both are differentiable themselves: what
-is recorded has the same derivative as the call, and a pullback is the call of a function (``PullbackOf``): derivatives
-of any order are exact.
+is recorded has the derivative of ``jax.vjp(f, x)[0]`` (see ``nested``), and a pullback is the call of a function
+(``PullbackOf``): derivatives of any order are exact.
 """
 
 import dataclasses
@@ -57,8 +57,9 @@ def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
     """A remote call, as a function of its operands."""
 
     def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
-        tag, *outputs = recorded(operation.recording(wanted))(*operands)
-        return tuple(outputs), (Fixed((operation.recording(wanted), wanted)), tag, operands)
+        recording = operation.recording(wanted)
+        tag, *outputs = recorded(recording)(*operands)
+        return tuple(outputs), (Fixed(recording), tag, operands)
 
     return differentiable(lambda *operands: evaluate(operation, operands), forward, _pull_back)
 
@@ -67,10 +68,9 @@ def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
     """A remote call that is recorded: a function of its operands that returns a tag and the outputs."""
 
     def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
-        assert operation.wanted is not None
-        both = operation.recording([*{*operation.wanted, *wanted}])
-        outputs = recorded(both)(*operands)
-        return outputs, (Fixed((both, wanted)), outputs[0], operands)
+        again = operation.recording(wanted)
+        outputs = recorded(again)(*operands)
+        return outputs, (Fixed(again), outputs[0], operands)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         return _pull_back(residuals, cotangents[1:])
@@ -80,12 +80,12 @@ def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
 
 def _pull_back(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     fixed, tag, operands = residuals
-    operation, wanted = fixed.value
+    operation = fixed.value
     live, parts = nonzero(cotangents)
     if not live:
         return (None,) * len(operands)
-    found = pulled(Pull(operation, wanted, live))(tag, *operands, *parts)
-    return scattered(wanted, found, len(operands))
+    found = pulled(Pull(operation, live))(tag, *operands, *parts)
+    return scattered(operation.orders[-1], found, len(operands))
 
 
 def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
@@ -93,11 +93,11 @@ def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
     same = operation.functional()
 
     def forward(perturbed: tuple[int, ...], tag: Any, *operands: Any) -> Any:
-        wanted = tuple(k + 1 for k in perturbed)  # behind the tag stands the number
+        recording = same.recording([k + 1 for k in perturbed])  # behind the tag stands the number
         (number,) = evaluate(Number(), jax.lax.stop_gradient(operands[len(operands) - len(operation.live) :]))
         given = (tag, number, *operands)
-        tag, *outputs = recorded(same.recording(wanted))(*given)
-        return tuple(outputs), (Fixed((same.recording(wanted), wanted)), tag, given)
+        tag, *outputs = recorded(recording)(*given)
+        return tuple(outputs), (Fixed(recording), tag, given)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         tag, _, *operands = _pull_back(residuals, cotangents)

@@ -9,12 +9,14 @@ import jax
 
 from jdistgrad.autograd.derived import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.layout import Layout, ReferenceHole
+from jdistgrad.autograd.nested import Orders
 from jdistgrad.autograd.operations import TAG, Batched, Shapes, Started
 from jdistgrad.autograd.order import next_place
 from jdistgrad.autograd.recording import Lane, Recorded
 from jdistgrad.autograd.results import Results
 from jdistgrad.autograd.routes import CallStop
 from jdistgrad.autograd.tape import Link, current_tape, next_message
+from jdistgrad.autograd.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker
 from jdistgrad.rpc.delivery import standing_in
@@ -24,7 +26,8 @@ from jdistgrad.wire.ids import as_token
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A function called on a worker. ``wanted``: the operands to record a pullback for; None: not recorded.
+    """A function called on a worker. ``orders``: the operands to record a pullback for, for each derivative that is
+    taken of it; none: not recorded.
 
     Outputs: the arrays among its results; before them, where it is recorded, the tag that the pullback is found by.
     """
@@ -34,21 +37,25 @@ class Call:
     arguments: Layout
     results: Results
     timeout: float | None = None
-    wanted: tuple[int, ...] | None = None
+    orders: Orders = ()
     lanes: tuple[Lane, ...] = ()
     where: str = ""  # in the user's program
 
     def __str__(self) -> str:
-        return f"{describe(self.function)} to rank {self.to}{'' if self.wanted is None else ', recorded'}"
+        return f"{describe(self.function)} to rank {self.to}{', recorded' if self.orders else ''}"
 
     def recording(self, wanted: Sequence[int]) -> "Call":
-        return dataclasses.replace(self, wanted=tuple(sorted(wanted)))
+        """The same, with one more derivative: of what those before return."""
+        return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))))
 
     def start(self, operands: Sequence[Any]) -> Started:
-        if self.wanted is None:
-            return Started(self.send(self.function, operands), self.results.flatten)
-        recorded, tag = self.recorded(self.function)
-        return Started(self.send(recorded, operands), self.results.flatten, [as_token(*tag)])
+        plain = self.results.have_keys
+        function = ArraysOf(self.function) if plain else self.function
+        finish = self.results.arrived if plain else self.results.flatten
+        if not self.orders:
+            return Started(self.send(function, operands), finish)
+        recorded, tag = self.recorded(function)
+        return Started(self.send(recorded, operands), finish, [as_token(*tag)])
 
     def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future:
         args, kwargs = self.arguments.fill(operands)
@@ -61,19 +68,17 @@ class Call:
         tape.link(message, self.to, what)
         scope = current_scope()
         assert scope is not None
-        return Recorded(function, message, self._positions(), next_place(), self.lanes), (scope.id, message)
+        return Recorded(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
 
-    def _positions(self) -> tuple[int, ...]:
-        assert self.wanted is not None
-        return tuple(self.arguments.positions[k] for k in self.wanted)
+    def leaves(self) -> Orders:
+        """The orders, as numbers of leaves of the arguments."""
+        return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
 
     # As a stop of a route.
 
     def stop(self) -> CallStop:
-        wanted = None if self.wanted is None else self._positions()
-        return CallStop(
-            self.arguments.emptied(), wanted, self.lanes, len(self.results.shapes), self.arguments.has_references
-        )
+        count, references = len(self.results.shapes), self.arguments.has_references
+        return CallStop(self.arguments.emptied(), self.leaves(), self.lanes, count, references)
 
     def items(self) -> list[Any]:
         return self.arguments.items()
@@ -90,15 +95,17 @@ class Call:
         """Which operands are references' handles."""
         return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
 
-    def pullback(self, wanted: tuple[int, ...], live: tuple[int, ...]) -> Any:
-        """The pullback as a function."""
-        return PullbackOf(self.function, wanted, live)
+    def pullback(self, live: tuple[int, ...]) -> Any:
+        """The pullback of its outermost derivative, as a function."""
+        return PullbackOf(self.function, self.leaves(), live)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
             args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
-            self.results.learn(current_worker().rpc_sync(self.to, ShapesOf(self.function), args, kwargs, None))
-        return [TAG, *self.results.shapes] if self.wanted is not None else self.results.shapes
+            worker = current_worker()
+            time = max(worker.timeout, self.patience(worker.timeout))  # to trace may take longer than to run
+            self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
+        return [TAG, *self.results.shapes] if self.orders else self.results.shapes
 
     def _with_lanes(self, operands: Shapes) -> Shapes:
         found = list(operands)
@@ -116,10 +123,10 @@ class Call:
         """Of what is recorded, each lane has a pullback of its own: the wanted operands get lanes at the callee."""
         positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
         given = {positions[k] for k, flag in enumerate(batched) if flag}
-        spread = sorted({positions[k] for k in {*(self.wanted or ())} - self.handles()} - given)
+        spread = sorted({positions[k] for order in self.orders for k in {*order} - self.handles()} - given)
         function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
         behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
         lanes = (*behind, *(Lane(where, 0, size) for where in spread))
         call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
-        plain = 0 if self.wanted is None else 1
+        plain = 1 if self.orders else 0
         return Batched(call, lambda count: [k >= plain for k in range(count)])

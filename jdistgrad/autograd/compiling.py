@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.interpreters import ad
 
 from jdistgrad.autograd.derived import differentiable, is_compiled, nothing_hidden
 from jdistgrad.autograd.filled import made
 from jdistgrad.autograd.layout import Hole, Layout, is_array, split
+from jdistgrad.autograd.nested import Orders, differentiated
 from jdistgrad.wire.arrays import adopted
 
 VARIABLE, ARRAY = "variable", "array"
@@ -19,17 +20,17 @@ STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
 
 @dataclasses.dataclass
 class Differentiated:
-    """A function's result, and its pullback."""
+    """A function's result, and its pullbacks: one for each order."""
 
     result: Any
-    pullback: Any
+    pullbacks: list[Any]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]  # of the differentiable results
     compiled: bool
 
-    def pull(self, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        """Cotangents of the operands, from those of the live results; the others are zero."""
+    def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
+        """Cotangents of the operands of an order, from those of the live results; the others have none."""
         pull = _compiled_pull if self.compiled else _pull
-        return list(pull(self.pullback, live, cotangents, self.shapes, maps))
+        return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +42,23 @@ class Map:
     size: int
 
 
-def differentiate(function: Any, layout: Layout, operands: Sequence[Any], *, references: bool) -> Differentiated:
-    """Run a function on the arguments that the layout makes of the operands; its pullback is to these.
+def differentiate(
+    function: Any, layout: Layout, operands: Sequence[Any], orders: Orders, *, references: bool
+) -> Differentiated:
+    """Run a function on the arguments that the layout makes of the operands; its pullbacks are to those in each order.
 
     ``references``: whether there are any among the arguments. What they stand for is known only when the function runs.
     """
-    compiled = _compiled_for(function, layout) if is_compiled(function) and not references else None
+    compiled = _compiled_for(function, layout, orders) if is_compiled(function) and not references else None
     if compiled is not None:
-        result, pullback = compiled.forward(list(operands), compiled.constants(layout))
+        result, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
     else:
-        result, pullback = _as_written(function, layout, operands)
+        result, pullbacks = _as_written(function, layout, operands, orders)
     found, _ = differentiable(result)
-    return Differentiated(result, pullback, tuple((one.shape, one.dtype) for one in found), compiled is not None)
+    return Differentiated(result, pullbacks, tuple((one.shape, one.dtype) for one in found), compiled is not None)
 
 
-def _as_written(function: Any, layout: Layout, operands: Sequence[Any]) -> tuple[Any, Any]:
+def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: Orders) -> tuple[Any, list[Any]]:
     found: list[Layout] = []
 
     def primal(*variables: Any) -> tuple[list[Any], list[Any]]:
@@ -65,13 +68,14 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any]) -> tuple
         found.append(nothing_hidden(results, function))
         return differentiable(result)[0], arrays
 
-    _, pullback, arrays = jax.vjp(primal, *operands, has_aux=True)
-    return found[0].fill(arrays), pullback
+    _, pullbacks, arrays = differentiated(primal, operands, orders)
+    return found[0].fill(arrays), pullbacks
 
 
-def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Any) -> list[Any]:
+def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
+    """All cotangents. Zeros are those that JAX does not compute with: times infinity they stay zero."""
     known = dict(zip(live, cotangents, strict=True))
-    return [known[k] if k in known else jnp.zeros(*shape) for k, shape in enumerate(shapes)]
+    return [known[k] if k in known else ad.Zero(jax.core.ShapedArray(*shape)) for k, shape in enumerate(shapes)]
 
 
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
@@ -115,9 +119,9 @@ class Outputs:
 
 
 class Compiled:
-    """The compiled pullback of one function, for one structure of arguments."""
+    """The compiled pullbacks of one function, for one structure of arguments."""
 
-    def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...]):
+    def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
         self._structure, self._kinds = structure, kinds
 
         def forward(variables: list[Any], constants: list[Any]) -> Outputs:
@@ -125,16 +129,16 @@ class Compiled:
                 args, kwargs = self._arguments(variables, constants)
                 return differentiable(function(*args, **kwargs))
 
-            _, pullback, result = jax.vjp(primal, *variables, has_aux=True)
-            return Outputs.of((result, pullback), [*variables, *constants])
+            _, pullbacks, result = differentiated(primal, variables, orders)
+            return Outputs.of((result, pullbacks), [*variables, *constants])
 
         self._forward = jax.jit(forward)
 
-    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any]:
-        """The function's result, and its pullback."""
+    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, list[Any]]:
+        """The function's result, and its pullbacks."""
         outputs: Outputs = self._forward(variables, constants)
-        result, pullback = outputs.filled([*variables, *constants])
-        return result, pullback
+        result, pullbacks = outputs.filled([*variables, *constants])
+        return result, pullbacks
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
         parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
@@ -150,7 +154,7 @@ _compiled = functools.lru_cache(maxsize=1024)(Compiled)
 _statics: dict[int, set[Hashable]] = {}
 
 
-def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
+def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | None:
     """None where compiling makes no sense: arguments that are no arrays and ever different."""
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
@@ -159,7 +163,7 @@ def _compiled_for(function: Any, layout: Layout) -> Compiled | None:
         seen.add(kinds)
     except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
         return None
-    return _compiled(function, structure, kinds) if len(seen) <= STATICS_COMPILED else None
+    return _compiled(function, structure, kinds, orders) if len(seen) <= STATICS_COMPILED else None
 
 
 def _kind(leaf: Any) -> tuple[Any, Any]:

@@ -119,7 +119,8 @@ def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
       ctx: the context, or its id (as ``ctx.id`` was sent to another worker).
 
     Returns:
-      A pytree for each reference that was differentiated, of the structure of its value.
+      A pytree for each reference that was differentiated, of the structure of its value; None where that holds no
+      float array.
 
     Raises:
       ContextError: it is closed, or no call in it has come to this worker.

@@ -31,7 +31,7 @@ class Member:
     @property
     def records(self) -> bool:
         """Whether its first output is a tag: known before it is sent."""
-        return isinstance(self.operation, Call) and self.operation.wanted is not None
+        return isinstance(self.operation, Call) and bool(self.operation.orders)
 
     def stop(self) -> CallStop | PullStop:
         stop = self.operation.stop()

@@ -128,4 +128,4 @@ def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Seq
 def _known(members: list[Equation], source: Made) -> bool:
     """Whether it is known before any answer: the tag of what is recorded."""
     call = members[source.turn].operation
-    return source.number == 0 and type(call) is Call and call.wanted is not None
+    return source.number == 0 and type(call) is Call and bool(call.orders)

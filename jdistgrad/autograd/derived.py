@@ -4,7 +4,7 @@ Each is itself a function that can be called, recorded and derived from: that ma
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS
 from jdistgrad.autograd.layout import Hole, Layout, ReferenceHole, has_gradient, is_array, split
+from jdistgrad.autograd.nested import Orders, differentiated, named_among
 from jdistgrad.autograd.tape import replaying_number
+from jdistgrad.autograd.typed import ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
@@ -29,7 +31,7 @@ SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 def is_compiled(function: Any) -> bool:
     """Whether a function is pure by contract: jitted, one of JAX's own, derived from one that is, or says ``pure``."""
-    if isinstance(function, PullbackOf | BatchedOf):
+    if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
         return is_compiled(function.function)
     if getattr(function, "pure", False) is True:
         return True
@@ -47,7 +49,7 @@ def delivered(tree: Any) -> Any:
     return trees.map_leaves(deliver, tree)
 
 
-def numbered(tree: Any, positions: Sequence[int]) -> tuple[Layout, list[Any]]:
+def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
     """Holes at the leaves with these numbers; of a reference, its handle is the operand."""
     chosen, numbers = set(positions), iter(range(1 << 30))
     return split(tree, lambda leaf: next(numbers) in chosen)
@@ -63,10 +65,14 @@ def differentiable(result: Any) -> tuple[list[Any], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PullbackOf:
-    """The pullback of a function. ``wanted``: numbers of the leaves of its arguments; ``live``: of its results."""
+    """The pullback of a function: for the outermost of the derivatives that are taken of it.
+
+    ``orders``: with respect to what, as numbers of the leaves of its arguments; ``live``: numbers of its results, among
+    those that have derivatives.
+    """
 
     function: Any
-    wanted: tuple[int, ...]
+    orders: Orders
     live: tuple[int, ...]
 
     @property
@@ -74,16 +80,24 @@ class PullbackOf:
         return f"the pullback of {describe(self.function)}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
-        layout, operands = numbered((args, kwargs), self.wanted)
-
-        def primal(*variables: Any) -> list[Any]:
-            args, kwargs = delivered(layout.fill(variables))
-            results, _ = differentiable(self.function(*args, **kwargs))
-            return [results[k] for k in self.live]
-
-        _, pullback = jax.vjp(primal, *operands)
+        _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
         with replaying_number(number):
             return list(pullback(list(cotangents)))
+
+
+def pulled_back(
+    function: Any, orders: Orders, live: Sequence[int] | None, args: Any, kwargs: Any
+) -> tuple[list[Any], Any]:
+    """A function's live results (None: all that have derivatives), and the pullback for its outermost derivative."""
+    layout, operands = numbered((args, kwargs), {leaf for order in orders for leaf in order})
+
+    def primal(*variables: Any) -> tuple[list[Any], None]:
+        args, kwargs = delivered(layout.fill(variables))
+        results, _ = differentiable(function(*args, **kwargs))
+        return results if live is None else [results[k] for k in live], None
+
+    results, pullbacks, _ = differentiated(primal, operands, named_among(layout.positions, orders))
+    return results, pullbacks[-1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.layout import Layout, has_gradient, is_array, shape_of, split
+from jdistgrad.autograd.layout import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
 from jdistgrad.autograd.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape import current_tape
 from jdistgrad.rpc.current import current_worker
@@ -60,9 +60,9 @@ def value_gradient(identifier: int) -> Any | None:
 
 
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
-    """A gradient in the structure of the value it is of. What has no derivative is a float0 zero there, as in JAX."""
+    """A gradient in the structure of the value it is of, with None in the place of what has no derivative."""
     value = current_worker().owned.value(identifier).result()
-    layout, arrays = split(value, has_gradient)
+    layout, arrays = split(only_floats(value), has_gradient)
     found = leaves or [None] * len(arrays)
     return layout.fill([_or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
 
@@ -75,3 +75,17 @@ def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
     """What the value of a reference, owned here, looks like."""
     layout, arrays = split(rref.local_value(), is_array)
     return layout, [shape_of(one) for one in arrays]
+
+
+def arrays_of_value(identifier: int) -> concurrent.futures.Future:
+    """The arrays of a value owned here, when there is one."""
+    arrays: concurrent.futures.Future = concurrent.futures.Future()
+
+    def take_apart(value: concurrent.futures.Future) -> None:
+        try:
+            arrays.set_result(arrays_of(value.result()))
+        except BaseException as error:
+            arrays.set_exception(error)
+
+    current_worker().owned.value(identifier).add_done_callback(take_apart)
+    return arrays

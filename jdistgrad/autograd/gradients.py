@@ -33,7 +33,7 @@ class RemoteGradient:
         return self.rref.owner
 
     def to_here(self, timeout: float | None = None) -> Any:
-        """The gradient: a pytree of the structure of the reference's value."""
+        """The gradient: a pytree of the structure of the reference's value, None where that holds no float array."""
         if self._scope is None:
             raise ContextError(f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`")
         worker = current_worker()

@@ -17,6 +17,19 @@ from jdistgrad.rpc.tracing import is_traced, staging
 class Hole:
     """Where an array goes."""
 
+    def refill(self, operands: Iterator[Any]) -> Any:
+        return next(operands)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyHole(Hole):
+    """Where random keys go, of which the operand is the data."""
+
+    impl: str
+
+    def refill(self, operands: Iterator[Any]) -> Any:
+        return jax.random.wrap_key_data(next(operands), impl=self.impl)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReferenceHole:
@@ -66,9 +79,7 @@ class Layout:
         rest = iter(operands)
 
         def refill(leaf: Any) -> Any:
-            if isinstance(leaf, Hole):
-                return next(rest)
-            return leaf.refill(rest) if isinstance(leaf, ReferenceHole) else leaf
+            return leaf.refill(rest) if isinstance(leaf, Hole | ReferenceHole) else leaf
 
         return trees.map_leaves(refill, self.tree)
 
@@ -80,6 +91,11 @@ class Layout:
     def is_plain(self) -> bool:
         """Whether everything but the items is of types that nobody changes or defines anew."""
         return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether random keys go into some of the holes."""
+        return any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.tree))
 
     @property
     def has_references(self) -> bool:
@@ -143,12 +159,19 @@ def _dig(leaf: Any) -> tuple[Any, list[Any]]:
     if isinstance(reference, RRef):
         children, structure = jax.tree.flatten(reference)
         return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
+    if is_key(leaf):
+        return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
     return Hole(), [leaf]
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The arrays of a tree."""
-    return [tree] if isinstance(tree, jax.Array) else split(tree, is_array)[1]
+    """The arrays of a tree; of random keys, their data."""
+    return [tree] if isinstance(tree, jax.Array) and not is_key(tree) else split(tree, is_array)[1]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys of the new style."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_array(leaf: Any) -> bool:
@@ -172,5 +195,10 @@ def has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, RRef) or (is_array(leaf) and is_differentiable(leaf))
 
 
+def only_floats(value: Any) -> Any:
+    """A value with nothing in the place of what has no gradient: the structure of its gradient."""
+    return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
+
+
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))

@@ -65,6 +65,9 @@ class Waiting:
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
 
+Completed = tuple[Waiting, list[Contribution] | None]
+
+
 class Ledger:
     """The contributions one worker has received in one context."""
 
@@ -81,17 +84,25 @@ class Ledger:
             self._seen.add((node, contribution.number))
             self._found.setdefault(node, []).append(contribution)
             ready = self._complete(node)
-        if ready is not None:
-            ready[0].future.set_result(ready[1])
+        _finish(ready)
 
     def take(self, node: Node, count: int, lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
-        """The contributions to a node, in order, once there are so many of them. They are gone then."""
+        """The contributions to a node, in order, once there are so many of them. They are gone then.
+
+        They do not say of which backward pass they are: where more than one takes them at a time, none gets any.
+        """
         waiting = Waiting(count, lanes)
+        if not count:  # of a derivative that does not depend on the value: what is here is for others
+            waiting.future.set_result([])
+            return waiting.future
         with self._lock:
-            self._waiting[node] = waiting
+            other = self._waiting.pop(node, None)
+            if other is None:
+                self._waiting[node] = waiting
             ready = self._complete(node)
-        if ready is not None:
-            waiting.future.set_result(ready[1])
+        for one in () if other is None else (other, waiting):
+            one.future.set_exception(mixed_passes())
+        _finish(ready)
         return waiting.future
 
     def read(self, node: Node) -> list[Contribution]:
@@ -115,12 +126,28 @@ class Ledger:
         for one in waiting:
             one.future.set_exception(error)
 
-    def _complete(self, node: Node) -> tuple[Waiting, list[Contribution]] | None:
+    def _complete(self, node: Node) -> Completed | None:
+        """Who takes, and all there is; None in its place where that is more than one pass has contributed."""
         waiting, found = self._waiting.get(node), self._found.get(node, [])
-        if waiting is None or sum(one.count(waiting.lanes) for one in found) < waiting.count:
+        there = 0 if waiting is None else sum(one.count(waiting.lanes) for one in found)
+        if waiting is None or there < waiting.count:
             return None
         del self._waiting[node]
-        return waiting, in_order(self._found.pop(node, []))
+        return waiting, None if there > waiting.count else in_order(self._found.pop(node, []))
+
+
+def _finish(ready: Completed | None) -> None:
+    if ready is not None:
+        waiting, found = ready
+        waiting.future.set_exception(mixed_passes()) if found is None else waiting.future.set_result(found)
+
+
+def mixed_passes() -> DifferentiationError:
+    return DifferentiationError(
+        "two backward passes go through the value of one reference at the same time, or one that failed has left its "
+        "contributions there: they cannot be told apart. In compiled code let one of them need the other's result, or "
+        "use rpc_sync in the place of remote; else open a context for each."
+    )
 
 
 def in_order(contributions: list[Contribution]) -> list[Contribution]:

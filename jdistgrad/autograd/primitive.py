@@ -19,6 +19,8 @@ from jax.interpreters import ad, batching, mlir
 from jdistgrad._compat import shaped, trace_state_clean
 from jdistgrad.autograd.operations import Operation
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.ffi.lowering import lower
+from jdistgrad.ffi.sites import in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
 
@@ -63,8 +65,8 @@ def as_array(value: Any) -> Any:
 
 
 def _shapes(*operands: Any, operation: Operation) -> list[Any]:
-    shapes = operation.shapes([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands])
-    return [shaped(one.shape, one.dtype) for one in shapes]
+    shapes = operation.shapes([jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in operands])
+    return [shaped(one.shape, one.dtype, weak=one.weak_type) for one in shapes]
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
@@ -83,31 +85,37 @@ def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
     return jnp.broadcast_to(operand, (size, *jnp.shape(operand))) if spread else operand
 
 
+def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
+    """No thread of XLA's waits for the answer."""
+    _compiled.set()
+    perform = functools.partial(_perform, operation, current.place())
+    return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
+
+
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
+    """Elsewhere JAX brings the operands to the host and the results back."""
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
-    place = current.place()
     _compiled.set()
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
         callback = functools.partial(_called_back, operation, place)
         return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
 
+    place = current.place()
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
+
+
+def _perform(operation: Operation, place: Any, *operands: np.ndarray) -> list[Any]:
+    with current.at(place), as_numpy():
+        return operation.start(operands).outputs()
 
 
 def _called_back(operation: Operation, place: Any, *operands: Any) -> list[np.ndarray]:
     """On a thread of XLA's. No JAX here: it can deadlock."""
     try:
-        with current.at(place), as_numpy():
-            outputs = operation.start([np.asarray(one) for one in operands]).outputs()
+        return [np.asarray(one) for one in _perform(operation, place, *map(np.asarray, operands))]
     except Exception as error:
-        raise DifferentiationError(_told(error)) from error
-    return [np.asarray(one) for one in outputs]
-
-
-def _told(error: Exception) -> str:
-    """An error with its notes: of an exception in a callback, XLA keeps the text alone."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        raise DifferentiationError(in_words(error)) from error
 
 
 untied_p.def_impl(lambda array: array)
@@ -120,3 +128,4 @@ wire_p.def_impl(run)
 wire_p.def_abstract_eval(_shapes)
 batching.primitive_batchers[wire_p] = _batched
 mlir.register_lowering(wire_p, _lowered)
+mlir.register_lowering(wire_p, _lowered_for_cpus, platform="cpu")

@@ -22,11 +22,13 @@ from jdistgrad.wire.ids import as_token, from_token
 
 @dataclasses.dataclass(eq=False)
 class Pull:
-    """The pullback of a recorded call. Operands: the call's tag, its own operands, and the cotangents of those of its
-    results (numbered among the differentiable ones) that have any. Outputs: cotangents of the wanted operands."""
+    """The pullback of a recorded call, for the outermost of its derivatives; what was recorded may know of more.
+
+    Operands: the call's tag, its own operands, and the cotangents of those of its results (numbered among the
+    differentiable ones) that have any. Outputs: cotangents of the operands that the derivative is taken of.
+    """
 
     call: Call
-    wanted: tuple[int, ...]
     live: tuple[int, ...]
     last: bool = False
     maps: tuple[Map, ...] = ()
@@ -43,9 +45,11 @@ class Pull:
             return Started(worker.rpc_async(self.call.to, pulled, (cotangents,), {}, timeout), list)
 
     def stop(self) -> PullStop:
-        assert self.call.wanted is not None
-        wanted = tuple(self.call.wanted.index(k) for k in self.wanted)
-        return PullStop(describe(self.call.function), wanted, self.live, self.last, self.maps)
+        return PullStop(describe(self.call.function), len(self.call.orders) - 1, self.live, self.last, self.maps)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return self.call.orders[-1]
 
     def items(self) -> list[Operand]:
         """The cotangents. Of its operands, ``needed`` has left these and the tag."""
@@ -56,8 +60,8 @@ class Pull:
         return [Link(numbers[0], caller, self.call.to, describe(self.call.function), True, cause)]
 
     def patience(self, default: float) -> float:
-        """It may have to wait for the call itself, which then has its own time."""
-        return default + self.call.patience(default)
+        """That of the call; and it may have to wait for the call itself, which then has its own time."""
+        return 2 * self.call.patience(default)
 
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
@@ -77,7 +81,7 @@ class Pull:
         """Every batch is a dimension of it, the latest first; of a handle's, only those that are mapped."""
         own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
         sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
-        return jax.ShapeDtypeStruct((*sizes, *own), operand.dtype)
+        return operand.update(shape=(*sizes, *own))
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Where operands are batched, so is what was recorded. Else the recorded pullback is mapped over a batch."""
@@ -101,12 +105,12 @@ class Pull:
         with the same number, it makes the same contributions: they count once.
         """
         arguments, count = self.call.arguments, len(self.live)
-        positions = tuple(arguments.positions[k] for k in self.wanted)
         args, kwargs = arguments.by_reference()
         first = 2 + len(list(trees.leaves(arguments.tree)))
         tree: Any = ((Hole(), Hole(), args, kwargs, *(Hole() for _ in self.live)), {})
         layout = Layout(tree, (0, 1, *(2 + k for k in arguments.positions), *range(first, first + count)))
-        return Call(self.call.to, self.call.pullback(positions, self.live), layout, Results())
+        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
+        return Call(self.call.to, self.call.pullback(self.live), layout, Results(), timeout)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,7 @@
 """The callee's side: run a function and keep its pullback in the context; pull it when the cotangents come."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from jdistgrad.autograd.derived import Publishing, gradient_layout
 from jdistgrad.autograd.exchange import contribute
 from jdistgrad.autograd.layout import Layout, split
 from jdistgrad.autograd.ledger import REFERENCE, Contribution, Node, total
+from jdistgrad.autograd.nested import Orders, named_among
 from jdistgrad.autograd.order import Place, next_place
 from jdistgrad.autograd.results import as_jax
 from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
@@ -39,14 +41,14 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A function whose pullback is kept. ``wanted``: the numbers of the leaves of its arguments to pull back to.
+    """A function whose pullbacks are kept, to the leaves of its arguments that its orders name by their numbers.
 
     It takes references as they are: gradients of their values go to their owners.
     """
 
     function: Any
     message: int
-    wanted: tuple[int, ...]
+    orders: Orders
     place: Place
     lanes: tuple[Lane, ...] = ()  # to be given to wanted leaves, in this order
     takes_references = True
@@ -62,7 +64,7 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            recording = Recording(self.function, Arguments(args, kwargs, self.wanted, self.lanes))
+            recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
             tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
                 tape.link_answer(self.message, self.label)
@@ -70,33 +72,43 @@ class Recorded:
 
 
 class Arguments:
-    """Arguments with references delivered, and where among their arrays the wanted ones are."""
+    """Arguments with references delivered, and the arrays of those leaves that some order names.
 
-    def __init__(self, args: Any, kwargs: Any, wanted: tuple[int, ...], lanes: tuple[Lane, ...]):
-        leaves = list(trees.leaves((args, kwargs)))
-        values = self._fetch(leaves)
-        self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
+    ``wanted``: for each order, the references among its leaves (None: an array), and how many arrays each has.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, orders: Orders, lanes: tuple[Lane, ...]):
+        leaves, self._orders = list(trees.leaves((args, kwargs))), orders
         self.operands: list[Any] = []
-        self.wanted: list[tuple[RRef | None, slice]] = []
-        holed = []
+        self._leaf_of: list[int] = []  # of each operand
+        values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
+        self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
+        holed, noted = [], set[RRef]()
         for number, leaf in enumerate(leaves):
             item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
-            if number in wanted:
-                layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
-                start, item = len(self.operands), layout.tree
-                for lane in lanes:
-                    operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
-                self.operands += operands
-                reference = leaf if isinstance(leaf, RRef) else None
-                if reference is not None and reference not in leaves[:number]:
-                    note_fetched(reference.id, reference.owner.rank)
-                self.wanted.append((reference, slice(start, len(self.operands))))
-            holed.append(item)
+            holed.append(self._take(number, leaf, item, lanes) if number in named else item)
+            if number in named and isinstance(leaf, RRef) and leaf not in noted:
+                noted.add(leaf)
+                note_fetched(leaf.id, leaf.owner.rank)
+        self.wanted = [[self._wanted(leaves[number], number) for number in order] for order in orders]
         rest = iter(holed)
         self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
 
+    def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
+        """Make operands of what is delivered for a leaf; what remains has holes in their places."""
+        layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
+        for lane in lanes:
+            operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
+        self.operands += operands
+        self._leaf_of += [number] * len(operands)
+        return layout.tree
+
+    def _wanted(self, leaf: Any, number: int) -> tuple[RRef | None, int]:
+        return leaf if isinstance(leaf, RRef) else None, self._leaf_of.count(number)
+
     def differentiate(self, function: Any) -> Differentiated:
-        return differentiate(function, self.layout, self.operands, references=self._references)
+        orders = named_among(self._leaf_of, self._orders)
+        return differentiate(function, self.layout, self.operands, orders, references=self._references)
 
     def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
         references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
@@ -104,19 +116,19 @@ class Arguments:
 
 
 class Recording:
-    """One recorded call: its result, and everything its pullback needs."""
+    """One recorded call: its result, and everything its pullbacks need."""
 
     def __init__(self, function: Any, arguments: Arguments):
         self._wanted = arguments.wanted
         self._published = function.id if isinstance(function, Publishing) else None
         inner = function.function if isinstance(function, Publishing) else function
         if self._published is None:
-            self._pullback = arguments.differentiate(inner)
-            self.result = self._pullback.result
+            self._derived = arguments.differentiate(inner)
+            self.result = self._derived.result
         else:
-            owned, self._pullback = function.owned(), arguments.differentiate(inner)
-            owned.value.set_result(self._pullback.result)
-            self._pullback.result, self.result = None, HANDLE
+            owned, self._derived = function.owned(), arguments.differentiate(inner)
+            owned.value.set_result(self._derived.result)
+            self._derived.result, self.result = None, HANDLE
 
     def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
         """Cotangents of the wanted leaves the message asks for, from those of the live results."""
@@ -130,18 +142,16 @@ class Recording:
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
         return self._pull(pulled, live, [sums[k] for k in live], maps)
 
-    def cotangents(
-        self, wanted: tuple[int, ...], live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
-    ) -> list[Any]:
+    def cotangents(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
         """The same, where no references are among the wanted leaves."""
-        flat = self._pullback.pull(live, cotangents, maps)
-        return [flat[self._wanted[number][1].start] for number in wanted]
+        return self._derived.pull(order, live, cotangents, maps)
 
     def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
-        flat = self._pullback.pull(live, cotangents, maps)
+        flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
         lanes = tuple(one.size for one in reversed(maps))
         gradients: dict[RRef, list[Any]] = {}
-        found = [self._found(flat, *self._wanted[number], lanes, gradients) for number in pulled.numbers]
+        wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
+        found = [self._found(reference, part, lanes, gradients) for reference, part in wanted]
         for reference, leaves in gradients.items():
             contribution = Contribution(pulled.number, lanes, leaves, next_place())
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
@@ -149,9 +159,8 @@ class Recording:
 
     def _found(
         self,
-        flat: list[Any],
         reference: RRef | None,
-        part: slice,
+        part: list[Any],
         lanes: tuple[int, ...],
         gradients: dict[RRef, list[Any]],
     ) -> Any:
@@ -160,20 +169,20 @@ class Recording:
         A reference that was passed twice makes one contribution.
         """
         if reference is None:
-            return flat[part.start]
+            return part[0]
         before = gradients.get(reference)
-        gradients[reference] = [a + b for a, b in zip(before, flat[part], strict=True)] if before else flat[part]
+        gradients[reference] = [a + b for a, b in zip(before, part, strict=True)] if before else part
         return np.full(lanes, before is None, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pulled:
-    """The pullback of a recorded call, called with the cotangents of its live results."""
+    """A pullback of a recorded call, called with the cotangents of its live results."""
 
     what: str
     message: int
     number: int  # of the contributions it makes
-    numbers: tuple[int, ...]  # of the wanted leaves, among those recorded
+    order: int
     live: tuple[int, ...]
     last: bool
     maps: tuple[Map, ...]

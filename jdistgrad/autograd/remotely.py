@@ -9,8 +9,9 @@ import numpy as np
 
 from jdistgrad.autograd import boundary
 from jdistgrad.autograd.calls import Call
-from jdistgrad.autograd.derived import Publishing, delivered, differentiable, numbered
+from jdistgrad.autograd.derived import Publishing, pulled_back
 from jdistgrad.autograd.ledger import REFERENCE
+from jdistgrad.autograd.nested import Orders
 from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, nothing_more
 from jdistgrad.autograd.tape import current_tape, replaying_number
 from jdistgrad.autograd.values import Take
@@ -38,7 +39,7 @@ class CallRemote(Call):
 
     def start(self, operands: Sequence[Any]) -> Started:
         tape = None
-        if self.staged or self.wanted is not None:  # without one, nothing is claimed
+        if self.staged or self.orders:  # without one, nothing is claimed
             tape = current_tape(lambda: f"{describe(self.function)}, called remotely{self.staged * ' in jax.jit'},")
         claim = current_worker().claim_new(self.to)
         if tape is not None and self.staged:
@@ -47,7 +48,7 @@ class CallRemote(Call):
             self.made.append(claim)
         function: Any = Publishing(self.function, claim.id)
         known = [HANDLE, as_token(claim.id)]
-        if self.wanted is not None:
+        if self.orders:
             function, tag = self.recorded(function)
             known = [as_token(*tag, claim.id), *known]
         future = self.send(function, operands)
@@ -56,13 +57,13 @@ class CallRemote(Call):
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
-        return [*([REMOTE_TAG] if self.wanted is not None else []), HANDLE_SHAPE, TOKEN]
+        return [*([REMOTE_TAG] if self.orders else []), HANDLE_SHAPE, TOKEN]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
 
-    def pullback(self, wanted: tuple[int, ...], live: tuple[int, ...]) -> Any:
-        return PullbackAtOwner(self.function, wanted)
+    def pullback(self, live: tuple[int, ...]) -> Any:
+        return PullbackAtOwner(self.function, self.leaves())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +71,14 @@ class PullbackAtOwner:
     """The pullback of a function whose result stayed here; its cotangent comes from those who used the reference."""
 
     function: Any
-    wanted: tuple[int, ...]
+    orders: Orders
 
     @property
     def label(self) -> str:
         return f"the pullback of {describe(self.function)}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, handle: Any) -> list[Any]:
-        layout, operands = numbered((args, kwargs), self.wanted)
-
-        def primal(*variables: Any) -> list[Any]:
-            args, kwargs = delivered(layout.fill(variables))
-            return differentiable(self.function(*args, **kwargs))[0]
-
-        results, pullback = jax.vjp(primal, *operands)
+        results, pullback = pulled_back(self.function, self.orders, None, args, kwargs)
         shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
         numbers = tuple(range(len(shapes)))
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)

@@ -35,13 +35,22 @@ class Results:
         self.are_arrays = known[0].is_plain and not known[0].has_references
         if self._outer is not None:
             layout, shapes = known
-            self._outer.learn((layout, [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in shapes]))
+            self._outer.learn((layout, [one.update(shape=one.shape[1:]) for one in shapes]))
 
     def flatten(self, value: Any) -> list[Any]:
         """A result's arrays."""
         layout, arrays = split(value, is_array)
         if self._known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
+        return self.arrived(arrays)
+
+    @property
+    def have_keys(self) -> bool:
+        """Whether random keys are known to be among them: compiled code must be sent their data."""
+        return self._known is not None and self._known[0].has_keys
+
+    def arrived(self, arrays: list[Any]) -> list[Any]:
+        """The arrays, where nothing else was sent."""
         return as_jax(self.counted(arrays))
 
     def counted(self, arrays: list[Any]) -> list[Any]:

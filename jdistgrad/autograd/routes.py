@@ -12,6 +12,7 @@ from jdistgrad import events
 from jdistgrad.autograd.compiling import Map
 from jdistgrad.autograd.filled import Filled, made
 from jdistgrad.autograd.layout import Layout, is_array, split
+from jdistgrad.autograd.nested import Orders
 from jdistgrad.autograd.order import Place
 from jdistgrad.autograd.recording import Arguments, Lane, Pulled, Recorded, Recording
 from jdistgrad.autograd.results import as_jax, changed_structure
@@ -31,29 +32,28 @@ Source = int | Made | Filled  # a number: of what the message brings
 
 @dataclasses.dataclass(eq=False)
 class CallStop:
-    """Call a function; ``wanted``: record it, to be pulled back to these leaves of its arguments."""
+    """Call a function; ``orders``: record it, to be pulled back to these leaves of its arguments."""
 
     arguments: Layout
-    wanted: tuple[int, ...] | None
+    orders: Orders
     lanes: tuple[Lane, ...]
     count: int  # arrays it returns
     references: bool = False  # whether there may be any among its arguments
     served_as = events.SERVE
 
     def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
-        return function if self.wanted is None else Recorded(function, numbers[0], self.wanted, place, self.lanes)
+        return Recorded(function, numbers[0], self.orders, place, self.lanes) if self.orders else function
 
     def run(self, task: Any, items: list[Any]) -> list[Any]:
         args, kwargs = self.arguments.fill(made(items))
-        if self.wanted is None:
+        if not self.orders:
             args, kwargs = delivered(args, kwargs)
         return self.arrays(task(*args, **kwargs))
 
     def recorded(self, function: Any, items: list[Any]) -> Recording:
         """The call with its pullback, for who keeps that himself."""
         args, kwargs = self.arguments.fill(made(items))
-        assert self.wanted is not None
-        return Recording(function, Arguments(args, kwargs, self.wanted, self.lanes))
+        return Recording(function, Arguments(args, kwargs, self.orders, self.lanes))
 
     def arrays(self, result: Any) -> list[Any]:
         """Those among a result."""
@@ -65,10 +65,11 @@ class CallStop:
 
 @dataclasses.dataclass(eq=False)
 class PullStop:
-    """Pull the pullback of something recorded; ``call``: the stop that records it, if it is one of the same route."""
+    """Pull a pullback of something recorded. ``order``: of which derivative; ``call``: the stop that records it, if
+    that is one of the same route."""
 
     what: str
-    wanted: tuple[int, ...]
+    order: int
     live: tuple[int, ...]
     last: bool
     maps: tuple[Map, ...]
@@ -77,7 +78,7 @@ class PullStop:
 
     def task(self, function: None, numbers: Sequence[int], place: Place) -> Pulled:
         message, number = numbers
-        return Pulled(self.what, message, number, self.wanted, self.live, self.last, self.maps, place)
+        return Pulled(self.what, message, number, self.order, self.live, self.last, self.maps, place)
 
     def run(self, task: Pulled, items: list[Any]) -> list[Any]:
         return task(items)
@@ -114,7 +115,7 @@ class Route:
     @functools.cached_property
     def is_closed(self) -> bool:
         """Whether nothing stays of it and nothing but arrays comes and goes: what is recorded is pulled on the way."""
-        recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.wanted is not None}
+        recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
         pulls = [one for one in self.stops if isinstance(one, PullStop)]
         return (
             {one.call for one in pulls} == recorded

@@ -49,7 +49,7 @@ class Step:
 def _needs_context(operation: Any) -> bool:
     if isinstance(operation, Convoy):
         return any(_needs_context(member.operation) for member in operation.members)
-    return isinstance(operation, CallRemote) or (isinstance(operation, Call) and operation.wanted is not None)
+    return isinstance(operation, CallRemote) or (isinstance(operation, Call) and bool(operation.orders))
 
 
 def _unsent(*inputs: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from jdistgrad.autograd.calls import Call
 from jdistgrad.autograd.layout import is_array, split
 from jdistgrad.autograd.remotely import CallRemote
 from jdistgrad.autograd.results import Results
+from jdistgrad.autograd.typed import plain
 from jdistgrad.autograd.values import Fetch, Publish
 from jdistgrad.rpc import tracing
 from jdistgrad.rpc.claims import StandIn
@@ -25,6 +26,7 @@ class TracedCalls:
 
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
+        function, args, kwargs = plain(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         operation = Call(peer.rank, function, arguments, results, timeout, where=where())
         return results.rebuild(boundary.call(operation)(*operands))
@@ -40,6 +42,7 @@ class TracedCalls:
 
     def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
         peer, results = current_worker().directory.find(to), Results()
+        function, args, kwargs = plain(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         staged = tracing.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)

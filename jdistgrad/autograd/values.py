@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdistgrad.autograd.errands import Errand, send
-from jdistgrad.autograd.exchange import accept, take, value_layout
+from jdistgrad.autograd.exchange import accept, arrays_of_value, take, value_layout
 from jdistgrad.autograd.layout import Layout
 from jdistgrad.autograd.ledger import Contribution
 from jdistgrad.autograd.operations import TOKEN, Batched, Shapes, Started, done, nothing_more
@@ -61,6 +61,10 @@ class Fetch(_Unbatched):
                 rref._claim.arrived = True
             return self.results.flatten(value)
 
+        if self.results.have_keys and isinstance(rref._claim, Claim):
+            owner = rref._claim.owner
+            arrays = current_worker().rpc_async(owner, arrays_of_value, (rref.id,), {}, self.timeout)
+            return Started(arrays, self.results.arrived)
         return Started(rref.value_future(self.timeout), finish)
 
     def errand(self, operands: Sequence[Any]) -> Errand | None:
@@ -180,7 +184,8 @@ class Take:
         return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 
     def _wanted_of(self, leaves: list[Any]) -> list[Any]:
-        return as_jax([self._leaf(leaves[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
+        found = leaves or [None] * self.count  # none, where nobody contributes
+        return as_jax([self._leaf(found[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
 
     def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
         return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf

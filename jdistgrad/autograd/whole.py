@@ -25,8 +25,8 @@ class Whole:
             def stop(turn: int, items: list[Any]) -> list[Any]:
                 one, function = route.stops[turn], functions[turn]
                 if isinstance(one, PullStop):
-                    return recordings.pop(one.call).cotangents(one.wanted, one.live, items, one.maps)
-                if one.wanted is None:
+                    return recordings.pop(one.call).cotangents(one.order, one.live, items, one.maps)
+                if not one.orders:
                     return one.run(function, items)
                 recordings[turn] = one.recorded(function, items)
                 return one.arrays(recordings[turn].result)

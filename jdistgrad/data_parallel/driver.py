@@ -21,6 +21,7 @@ from jdistgrad.data_parallel.leaves import describe_all, flatten, index_dimensio
 from jdistgrad.data_parallel.program import Programs, Traced
 from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.data_parallel.reduction import Reduction
+from jdistgrad.data_parallel.rolls import Act, Joining
 from jdistgrad.data_parallel.rules import Plan, Rules
 from jdistgrad.data_parallel.sparse import require_rows
 from jdistgrad.data_parallel.statistics import Statistics, after_step
@@ -39,7 +40,11 @@ class Driver:
         self._usage = Usage()
         self.statistics = Statistics(hook=rules.hook_name)
         self.used: Any = None
-        self.joining = False
+
+    @property
+    def joining(self) -> bool:
+        """Whether this rank is in a ``join`` block that has not ended for all."""
+        return self._reducer.joining is not Joining.NONE
 
     # The model.
 
@@ -78,13 +83,13 @@ class Driver:
     def average(self, gradients: Any) -> Any:
         """The average of a tree of gradients, which stays as it is."""
         plan = self._plan_for(gradients)
-        return self._average(plan, gradients, self._begin(plan, overwrite=False, backward=False))
+        return self._average(plan, gradients, self._begin(plan, Act.AVERAGE))
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The same by a hook whose states, one for each bucket, are kept elsewhere; and its new states."""
         plan = self._plan_for(gradients)
         current = dict(enumerate(states))
-        reduction = self._begin(plan, overwrite=False, backward=False, hook=hook, states=current)
+        reduction = self._begin(plan, Act.AVERAGE, hook=hook, states=current)
         return self._average(plan, gradients, reduction), [current[number] for number in range(len(states))]
 
     def _average(self, plan: Plan, gradients: Any, reduction: Reduction) -> Any:
@@ -101,10 +106,9 @@ class Driver:
         """The buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: Plan, *, overwrite: bool = True, backward: bool = True, **unusual: Any) -> Reduction:
+    def _begin(self, plan: Plan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
         self._reducer.step += 1
-        usual = self._reducer.usual(plan, overwrite=overwrite, backward=backward)
-        handling = dataclasses.replace(usual, **unusual)
+        handling = dataclasses.replace(self._reducer.usual(plan, act), **unusual)
         return Reduction(self._reducer, self._thread, plan, handling)
 
     def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
@@ -139,15 +143,15 @@ class Driver:
     # Uneven inputs.
 
     @contextlib.contextmanager
-    def join(self, *, divide_by_active: bool) -> Iterator[Join]:
+    def join(self, joining: Joining) -> Iterator[Join]:
         """A block of steps of which ranks may take different numbers."""
         join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
-        self._reducer.divide_by_active, self.joining = divide_by_active, True
+        before, self._reducer.joining = self._reducer.joining, joining
         try:
             yield join
             join.leave()
         finally:
-            self._reducer.divide_by_active = self.joining = False
+            self._reducer.joining = before
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.rolls import Act, Joining
 from jdistgrad.data_parallel.statistics import Clock
 
 
@@ -17,6 +18,8 @@ class Handling:
       states: the hook's, by bucket; it changes them.
       overwrite: whether averages may be written over the gradients.
       clock: where its times are noted.
+      act: what the other ranks are told of it: REDUCE or AVERAGE.
+      joining: in which kind of ``join`` block it began.
     """
 
     step: int
@@ -24,3 +27,5 @@ class Handling:
     states: dict[int, Any]
     overwrite: bool = True
     clock: Clock = dataclasses.field(default_factory=Clock)
+    act: Act = Act.REDUCE
+    joining: Joining = Joining.NONE

@@ -1,5 +1,7 @@
 """Averaging inside one compiled step: pure, for every body of the collectives, synchronous."""
 
+import contextlib
+import hashlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.hooks import average as plain_average, base as hooks
 from jdistgrad.data_parallel.layout import Bucket, join_flat
@@ -33,13 +36,23 @@ class Inside:
     def average_with(self, gradients: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The average of a tree of gradients, and the hook's new states. Every rank must call it."""
         leaves, structure = flatten(gradients)
-        after = []
-        for bucket, state in zip(self._buckets(gradients), states, strict=True):
-            found, state = self._averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state)
-            for slot, value in zip(bucket.slots, found, strict=True):
-                leaves[slot.index] = value
-            after.append(state)
+        buckets, after = self._buckets(gradients), []
+        with self._section(buckets) as all_:
+            for bucket, state in zip(buckets, states, strict=True):
+                found, state = self._averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state, all_)
+                for slot, value in zip(bucket.slots, found, strict=True):
+                    leaves[slot.index] = value
+                after.append(state)
         return jax.tree.unflatten(structure, leaves), after
+
+    def _section(self, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
+        """One agreement is enough for a plan that the ranks know."""
+        if not isinstance(self._collectives, HostCollectives) or not buckets:
+            return contextlib.nullcontext(self._collectives)
+        leaves = [f"{slot.path} {bucket.dtype}{list(slot.shape)}" for bucket in buckets for slot in bucket.slots]
+        digest = hashlib.blake2b(repr((leaves, self._rules.settings)).encode(), digest_size=8).hexdigest()
+        rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+        return self._collectives.section(f"average of {', '.join(leaves[:3])}{rest} (plan {digest})")
 
     def average(self, gradients: Any, *, joining: bool) -> Any:
         """The average of a tree of gradients, where nothing is kept from step to step."""
@@ -72,9 +85,8 @@ class Inside:
             return self._rules.plan(terms, None).buckets
         return self._driver.buckets(tree)
 
-    def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any) -> tuple[Sequence[Any], Any]:
+    def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any, all_: Collectives) -> tuple[Sequence[Any], Any]:
         """A leaf named sparse is dense here, and like rows it is nothing for hooks."""
-        all_ = self._collectives
         if is_sparse(own[0]):
             raise _sparse(bucket)
         summed = [all_.is_summed(gradient) for gradient in own]

@@ -19,6 +19,7 @@ from jdistgrad.data_parallel.inside import Inside, localized
 from jdistgrad.data_parallel.join import Join
 from jdistgrad.data_parallel.program import Programs
 from jdistgrad.data_parallel.reduction import Reduction
+from jdistgrad.data_parallel.rolls import Joining
 from jdistgrad.data_parallel.rules import Rules, paths_of
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
@@ -41,6 +42,8 @@ class DataParallel:
         only these travel.
       check_finite: look for NaN and infinity before each reduction, and say on which rank and in which leaf.
       timeout: seconds to wait for the slowest rank.
+      check: whether the ranks meet before the averages of a compiled step, once for each. Without it a rank that runs
+        another program, or none, is not told from a slow one: the sums may be wrong, or everybody waits without end.
 
     Make one for the whole program: each has a thread and, over MPI, a communicator of its own.
 
@@ -62,6 +65,7 @@ class DataParallel:
         sparse: Sequence[str] = (),
         check_finite: bool = False,
         timeout: float = 300.0,
+        check: bool = True,
     ):
         self._rules = rules = Rules(
             bucket_cap_mb=bucket_cap_mb,
@@ -80,7 +84,13 @@ class DataParallel:
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
         self._driver = Driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
-        self._inside = Inside(self.collectives, rules, self._driver)
+        self._inside = Inside(self._in_programs(timeout, check), rules, self._driver)
+
+    def _in_programs(self, timeout: float, check: bool) -> Collectives:
+        """The collectives, as compiled steps use them."""
+        if isinstance(self.collectives, HostCollectives):
+            return self.collectives.adjusted(timeout=timeout, asks=check and self.collectives.asks)
+        return self.collectives
 
     # The model.
 
@@ -163,7 +173,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which gradients stay this rank's own. Sum them, and ``average`` the sum.
+        """A block in which gradients stay this rank's own. Sum them, and ``average`` the sum. Every rank must do so.
 
         A step inside ``jax.jit`` is what it was when it was traced: jit one for the block and one for outside of it.
         """
@@ -182,7 +192,11 @@ class DataParallel:
         collectives of one's own, in the loss (``SyncBatchNorm``) or beside it: those wait for it without end.
 
         Arguments:
-          divide_by_initial_world_size: divide gradients by the number of all ranks; else by those still active.
+          divide_by_initial_world_size: divide gradients by the number of all ranks; else by those still active. The
+            same on every rank.
+
+        Raises:
+          DisagreementError: in the first step, on every rank: some are in no such block, or divide otherwise.
 
         Example:
           >>> with dp.join() as join:
@@ -192,7 +206,8 @@ class DataParallel:
           ...     params = join.finish(params)
         """
         remedy = "join: the ranks of a mesh run one program and have equally many inputs. Pad them."
-        with self._off_mesh(remedy).join(divide_by_active=not divide_by_initial_world_size) as join:
+        joining = Joining.BY_ALL if divide_by_initial_world_size else Joining.BY_ACTIVE
+        with self._off_mesh(remedy).join(joining) as join:
             yield join
 
     def statistics(self) -> Statistics:

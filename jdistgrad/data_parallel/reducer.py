@@ -18,11 +18,11 @@ from jdistgrad.data_parallel.handling import Handling
 from jdistgrad.data_parallel.layout import Bucket
 from jdistgrad.data_parallel.leaves import is_sparse
 from jdistgrad.data_parallel.memory import Scratch
-from jdistgrad.data_parallel.rolls import Act, Call, Roll
+from jdistgrad.data_parallel.rolls import Act, Call, Joining, Roll
 from jdistgrad.data_parallel.rules import Plan, Rules
 from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.statistics import Clock, Span
-from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
 
 
 class Reducer:
@@ -32,10 +32,10 @@ class Reducer:
         self.collectives, self.rules = collectives, rules
         self.plans: dict[int, Plan] = {}
         self.states: dict[int, dict[int, Any]] = {}
-        self.divide_by_active = False
+        self.joining = Joining.NONE
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
-        self.broken: CollectiveError | None = None
+        self.broken: CollectiveError | WorkerLostError | None = None
         self._announced: list[Callable[[float], list[bytes]]] = []
         self._failed = 0  # the last step of which the others were told that it had failed
         self._scratch = Scratch()
@@ -68,7 +68,7 @@ class Reducer:
             raise self.broken
         try:
             yield
-        except (DisagreementError, MissingRanksError) as error:
+        except (DisagreementError, MissingRanksError, WorkerLostError) as error:
             self.broken = error
             raise
 
@@ -97,8 +97,9 @@ class Reducer:
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
 
-    def _divisor(self, call: Call) -> int:
-        return len(call.active) if self.divide_by_active else self.collectives.size
+    def _here(self, act: Act, bucket: int = 0, digest: int = 0) -> Roll:
+        """This rank's word, where there is no step of which the handling knows more."""
+        return Roll(act, self.step, bucket, 0, digest, self.joining)
 
     # The operations.
 
@@ -107,14 +108,20 @@ class Reducer:
         digest = terms.digest()
         if digest in self.plans:
             return self.plans[digest]
-        return self._share_plan(self._meet(Roll(Act.AGREE, self.step, 0, 0, digest), terms), terms, order)
+        return self._share_plan(self._meet(self._here(Act.AGREE, digest=digest), terms), terms, order)
 
     def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
-        """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too."""
+        """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too.
+
+        Raises:
+          DisagreementError: one of them has other settings, by which it would cut the tree or reduce it otherwise.
+        """
         assert call.leader is not None
         leads = call.leader == self.collectives.rank
-        terms, order = self.collectives.gather_objects((terms, order) if leads else None)[call.leader]
+        told = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None))
+        terms, order = told[call.leader][1]
         assert terms is not None
+        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, _) in enumerate(told)})
         plan = self.rules.plan(terms, order)
         self.plans[plan.digest] = plan
         return plan
@@ -126,11 +133,12 @@ class Reducer:
             own = jax.block_until_ready(list(gradients))
             ready = time.perf_counter()
             fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
-        call = self._meet(Roll(Act.REDUCE, handling.step, number, fault, plan.digest), plan.terms)
+        mine = Roll(handling.act, handling.step, number, fault, plan.digest, handling.joining)
+        call = self._meet(mine, plan.terms)
         self._require_finite(call, bucket)
         met = time.perf_counter()
         with self._telling(handling.step, number):
-            averaged = self._averaged(bucket, own, handling, self._divisor(call))
+            averaged = self._averaged(bucket, own, handling, call.divisor)
         handling.clock.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
 
@@ -148,10 +156,14 @@ class Reducer:
         )
         return averaged
 
-    def usual(self, plan: Plan, *, overwrite: bool = True, backward: bool = True) -> Handling:
-        """How a step is treated that says nothing else: by the hook of this group, which has a state for each plan."""
+    def usual(self, plan: Plan, act: Act) -> Handling:
+        """How gradients are treated of which nothing else is said: by the hook of this group, with a state per plan.
+
+        Those that were given to be averaged stay as they are.
+        """
         states = self.states.setdefault(plan.digest, {})
-        return Handling(self.step, self.rules.hook, states, overwrite, Clock(backward))
+        own = act is Act.REDUCE
+        return Handling(self.step, self.rules.hook, states, own, Clock(backward=own), act, self.joining)
 
     def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
         slot = bucket.slots[0]
@@ -174,7 +186,7 @@ class Reducer:
 
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Which parameters any rank used. Ranks that have joined used none."""
-        self._meet(Roll(Act.USED, self.step, len(used), 0, 0))
+        self._meet(self._here(Act.USED, len(used)))
         return self._share_used(np.array(used, np.uint8))
 
     def _share_used(self, used: np.ndarray) -> np.ndarray:
@@ -183,14 +195,14 @@ class Reducer:
 
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """The root's leaves, written over this rank's."""
-        self._meet(Roll(Act.BROADCAST, self.step, root, 0, terms.digest()), terms)
+        self._meet(self._here(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
         """Compare everybody's leaves."""
-        self._meet(Roll(Act.VERIFY, self.step, 0, 0, terms.digest()), terms)
+        self._meet(self._here(Act.VERIFY, digest=terms.digest()), terms)
         verification.verify(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
@@ -201,29 +213,30 @@ class Reducer:
         A bucket that is not finite is the others' affair: they hear of it, and may go on.
         """
         while True:
-            call = self._meet(Roll(Act.SHADOW, self.step, 0, 0, 0))
+            call = self._meet(self._here(Act.SHADOW))
             if call.leader is None:
+                self.joining = Joining.NONE
                 return max(self.last_active)
             lead = call.rolls[call.leader]
             self.step = max(self.step, lead.step)
             if lead.act is Act.AGREE:
                 self._share_plan(call, None, None)
-            elif lead.act is Act.REDUCE:
+            elif lead.act in (Act.REDUCE, Act.AVERAGE):
                 with self._telling(lead.step, lead.bucket):
                     self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
             elif lead.act is not Act.FAILED:  # of which the others hear, and may go on
-                raise rolls.apart(self.collectives.rank, Roll(Act.SHADOW, self.step, 0, 0, 0), call.leader, lead)
+                raise rolls.apart(self.collectives.rank, self._here(Act.SHADOW), call.leader, lead)
 
     def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:
-        bucket, divisor = plan.buckets[number], self._divisor(call)
+        bucket = plan.buckets[number]
         if any(roll.fault for roll in call.rolls):
             return
         if self.rules.hook is None and not bucket.sparse:
             averaging.zeros(bucket, self.collectives, self._scratch)
         elif plan.terms.leaves[bucket.slots[0].index].sparse:
-            reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, divisor, self.collectives)
+            reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(bucket, nothing, self.usual(plan), divisor)
+            self._averaged(bucket, nothing, self.usual(plan, Act.REDUCE), call.divisor)

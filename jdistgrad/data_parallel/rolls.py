@@ -1,7 +1,8 @@
 """What the ranks tell each other before each collective, and what follows from it: a pure function.
 
 A few dozen bytes from everybody, before a single gradient moves: that all are there, at the same bucket of the same
-plan, with finite numbers if asked to check, and who has run out of inputs. What does not match is told on every rank.
+plan, in the same kind of ``join`` block, with finite numbers if asked to check, and who has run out of inputs. What
+does not match is told on every rank.
 """
 
 import enum
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from jdistgrad.errors import DisagreementError
 
-_FORMAT = struct.Struct("<4qQ")
+_FORMAT = struct.Struct("<2i3qQ")
 
 
 class Act(enum.IntEnum):
@@ -25,6 +26,20 @@ class Act(enum.IntEnum):
     VERIFY = 5
     OPERATE = 6  # it is in a collective of its own, in a hook
     FAILED = 7  # it will not do what it was to do, for a reason of its own
+    AVERAGE = 8  # it reduces gradients that it was given, not those of a step: accumulated ones, as a rule
+
+
+class Joining(enum.IntEnum):
+    """In which kind of ``join`` block a rank is, and by how many gradients are divided there."""
+
+    NONE = 0  # in none: by all ranks
+    BY_ALL = 1
+    BY_ACTIVE = 2
+
+    def __str__(self) -> str:
+        if self is Joining.NONE:
+            return "in no join block"
+        return f"in join(divide_by_initial_world_size={self is Joining.BY_ALL})"
 
 
 class Roll(NamedTuple):
@@ -35,9 +50,10 @@ class Roll(NamedTuple):
     bucket: int
     fault: int
     digest: int
+    joining: Joining = Joining.NONE
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(*self)
+        return _FORMAT.pack(self.act, self.joining, self.step, self.bucket, self.fault, self.digest)
 
     def __str__(self) -> str:
         doing = {
@@ -49,6 +65,7 @@ class Roll(NamedTuple):
             Act.VERIFY: "verifies parameters",
             Act.OPERATE: "is in a collective operation",
             Act.FAILED: f"has failed at bucket {self.bucket}",
+            Act.AVERAGE: f"reduces bucket {self.bucket} of given gradients",
         }[self.act]
         return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
 
@@ -63,20 +80,27 @@ class Call(NamedTuple):
     def leader(self) -> int | None:
         return self.active[0] if self.active else None
 
+    @property
+    def divisor(self) -> int:
+        """By how many gradients are divided."""
+        by_active = bool(self.active) and self.rolls[self.active[0]].joining is Joining.BY_ACTIVE
+        return len(self.active) if by_active else len(self.rolls)
+
 
 def unpack(word: bytes) -> Roll:
-    act, *rest = _FORMAT.unpack(word)
-    return Roll(Act(act), *rest)
+    act, joining, step, bucket, fault, digest = _FORMAT.unpack(word)
+    return Roll(Act(act), step, bucket, fault, digest, Joining(joining))
 
 
 def call(words: Sequence[bytes]) -> Call:
     """Read everybody's words.
 
     Raises:
-      DisagreementError: ranks that are active are not at the same place; or some have joined, and the others do what
-        nobody can do for them.
+      DisagreementError: ranks are in different kinds of ``join`` blocks; or those that are active are not at the same
+        place; or some have joined, and the others do what nobody can do for them.
     """
     rolls = tuple(unpack(word) for word in words)
+    _require_same_block(rolls)
     active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
     if active:
         first = rolls[active[0]]
@@ -89,23 +113,36 @@ def call(words: Sequence[bytes]) -> Call:
     return Call(rolls, active)
 
 
+def _require_same_block(rolls: Sequence[Roll]) -> None:
+    """A step that has failed is told at any later time, perhaps after its block."""
+    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]
+    for rank in going_on:
+        first = going_on[0]
+        if rolls[rank].joining is not rolls[first].joining:
+            raise _come_apart(f"rank {first} is {rolls[first].joining}, rank {rank} {rolls[rank].joining}", rank)
+
+
 def _place(roll: Roll) -> tuple[Act, int, int]:
     """Where a rank is. Trees are met, and parameters shared, whatever the step; a step may fail at any bucket."""
     bucket = 0 if roll.act is Act.FAILED else roll.bucket
-    return roll.act, bucket, roll.step if roll.act in (Act.REDUCE, Act.FAILED) else 0
+    return roll.act, bucket, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
 
 
 def meet_with_trees(rolls: Iterable[Roll]) -> bool:
     """Whether all ranks come with a tree that their digests stand for: to begin to reduce it, or to broadcast it."""
     found = list(rolls)
-    begins = all(roll.act in (Act.AGREE, Act.REDUCE) and roll.bucket == 0 for roll in found)
+    begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.bucket == 0 for roll in found)
     return begins or len({(roll.act, roll.bucket) for roll in found}) == 1
 
 
 def apart(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
+    return _come_apart(f"rank {first} {its}, rank {other} {theirs}", other)
+
+
+def _come_apart(how: str, rank: int) -> DisagreementError:
     return DisagreementError(
-        f"the ranks have come apart: rank {first} {its}, rank {other} {theirs}. Nothing of it was reduced. Every rank "
-        "must take the same steps on the same trees of gradients; ranks with fewer inputs need DataParallel.join(). "
-        "What has come apart stays so: make a new DataParallel on every rank.",
-        rank=other,
+        f"the ranks have come apart: {how}. Nothing of it was reduced. Every rank must take the same steps on the same "
+        "trees of gradients, under no_sync too; ranks with fewer inputs need DataParallel.join(), on every rank, with "
+        "the same arguments. What has come apart stays so: make a new DataParallel on every rank.",
+        rank=rank,
     )

@@ -2,11 +2,12 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.current import current_worker, left_behind
+from jdistgrad.rpc.watchdog import Engagement, Occasion
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
@@ -20,6 +21,43 @@ class Seat:
     size: int
     owner: Any
     check: Callable[[], None]
+
+
+class Together:
+    """A block in which a worker takes part in something with others of its world, as its watchdog knows.
+
+    Arguments:
+      worker: the worker; None: there is no world, and nobody watches.
+      ranks: everybody's, in the world.
+      blocking: whether it is inside MPI, where only the end of the job would end it.
+    """
+
+    __slots__ = ("_blocking", "_engagement", "_occasion", "_ranks", "_worker")
+
+    def __init__(self, worker: Any, occasion: Occasion, ranks: Sequence[int], *, blocking: bool):
+        self._worker, self._occasion, self._ranks, self._blocking = worker, occasion, ranks, blocking
+        self._engagement: Engagement | None = None
+
+    def __enter__(self) -> "Together":
+        if self._worker is not None and len(self._ranks) > 1:
+            self._engagement = self._worker.watchdog.begin(self._occasion, self._ranks, blocking=self._blocking)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._engagement is not None:
+            self._worker.watchdog.end(self._engagement)
+
+    def check(self) -> None:
+        """Raise where somebody will never come."""
+        if self._engagement is not None:
+            self._engagement.check()
+
+    def places(self, missing: Sequence[int]) -> dict[int, str]:
+        """Where those of these ranks (in the group) are that still answer."""
+        if self._worker is None:
+            return {}
+        found = self._worker.watchdog.ask([self._ranks[one] for one in missing], self._occasion)
+        return {one: found[self._ranks[one]].place for one in missing if self._ranks[one] in found}
 
 
 def seat() -> Seat:
@@ -36,6 +74,13 @@ def seat() -> Seat:
             )
 
     return Seat(worker.world, worker.rank, worker.size, worker, check)
+
+
+def refuse_forked_process(what: str) -> None:
+    """Raises NotInitializedError in a process that was forked from a worker's: MPI is its parent's."""
+    why = left_behind()
+    if why is not None:
+        raise errors.NotInitializedError(f"{what}: {why}")
 
 
 def is_local() -> bool:

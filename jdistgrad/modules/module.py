@@ -74,7 +74,8 @@ def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     if isinstance(module, flax_linen.Module):
         linen.require_arguments(module, args)
         return linen.LinenApply, linen.blueprint_of(module)
-    if callable(module) and not isinstance(module, flax_nnx.Module | type(flax_linen.Module)):
+    is_linen_class = isinstance(module, type) and issubclass(module, flax_linen.Module)
+    if callable(module) and not is_linen_class and not isinstance(module, flax_nnx.Module):
         return nnx.NnxApply, nnx.blueprint_of(module)
     raise TypeError(
         f"RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called with "

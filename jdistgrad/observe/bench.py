@@ -103,7 +103,7 @@ def measure() -> Times:
 def of_a_job(n: int) -> Times:
     """The numbers of a job of so many ranks."""
     command = launch.command(n, ["-m", "jdistgrad.observe.bench"])
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = launch.attend(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise LauncherError(f"the job of {n} ranks failed; `jdistgrad doctor` may say why:\n{done.stderr.strip()}")

@@ -131,7 +131,7 @@ def main(n: int) -> int:
         return report()
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
-        return subprocess.run(command, timeout=TIME_LIMIT, check=False).returncode
+        return launch.attend(command, timeout=TIME_LIMIT).returncode
     except subprocess.TimeoutExpired:
         print(
             Finding(

@@ -3,7 +3,7 @@
 import collections
 import concurrent.futures
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -88,17 +88,26 @@ class DistributedOptimizer:
     def restore(self, state: dict[str, Any]) -> None:
         """Put back what ``state`` of an optimizer of the same values, on the same owners, gave.
 
+        Its arrays may be NumPy's. All owners look at their parts before the first puts its own back.
+
         Raises:
-          ValueError: it is of another structure.
+          ValueError: it is of another structure, or holds other shapes or dtypes; nothing was restored anywhere.
         """
-        if len(state["values"]) != len(self._rrefs) or len(state["states"]) != len(self._owned):
+        parts = zip(self._owned.values(), self._parts(state), strict=True)
+        prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
+        _all([part.creation() for _, part in prepared])
+        _all([api.rpc_async(owned.owner, owner.put_back, (owned.id, part.id)) for owned, part in prepared])
+
+    def _parts(self, state: Any) -> list[owner.Saved]:
+        """Each owner's part of a saved state."""
+        values, states = _lists(state)
+        if len(values) != len(self._rrefs) or len(states) != len(self._owned):
             raise ValueError(
-                f"restore: {len(state['values'])} values on {len(state['states'])} owners, but this optimizer has "
-                f"{len(self._rrefs)} on {len(self._owned)}"
+                f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {len(self._rrefs)} on "
+                f"{len(self._owned)}"
             )
-        each = zip(self._owned.values(), self._numbers.values(), state["states"], strict=True)
-        calls = [(owned, ([state["values"][k] for k in mine], one)) for owned, mine, one in each]
-        _all([api.rpc_async(owned.owner, owner.restore, (owned.id, *args)) for owned, args in calls])
+        each = enumerate(zip(self._numbers.values(), states, strict=True))
+        return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
 
     def _scale(self) -> float:
         """What gradients are multiplied by; raises, before anything is changed, where a step cannot be made."""
@@ -125,6 +134,18 @@ def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
     return found
+
+
+def _lists(state: Any) -> list[Sequence[Any]]:
+    """The values and the states of what was saved."""
+    if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
+        held = (", ".join(map(repr, state)) or "nothing in it") if isinstance(state, Mapping) else ""
+        found = f"a {type(state).__name__}" + (f" with {held}" if held else "")
+        raise ValueError(f"restore takes what state() gave, a dict with 'values' and 'states', not {found}")
+    for name in ("values", "states"):
+        if not isinstance(state[name], list | tuple):
+            raise ValueError(f"restore: {name!r} is a {type(state[name]).__name__}, expected a list, as state() gave")
+    return [state["values"], state["states"]]
 
 
 def _all(futures: Sequence[concurrent.futures.Future]) -> list[Any]:

@@ -12,15 +12,17 @@ import numpy as np
 import optax
 
 from jdistgrad.autograd.derived import gradient_layout
-from jdistgrad.autograd.layout import Hole, Layout, has_gradient
+from jdistgrad.autograd.layout import Hole, Layout, has_gradient, only_floats
 from jdistgrad.autograd.tape import current_tape
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc import trees
+from jdistgrad.optim import restoring
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references import RRef
 from jdistgrad.rpc.worker import Worker
 
 LEAF = jax.tree.structure(0)
+
+Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their place in it
 
 _locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
 
@@ -44,7 +46,7 @@ class Value(NamedTuple):
         if isinstance(whole, jax.Array) and has_gradient(whole):
             return cls([whole], LEAF, Layout(Hole(), (0,)))
         layout, leaves = gradient_layout(whole)
-        return cls(leaves, jax.tree.structure(_only_floats(whole)), layout)
+        return cls(leaves, jax.tree.structure(only_floats(whole)), layout)
 
 
 class OwnedParameters:
@@ -86,14 +88,26 @@ class OwnedParameters:
         with self._lock:
             return [rref.local_value() for rref in self._rrefs], self._state
 
-    def restore(self, values: Sequence[Any], state: Any) -> None:
-        known_values, known_state = self.state()
-        _check_structure("values", list(values), known_values)
-        _check_structure("state", state, known_state)
+    def prepare(self, saved: Saved) -> Saved:
+        """What ``put_back`` takes: saved values and state, if they are like those there are. Changes nothing."""
+        values, state = self.state()
+        known = {
+            "values": dict(zip(saved["values"], values, strict=True)),
+            "states": dict.fromkeys(saved["states"], state),
+        }
+        differs = restoring.difference(saved, known)
+        if differs is not None:
+            raise ValueError(
+                f"restore on {current_worker().info}: {differs}. Nothing was restored, on no worker. Restore what "
+                "state() gave of an optimizer of the same values and the same transformation."
+            )
+        return restoring.brought_home(saved, known)
+
+    def put_back(self, prepared: Saved) -> None:
         with self._lock:
-            self._state = _at_home(state)
-            for rref, value in zip(self._rrefs, values, strict=True):
-                self._owned.replace(rref.id, _at_home(value))
+            (self._state,) = prepared["states"].values()
+            for rref, value in zip(self._rrefs, prepared["values"].values(), strict=True):
+                self._owned.replace(rref.id, value)
 
     def _current(self) -> list[Value]:
         """The values as they are now: others may replace them, or change what is in them."""
@@ -122,27 +136,6 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, mine) for tree, mine in zip(trees, leaves, strict=True)]
 
 
-def _check_structure(name: str, new: Any, known: Any) -> None:
-    found: Any = jax.tree.structure(new)
-    expected: Any = jax.tree.structure(known)
-    if found == expected:
-        return
-    raise ValueError(
-        f"restore on {current_worker().info}: the {name} have the structure {found}, not {expected}. Restore what "
-        "state() of the same optimizer gave."
-    )
-
-
-def _only_floats(value: Any) -> Any:
-    """The value with nothing in the place of what is not optimized."""
-    return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
-
-
-def _at_home(tree: Any) -> Any:
-    """The arrays of a tree on this worker's device; what was restored from a file may be bound to another."""
-    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf, tree)
-
-
 # What the optimizer calls on owners. It holds a reference to the parameters: their id is enough.
 
 
@@ -167,5 +160,9 @@ def state(identifier: int) -> tuple[list[Any], Any]:
     return _known(identifier).state()
 
 
-def restore(identifier: int, values: Sequence[Any], state: Any) -> None:
-    _known(identifier).restore(values, state)
+def prepare(identifier: int, saved: Saved) -> Saved:
+    return _known(identifier).prepare(saved)
+
+
+def put_back(identifier: int, prepared: int) -> None:
+    _known(identifier).put_back(current_worker().owned.value(prepared).result())

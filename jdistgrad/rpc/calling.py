@@ -44,7 +44,7 @@ class Caller:
         peer = worker.directory.find(to)
         check_call(call, peer, handed_over=worker.transport.hands_over or peer.rank == worker.rank)
         seconds = worker.timeout if timeout is None else checked_timeout(timeout)
-        future = CallFuture(worker.transport.wait_for)
+        future = CallFuture(worker.wait_for)
         now = time.monotonic()
         pending = Pending(identifier, peer, worker.info, call[0], seconds, now + seconds, future, now)
         self._calls.open(pending)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.weights import Weight
 
@@ -40,21 +41,26 @@ class Missing:
         )
 
 
+def _zeros(like: Any) -> Any:
+    zeros = np.zeros(like.shape, like.dtype)
+    return weakly_typed(zeros) if like.weak_type else zeros
+
+
 class StandIn:
     """In place of a claim where a function is traced for its shapes and the value does not exist yet: zeros do."""
 
-    created = None
+    created = world = None
     id = 0
 
-    def __init__(self, owner: int, world: str, layout: Any, shapes: Any):
-        self.owner, self.world, self.layout, self.shapes = owner, world, layout, shapes
+    def __init__(self, owner: int, layout: Any, shapes: Any):
+        self.owner, self.layout, self.shapes = owner, layout, shapes
 
     @property
     def key(self) -> "StandIn":
         return self
 
     def value(self) -> Any:
-        return self.layout.fill([np.zeros(one.shape, one.dtype) for one in self.shapes])
+        return self.layout.fill([_zeros(one) for one in self.shapes])
 
 
 class Claim:
@@ -140,9 +146,10 @@ class ClaimTable:
 class RuntimeKey:
     """The key of a reference made in code that JAX stages: which one it is, an array (its token) says at run time.
 
-    ``results``: what is known of its value's shapes, for the layer that staged it.
+    ``results``: what is known of its value's shapes, for the layer that staged it. ``world``: that in which the code
+    runs, which may be another one than it was traced in.
     """
 
     owner: int
-    world: str
     results: Any
+    world: None = None

@@ -1,5 +1,6 @@
 """The end of a world, seen from one worker: serve until everybody wants to close and nothing is under way."""
 
+import logging
 import math
 import threading
 import time
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jdistgrad import errors
 from jdistgrad.rpc.quiet import Report, Survey
+from jdistgrad.rpc.waiting import Patience, describe
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.message import Kind, Message
 
@@ -16,10 +18,18 @@ if TYPE_CHECKING:
 COORDINATOR = 0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
 LOOK_SECONDS = 0.05
+SPEAK_SECONDS = 10.0
+ASK_SECONDS = 2.0  # for reports where they are asked for to tell of them
+
+log = logging.getLogger("jdistgrad.rpc")
 
 
 class Closing:
-    """Answers the coordinator's surveys from the start; ``run`` takes part in the end."""
+    """Answers surveys from the start; ``run`` takes part in the end.
+
+    Attributes:
+      gave_up: in what words the latest ``run`` ran out of time, if it did.
+    """
 
     def __init__(self, worker: "Worker"):
         self._worker = worker
@@ -28,23 +38,37 @@ class Closing:
         self._survey = Survey(worker.size)
         self._round = 0
         self._round_complete = threading.Event()
+        self._patience = Patience(math.inf, 0.0)
+        self.gave_up: str | None = None
 
-    def run(self, timeout: float) -> None:
+    @property
+    def wanted(self) -> bool:
+        """Whether this worker is in ``shutdown``."""
+        return self._wants_to_close
+
+    def run(self, timeout: float, *, speaks: bool = True) -> None:
         """Return when the world is quiet, and everybody returns now.
+
+        Arguments:
+          speaks: whether to say for what it waits, where that is long: as warnings of the logger ``jdistgrad.rpc``,
+            which Python prints to stderr unless the program has other plans for them.
 
         Raises:
           CallTimeoutError: not quiet within ``timeout`` seconds; it says for whom it waited. The world goes on.
           WorkerLostError: a worker died before.
         """
         self._check(math.inf, timeout)
-        deadline = time.monotonic() + timeout
+        now = time.monotonic()
+        self.gave_up, self._patience = None, Patience(SPEAK_SECONDS if speaks else math.inf, now)
+        deadline = now + timeout
         self._want_to_close(True)
         try:
             if self._worker.rank == COORDINATOR:
                 self._conduct(deadline, timeout)
             self._wait(self._told_to_close, deadline, timeout)
-        except errors.CallTimeoutError:
+        except errors.CallTimeoutError as error:
             self._want_to_close(False)
+            self.gave_up = str(error)
             raise
 
     def _want_to_close(self, wanted: bool) -> None:
@@ -55,17 +79,21 @@ class Closing:
         pause = FIRST_PAUSE
         while not self._survey_once(deadline, timeout):
             self._check(deadline, timeout)
+            self._look_around()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._tell_all(Kind.CLOSE)
 
     def _survey_once(self, deadline: float, timeout: float) -> bool:
+        self._ask_everybody()
+        self._wait(self._round_complete, deadline, timeout)
+        return self._survey.conclude()
+
+    def _ask_everybody(self) -> None:
         self._round += 1
         self._survey.start()
         self._round_complete.clear()
         self._tell_all(Kind.SURVEY)
-        self._wait(self._round_complete, deadline, timeout)
-        return self._survey.conclude()
 
     def _tell_all(self, kind: Kind) -> None:
         for peer in range(self._worker.size):
@@ -78,6 +106,33 @@ class Closing:
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
         while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
             self._check(deadline, timeout)
+            self._look_around()
+
+    # What it waits for.
+
+    def _look_around(self) -> None:
+        """Now and then: of all that are in shutdown, the lowest says for what they wait."""
+        now, worker = time.monotonic(), self._worker
+        if not self._patience.wants_to_look(now):
+            return
+        reports = self._reports()
+        lowest = min((rank for rank, report in reports.items() if report.closing), default=None)
+        if self._patience.ends(reports, now) and lowest == worker.rank:
+            waited = self._patience.waited(now)
+            log.warning("shutdown of %s: waiting %.0f s %s", worker.info, waited, self._describe(reports))
+
+    def _reports(self) -> dict[int, Report]:
+        """What is known of everybody. Who conducts has asked already."""
+        if self._worker.rank != COORDINATOR:
+            self._ask_everybody()
+        end = time.monotonic() + ASK_SECONDS
+        while not (self._told_to_close.is_set() or time.monotonic() > end):
+            if self._round_complete.wait(LOOK_SECONDS):
+                break
+        return self._survey.known()
+
+    def _describe(self, reports: dict[int, Report]) -> str:
+        return describe(self._worker.directory.workers, reports)
 
     def _check(self, deadline: float, timeout: float) -> None:
         worker = self._worker
@@ -89,10 +144,8 @@ class Closing:
             raise self._too_late(timeout)
 
     def _too_late(self, timeout: float) -> errors.CallTimeoutError:
-        names = [str(self._worker.directory.workers[rank]) for rank in self._survey.waiting_for()]
-        whom = ", ".join(names) if self._worker.rank == COORDINATOR else "the others"
         return errors.CallTimeoutError(
-            f"shutdown of {self._worker.info}: waited {timeout:g} s for {whom or 'calls in flight'} to finish. "
+            f"shutdown of {self._worker.info}: waited {timeout:g} s {self._describe(self._reports())}. "
             "Every worker must call shutdown(); shutdown(graceful=False) leaves without waiting.",
             seconds=timeout,
         )
@@ -101,10 +154,10 @@ class Closing:
 
     def handle(self, message: Message) -> None:
         if message.kind is Kind.SURVEY:
-            reply = Message(Kind.REPORT, self._worker.rank, message.id, self._report())
+            reply = Message(Kind.REPORT, self._worker.rank, message.id, self._report().plain())
             self._worker.post(message.source, reply)
         elif message.kind is Kind.REPORT and message.id == self._round:
-            self._survey.add(message.source, self._worker.open(message))
+            self._survey.add(message.source, Report.of(message.body))
             if self._survey.complete:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self._wants_to_close:
@@ -116,7 +169,8 @@ class Closing:
     def _report(self) -> Report:
         self._worker.letting_go.flush()
         sent, received, serving = self._worker.traffic.counts()
-        return Report(self._wants_to_close, bool(serving or len(self._worker.calls)), sent, received)
+        busy = bool(serving or len(self._worker.calls))
+        return Report(self._wants_to_close, busy, sent, received, self._worker.serving.shown())
 
     def awaited(self) -> set[int]:
         """Whose silence would keep this worker from closing."""

@@ -3,7 +3,6 @@
 import io
 import pickle
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -11,7 +10,8 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import functions
+from jdistgrad.rpc import functions, trees
+from jdistgrad.rpc.failures import spelled
 from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.shipments import Shipment, decoding, encoding
 from jdistgrad.wire import arrays
@@ -72,7 +72,14 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         reduced = self.reduction(value)
+        if reduced is NotImplemented and isinstance(value, type) and value.__module__ == "__main__":
+            reduced = self.class_of_the_program(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    def class_of_the_program(self, value: type) -> Any:
+        """By name, as everything that both sides can import; beside it the code, for who has not run this program."""
+        path = functions.import_path(value)
+        return NotImplemented if path is None else (functions.own_or_sent, (*path, code_of(value)))
 
     def plain_function(self, function: Any) -> Any:
         return super(_Reducing, self).reducer_override(function)
@@ -109,15 +116,15 @@ class Codec:
             return error
         if function is not None and functions.import_path(function) is None:
             return functions.refuse(function)
-        return EncodingError(f"{self._culprit(value)}{type(error).__name__}: {error}")
+        if isinstance(error, RecursionError):
+            return EncodingError(
+                f"it is nested too deeply to be sent ({spelled(error)}). Send it as a flat list or array"
+            )
+        return EncodingError(f"{self._culprit(value)}{spelled(error)}")
 
     def _culprit(self, value: Any) -> str:
         """The path of the first leaf that cannot be encoded by itself."""
-        try:
-            leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda node: isinstance(node, Iterator))
-        except (TypeError, ValueError):  # a dict whose keys cannot be sorted
-            return ""
-        for path, leaf in leaves:
+        for path, leaf in trees.leaves_with_keys(value):
             try:
                 self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
             except Exception:  # any reason will do: the first error has been kept
@@ -136,7 +143,15 @@ class Codec:
                 "version of every module, and define the same functions: at top level, not where only some ranks come."
             ) from error
         except Exception as error:
-            raise EncodingError(f"a message could not be rebuilt: {type(error).__name__}: {error}") from error
+            raise EncodingError(f"a message could not be rebuilt: {spelled(error)}") from error
+
+
+def code_of(value: type) -> bytes | None:
+    """A class by value; None where something in it cannot be sent."""
+    try:
+        return cloudpickle.dumps(value)
+    except Exception:  # any reason will do: there remains its name
+        return None
 
 
 def hides_traced(value: Any) -> bool:

@@ -24,6 +24,7 @@ _bound: contextvars.ContextVar["Worker | None"] = contextvars.ContextVar("jdistg
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
 _scope: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: "Worker | None" = None
+_left_behind: str | None = None  # in a forked process: what it was forked from, and what to do
 
 # Part of JAX's trace key: a function traced on one worker is traced anew on another of the same process. The value is
 # compared at every dispatch: a small number for each kind of worker, not the worker itself.
@@ -86,7 +87,8 @@ def current_worker() -> "Worker":
     worker = find_worker()
     if worker is None:
         raise NotInitializedError(
-            "there is no world here: jdistgrad.init() was not called, or shutdown() was. Call init() first; in a "
+            _left_behind
+            or "there is no world here: jdistgrad.init() was not called, or shutdown() was. Call init() first; in a "
             "thread started inside spawn's main, run its target with contextvars.copy_context().run."
         )
     return worker
@@ -95,7 +97,9 @@ def current_worker() -> "Worker":
 def find_worker() -> "Worker | None":
     """The worker this code runs on, if any."""
     worker = _bound.get()
-    return worker if worker is not None or _seated.get() else _of_process
+    if worker is None and not _seated.get():
+        worker = _of_process
+    return None if worker is None or worker.severed else worker
 
 
 def current_scope() -> "Scope | None":
@@ -149,8 +153,9 @@ def place() -> Place:
 def at(place: Place) -> Iterator[None]:
     """A block, on whatever thread, that belongs to the worker and scope of a place."""
     worker = _of_process if place.key is None else _workers.get(place.key)
-    if worker is None:
-        raise NotInitializedError("a compiled function is run in no world: the world it was compiled in is closed")
+    if worker is None or worker.severed:
+        why = _left_behind or "the world it was compiled in is closed"
+        raise NotInitializedError(f"a compiled function is run in no world: {why}")
     with _setting(_bound, worker), _setting(_scope, worker.slots.at(place.slot)), _setting(_place, place):
         yield
 
@@ -185,3 +190,15 @@ def unbind(worker: "Worker") -> None:
         _bound.set(None)
     if _of_process is worker:
         _of_process = None
+
+
+def leave_behind(why: str) -> None:
+    """This process was forked from a worker's, and has no world, and no scope."""
+    global _left_behind
+    _left_behind = why
+    _scope.set(None)
+
+
+def left_behind() -> str | None:
+    """Why this process has no world and can have none, if it was forked from one that had."""
+    return _left_behind

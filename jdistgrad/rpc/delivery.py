@@ -38,5 +38,5 @@ def standing_in(leaf: Any) -> Any:
         return ByReference(standing_in(leaf.rref))
     if isinstance(leaf, RRef) and leaf.token is not None:
         key: Any = leaf._claim.key
-        return RRef._of(StandIn(key.owner, key.world, *key.results.known))
+        return RRef._of(StandIn(key.owner, *key.results.known))
     return leaf

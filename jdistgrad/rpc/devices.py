@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import jax
+import numpy as np
 
 from jdistgrad._compat import backends_are_initialized, configured
 
@@ -39,3 +40,11 @@ def device_of_local_worker(rank: int) -> jax.Device | None:
     """The device of a worker that shares its process with others; None where there is only one to have."""
     devices = jax.local_devices()
     return devices[rank % len(devices)] if len(devices) > 1 else None
+
+
+def finish_programs_of_this_thread() -> None:
+    """Return when the programs that this thread has called have run."""
+    _last(np.float32(0)).block_until_ready()
+
+
+_last = jax.jit(lambda number: number)

@@ -2,9 +2,14 @@
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
+from jdistgrad.errors import DuplicateNameError, UnknownWorkerError
+from jdistgrad.rpc import likeness
+
+LONGEST_NAME = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -20,12 +25,11 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker says of itself when it joins."""
+    """What a worker says of itself when it joins. ``facts``: what all must have alike, see ``likeness``."""
 
     name: str
     world: str
-    version: str
-    allow_code: bool
+    facts: Mapping[str, str]
 
 
 class Directory:
@@ -78,16 +82,15 @@ def agree(hellos: Sequence[Hello]) -> Directory:
                 name=hello.name,
             )
         ranks[hello.name] = rank
-    for what in ("version", "allow_code"):
-        _same([getattr(hello, what) for hello in hellos], what)
+    likeness.check([hello.facts for hello in hellos])
     return Directory([hello.name for hello in hellos])
 
 
-def _same(values: Sequence[object], what: str) -> None:
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise WorldError(
-                f"init: the workers disagree on {what}: rank 0 has {values[0]!r}, rank {rank} has {value!r}. "
-                "Start every rank with the same program and the same installation.",
-                what=what,
-            )
+def checked_name(name: Any) -> str:
+    """A worker's name, if it is one that can stand in a message and on a command line."""
+    if isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and " " not in name:
+        return name
+    raise ValueError(
+        f"init: a worker's name is a string of 1 to {LONGEST_NAME} printable characters without spaces, not "
+        f"{reprlib.repr(name)}. Leave name out for worker0, worker1, ..."
+    )

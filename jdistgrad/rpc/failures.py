@@ -1,5 +1,10 @@
-"""Exceptions that cross workers: their own type, the remote traceback, and the chain of workers as notes."""
+"""Exceptions that cross workers: their own type, the remote traceback, and the chain of workers as notes.
 
+Their classes are users' own, and may raise anything where an exception is asked for its text, copied, pickled or given
+a note. Nothing in here lets that through: the caller must get an answer.
+"""
+
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -8,6 +13,8 @@ from typing import Any
 
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.shipments import encoding
+
+SHOWN = 20  # of a traceback's first and of its last frames: an endless recursion has a thousand between them
 
 
 @dataclasses.dataclass(slots=True)
@@ -19,26 +26,55 @@ class Failure:
     note: str
 
     def __reduce__(self) -> Any:
-        return _rebuild, (_pickled(self.error), self.spelled, self.note, getattr(self.error, "__notes__", []))
+        return _rebuild, (_pickled(self.error), self.spelled, self.note, _notes(self.error))
 
     def to_raise(self) -> BaseException:
         """The exception for the caller; called once for each caller."""
-        if not isinstance(self.error, Exception):
-            error: BaseException = RemoteError(f"the remote function raised {self.spelled}", remote_type=self.spelled)
-            for note in getattr(self.error, "__notes__", []):
-                error.add_note(note)
-        else:
-            error = _copied(self.error)
-        error.add_note(self.note)
+        twin = _copied(self.error) if isinstance(self.error, Exception) else None
+        error = _in_words(self.spelled) if twin is None else twin
+        _set_notes(error, [*_notes(self.error), self.note])
         return error
 
 
 def pack(error: BaseException, where: str) -> Failure:
     """Make an exception ready to travel; ``where`` says what was running, on which worker, called by whom."""
-    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    spelled = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = traceback.format_tb(error.__traceback__)
+    if len(frames) > 2 * SHOWN:
+        frames[SHOWN:-SHOWN] = [f"  ... {len(frames) - 2 * SHOWN} more ...\n"]
+    text = "".join(frames).rstrip()
+    failure = Failure(error, spelled(error), f"{where}\n{text}" if text else where)
     _let_go_of_frames(error)
-    return Failure(error, spelled, f"{where}\n{frames}" if frames else where)
+    return failure
+
+
+def spelled(error: BaseException) -> str:
+    """An exception's type and text, without its notes."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        text = str(error)
+    except BaseException as raised:
+        text = f"(asking for its text raised {type(raised).__name__})"
+    return f"{name}: {text}" if text else name
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception of any class, as far as it lets one."""
+    _set_notes(error, [*_notes(error), note])
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    try:
+        return [str(note) for note in getattr(error, "__notes__", [])]
+    except BaseException:
+        return []
+
+
+def _set_notes(error: BaseException, notes: list[str]) -> None:
+    with contextlib.suppress(BaseException):
+        error.__notes__ = notes
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
@@ -48,18 +84,35 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         one = found.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            one.__traceback__ = None
-            found += [one.__cause__, one.__context__]
+            with contextlib.suppress(BaseException):
+                one.__traceback__ = None
+                found += [one.__cause__, one.__context__]
 
 
-def _copied(error: Exception) -> Exception:
-    """A copy to raise: one exception may be raised for several callers, each adding its own traceback and notes."""
-    try:
-        twin = copy.copy(error)
-        twin.__notes__ = list(getattr(error, "__notes__", []))
-        return twin
-    except Exception:  # a type whose __init__ wants other arguments: raise the very object
-        return error
+def _copied(error: Exception) -> Exception | None:
+    """A copy to raise: one exception may be raised for several callers, each adding its own traceback and notes.
+
+    Never the very object: with a traceback it would keep alive what the caller has, as long as its owner keeps it.
+    Where the class wants other arguments than it passed on, it is made without its ``__init__``. None where that
+    fails too.
+    """
+    for made in (copy.copy, _made_anew):
+        with contextlib.suppress(BaseException):
+            twin = made(error)
+            if twin is not error and isinstance(twin, Exception):
+                return twin
+    return None
+
+
+def _made_anew(error: Exception) -> Exception:
+    twin = type(error).__new__(type(error), *error.args)
+    twin.args = error.args
+    twin.__dict__.update(error.__dict__)
+    return twin
+
+
+def _in_words(text: str) -> RemoteError:
+    return RemoteError(f"the remote function raised {text}", remote_type=text)
 
 
 def _pickled(error: BaseException | None) -> bytes | None:
@@ -67,17 +120,19 @@ def _pickled(error: BaseException | None) -> bytes | None:
         with encoding(None):  # it may not hold references: the trial would count them twice
             data = pickle.dumps(error)
             pickle.loads(data)
-    except Exception:  # whatever a user's class does in there, the caller must get an answer
+    except BaseException:
         return None
     return data
 
 
-def _rebuild(data: bytes | None, spelled: str, note: str, notes: list[str]) -> Failure:
+def _rebuild(data: bytes | None, text: str, note: str, notes: list[str]) -> Failure:
     try:
         error = None if data is None else pickle.loads(data)
-    except Exception:  # the class is not known on this side
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the class is not known on this side, or behaves differently here
         error = None
     if error is None:
-        error = RemoteError(f"the remote function raised {spelled}", remote_type=spelled)
-    error.__notes__ = list(notes)  # a type with a __reduce__ of its own leaves them out
-    return Failure(error, spelled, note)
+        error = _in_words(text)
+    _set_notes(error, notes)  # a type with a __reduce__ of its own leaves them out
+    return Failure(error, text, note)

@@ -1,5 +1,6 @@
 """Which functions may be called: importable ones, by name, and those that both sides registered."""
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -60,13 +61,16 @@ def qualified_name(function: Any) -> str | None:
 
 def describe(function: Any) -> str:
     """A function's name for messages: module and qualified name; or the label of one that is made of others."""
-    label = getattr(function, "label", None)
-    if isinstance(label, str):
-        return label
-    name = qualified_name(function)
-    if name is None:
+    try:
+        label = getattr(function, "label", None)
+        if isinstance(label, str):
+            return label
+        name = qualified_name(function)
+        if name is not None:
+            return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
+    except Exception:  # an object that is called may answer anything when it is asked for a name
         return type(function).__name__
-    return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
+    return type(function).__name__
 
 
 def lookup(module: str, qualname: str) -> Any:
@@ -104,6 +108,20 @@ def by_name(module: str, qualname: str) -> Any:
             f"this worker has no {module}.{qualname} ({error}). Every worker must run the same version of {module}.",
             function=f"{module}.{qualname}",
         ) from error
+
+
+def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
+    """What a class sent by value becomes on arrival: the class of that name here, if there is one.
+
+    What JAX knows of a class, and who catches an exception, depends on the very class.
+    """
+    try:
+        found = lookup(module, qualname)
+    except (ImportError, AttributeError):
+        found = None
+    if isinstance(found, type) or code is None:
+        return found if isinstance(found, type) else by_name(module, qualname)
+    return pickle.loads(code)
 
 
 def refuse(function: Any) -> FunctionError:

@@ -8,6 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+class Promise(concurrent.futures.Future):
+    """What users' code will make or raise. ``concurrent.futures`` takes an exception that counts as false for none."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self.exception(timeout)
+        if error is None:
+            return super().result()
+        try:
+            raise error
+        finally:
+            error = None  # the traceback refers to this frame
+
+
 class CallFuture(concurrent.futures.Future):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 

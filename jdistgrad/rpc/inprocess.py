@@ -9,6 +9,7 @@ from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.failures import add_note, spelled
 from jdistgrad.rpc.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds import shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -51,11 +52,9 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             results[rank] = main(*args)
             _require_shutdown(rank)
         except BaseException as error:
-            error.add_note(f"raised by the main of rank {rank} of spawn")
             failures.append(error)
-            hub.fail(
-                errors.WorkerLostError(f"the main of rank {rank} failed: {type(error).__name__}: {error}", worker=rank)
-            )
+            add_note(error, f"raised by the main of rank {rank} of spawn")
+            hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {spelled(error)}", worker=rank))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
     for thread in threads:
@@ -89,7 +88,7 @@ class LocalWorkers:
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
         worker = open_local(hub, rank, None, timeout, False)
         try:
-            worker.closing.run(float("inf"))
+            worker.closing.run(float("inf"), speaks=False)
         except errors.WorkerLostError:
             log.info("%s ends: the others have left", worker.info)
         finally:
@@ -137,6 +136,6 @@ def checked_size(n: Any) -> int:
 def _require_shutdown(rank: int) -> None:
     worker = current.find_worker()
     if worker is not None and not worker.closed:
-        raise errors.WorldError(
-            f"the main of rank {rank} returned without shutdown(). Call jdistgrad.shutdown() at its end.", worker=rank
-        )
+        gave_up = worker.closing.gave_up
+        how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."
+        raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)

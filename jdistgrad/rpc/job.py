@@ -1,14 +1,23 @@
-"""A process under mpirun that ends badly takes the job with it: no other rank waits for it for ever."""
+"""A process under mpirun that ends badly takes the job with it: no other rank waits for it for ever.
+
+A process that was forked from it does not, however it ends.
+"""
 
 import atexit
+import contextlib
+import os
 import sys
+import traceback
 from types import TracebackType
+from typing import Any
 
+from jdistgrad.rpc.failures import spelled
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.mpi import abort_job
 
 _latest: Worker | None = None
 _guarded = False
+_reported: BaseException | None = None
 
 
 def guard(rank: int) -> None:
@@ -20,16 +29,28 @@ def guard(rank: int) -> None:
     previous = sys.excepthook
 
     def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {kind.__name__}: {error}")
+        if error is not _reported:
+            previous(kind, error, trace)
+        if _fork is None:
+            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {spelled(error)}")
 
     sys.excepthook = end_job
     atexit.register(_check_end)
 
 
+def report(error: BaseException) -> None:
+    """Print what this process fails with, once: before it waits for anybody."""
+    global _reported
+    _reported = error
+    traceback.print_exception(error)
+    sys.stderr.flush()
+
+
 def joined(worker: Worker) -> None:
     """The process is this worker from now on."""
     global _latest
+    if _latest is None:
+        atexit.register(_end_fork)
     _latest = worker
 
 
@@ -37,6 +58,52 @@ def _check_end() -> None:
     if _latest is None:
         return
     if not _latest.closed:
-        abort_job(f"{_latest.info} ended without calling jdistgrad.shutdown(). Every rank must call it at its end")
+        gave_up = _latest.closing.gave_up
+        missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
+        abort_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
     if _latest.peers.hung is not None:
         abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
+
+
+class Fork:
+    """Takes down how a process that was forked from a rank ends.
+
+    It must not come to the exit handler of mpi4py, which waits for ever for the parent, and so has to leave on its own;
+    but Python tells nobody on its way out what the exit status is.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._exit, self._excepthook = sys.exit, sys.excepthook
+        sys.exit, sys.excepthook = self.exit, self.excepthook  # type: ignore[assignment]
+
+    def exit(self, status: Any = None) -> None:
+        self.status = status & 0xFF if isinstance(status, int) else int(status is not None)
+        self._exit(status)
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.status = 1
+        self._excepthook(kind, error, trace)
+
+    def end(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or None
+                stream.flush()
+        os._exit(self.status)
+
+
+_fork: Fork | None = None
+
+
+def _in_child() -> None:
+    global _latest, _fork
+    if _latest is not None:
+        _latest, _fork = None, Fork()
+
+
+def _end_fork() -> None:
+    if _fork is not None:
+        _fork.end()
+
+
+os.register_at_fork(after_in_child=_in_child)

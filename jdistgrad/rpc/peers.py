@@ -1,7 +1,6 @@
 """The other workers, as one of them sees them: who is alive, who is lost and why."""
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from jdistgrad import errors
@@ -27,7 +26,7 @@ class Peers:
         self.hung: WorkerInfo | None = None
 
     def heard(self, peer: int) -> None:
-        self._liveness.heard(peer, time.monotonic())
+        self._liveness.heard(peer)
 
     def check(self, call: Pending) -> None:
         """Raise where a call is to somebody who is lost."""
@@ -35,8 +34,13 @@ class Peers:
             raise errors.WorkerLostError(f"{call}: {self.lost[call.peer.rank]}", worker=call.peer)
 
     def look(self, awaited: set[int], now: float) -> None:
-        """Ask those whose answer is awaited for a sign of life; give up who has given none for too long."""
+        """Ask those whose answer is awaited for a sign of life; give up who has given none for too long.
+
+        Workers that are threads of this process die with it: none of them is lost alone.
+        """
         worker = self._worker
+        if worker.transport.hands_over:
+            return
         ask, silent = self._liveness.look(awaited - {worker.rank}, now)
         for peer in ask:
             worker.post(peer, Message(Kind.PING, worker.rank, 0))
@@ -49,6 +53,7 @@ class Peers:
         info = self._worker.directory.workers[peer]
         why = self.lost.setdefault(peer, f"{info} is lost: {reason}")
         self._worker.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=info), peer)
+        self._worker.watchdog.lost(peer, why)
 
     def leave(self, why: str) -> None:
         """Tell everybody else that this worker goes."""

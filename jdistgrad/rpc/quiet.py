@@ -7,16 +7,38 @@ the same numbers: then nothing was on its way in between.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Serving(NamedTuple):
+    """One call that a worker is serving: its function, the caller's rank, and for how many seconds."""
+
+    function: str
+    caller: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One worker's answer. ``sent`` and ``received`` count messages that carry work."""
+    """One worker's answer. ``sent`` and ``received`` count messages that carry work.
+
+    ``serving`` is for people to read.
+    """
 
     closing: bool
     busy: bool
     sent: int
     received: int
+    serving: tuple[Serving, ...] = dataclasses.field(default=(), compare=False)
+
+    def plain(self) -> tuple[Any, ...]:
+        """It, made of nothing but numbers, strings and tuples."""
+        return self.closing, self.busy, self.sent, self.received, tuple(map(tuple, self.serving))
+
+    @classmethod
+    def of(cls, plain: tuple[Any, ...]) -> "Report":
+        closing, busy, sent, received, serving = plain
+        return cls(closing, busy, sent, received, tuple(Serving(*one) for one in serving))
 
 
 class Survey:
@@ -38,10 +60,9 @@ class Survey:
     def complete(self) -> bool:
         return len(self._reports) == self._size
 
-    def waiting_for(self) -> list[int]:
-        """The workers that have not asked to close, as far as is known."""
-        known = {**(self._before or {}), **self._reports}
-        return [rank for rank in range(self._size) if rank not in known or not known[rank].closing]
+    def known(self) -> dict[int, Report]:
+        """The latest report of each worker that has given one."""
+        return {**(self._before or {}), **self._reports}
 
     def conclude(self) -> bool:
         """End the round; True when the world is quiet. Every worker must have reported."""

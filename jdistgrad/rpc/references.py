@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 import numpy as np
 
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import shipments, tracing, trees
 from jdistgrad.rpc.claims import Claim, Key, Missing, RuntimeKey, StandIn
-from jdistgrad.rpc.current import current_worker, find_worker
+from jdistgrad.rpc.current import current_worker, find_worker, left_behind
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.methods import ByReference, MethodCaller
 from jdistgrad.wire import ids
 
@@ -129,12 +131,11 @@ class RRef(Generic[T]):
         return MethodCaller(self, call, timeout)
 
     def _worker(self, what: str) -> "Worker":
-        worker = find_worker()
-        if worker is None or worker.world != self._claim.key.world:
-            raise StaleReferenceError(
-                f"{what}: {self} belongs to a world that has been shut down. Make the value "
-                f"again in this world{', when one is open (jdistgrad.init)' if worker is None else ''}."
-            )
+        worker, world = find_worker(), self._claim.key.world
+        if worker is None or world not in (None, worker.world):
+            again = f"again in this world{', when one is open (jdistgrad.init)' if worker is None else ''}"
+            why = left_behind() or f"{self} belongs to a world that has been shut down. Make the value {again}."
+            raise StaleReferenceError(f"{what}: {why}")
         return worker
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future:
@@ -183,7 +184,7 @@ class RRef(Generic[T]):
 
 def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
     """A reference to what staged code will make; or has made, where the token is known."""
-    return _unflatten(RuntimeKey(owner, current_worker().world, results), (handle, token))
+    return _unflatten(RuntimeKey(owner, results), (handle, token))
 
 
 def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
@@ -194,11 +195,11 @@ def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
 def _unflatten(key: Any, children: Any) -> RRef:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
+    worker = find_worker()
     handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
         (identifier,) = ids.from_token(token)
-        key, token = Key(identifier, key.owner, key.world), None
-    worker = find_worker()
+        key, token = Key(identifier, key.owner, "" if worker is None else worker.world), None
     claim = None if worker is None or not isinstance(key, Key) else worker.find_claim(key)
     return RRef._of(claim or Missing(key), handle, token)
 
@@ -223,21 +224,32 @@ def by_reference(rref: RRef) -> Any:
     return ByReference(rref)
 
 
+def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
+    """Who takes over a call. Raises EncodingError where a function holds what JAX traces: no derivative sees that."""
+    if trace_state_clean():
+        return None
+    functions = [function, *(leaf for leaf in trees.leaves((args, kwargs)) if callable(leaf))]
+    if tracing.holds_traced(functions):
+        what = f"cannot call {describe(function)}: it, or a function among its arguments, holds an array"
+        raise tracing.refuse_traced(what)
+    return tracing.boundary_for(args, kwargs)
+
+
 def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker and wait for its result."""
-    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
     return (boundary or worker).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker; a future of its result."""
-    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
     return (boundary or worker).rpc_async(to, function, args, kwargs, timeout)
 
 
 def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
     """Run a function on a worker and refer to its result."""
-    worker, boundary = current_worker(), tracing.boundary_for(args, kwargs)
+    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
     if boundary is not None:
         return boundary.remote(to, function, args, kwargs, timeout)
     return RRef._of(worker.call_remote(to, function, args, kwargs, timeout))

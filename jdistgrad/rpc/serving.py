@@ -10,7 +10,7 @@ from jdistgrad import errors
 from jdistgrad.rpc.current import current_worker, within
 from jdistgrad.rpc.delivery import delivered
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.failures import Failure, pack
+from jdistgrad.rpc.failures import Failure, pack, spelled
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.telling import call_served
 from jdistgrad.wire.message import Kind, Message
@@ -34,61 +34,74 @@ class Served:
     def serve(self) -> None:
         """Run the call and answer it. A returned future is answered when it is done, without a thread that waits.
 
-        The call counts as served only when nothing here refers to its values any more: references among them have
-        then been dropped, and the end of the world waits for what that sends.
+        Users' classes take part in nearly every step of it (their truth, their text, how they pickle), and may raise
+        anything. Whatever they do, the caller is answered, and the call counts as served: the end of the world waits
+        for that. It counts only when nothing here refers to its values any more: references among them have then been
+        dropped, and the end of the world waits for what that sends.
         """
         self.since = time.monotonic()
-        if self._run():
-            self.worker.traffic.served()
-
-    def _run(self) -> bool:
+        self.worker.serving.enter(self)
         try:
-            function, args, kwargs, *scope = self.worker.open(self.message)
-            self.message.body, self.function = None, function
+            result = self._called()
+            if isinstance(result, concurrent.futures.Future):
+                result.add_done_callback(self._serve_future)
+                return
+            error = None
+        except BaseException as raised:
+            result, error = None, raised
+        self._end(result, error)
+        del result, error
+        self.worker.serving.leave(self)
+        self.worker.traffic.served()
+
+    def _called(self) -> Any:
+        """What the function returned."""
+        function, args, kwargs, *scope = self.worker.open(self.message)
+        self.message.body, self.function = None, function
+        try:
             with within(self.worker.scopes.enter(*scope) if scope else None):
                 if not getattr(function, "takes_references", False):
                     args, kwargs = delivered(args, kwargs)
                 result = function(*args, **kwargs)
-            del args, kwargs
+                self.worker.finish_programs()
+                return result
         except BaseException as error:
-            failed = getattr(self.function, "failed", None)
+            failed = getattr(function, "failed", None)
             if failed is not None:
                 failed(error)
-            self._finish(None, error)
-            return True
-        if isinstance(result, concurrent.futures.Future):
-            result.add_done_callback(self._serve_future)
-            return False
-        self._finish(result, None)
-        return True
+            raise
 
     def __str__(self) -> str:
         return "a call that could not be read" if self.function is None else describe(self.function)
 
     def _serve_future(self, future: concurrent.futures.Future) -> None:
         try:
-            result, error = future.result(), None
+            error = future.exception()
+            result = None if error is not None else future.result()
         except BaseException as raised:
             result, error = None, raised
-        self._finish(result, error)
+        self._end(result, error)
         del result, error
+        self.worker.serving.leave(self)
         self.worker.traffic.served()
 
-    def _finish(self, result: Any, error: BaseException | None) -> None:
-        failure = None if error is None else self._failure(error)
-        if self.message.kind is Kind.CAST:
-            if failure is not None:
-                log.warning("%s: %s failed: %s", self.worker.info, self, failure.spelled)
-            return
-        if self.value is not None:
-            self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
-            result = None
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        """Answer, and say so. Raises nothing."""
         try:
+            failure = None if error is None else self._failure(error)
+            if self.message.kind is Kind.CAST:
+                if failure is not None:
+                    log.warning("%s: %s failed: %s", self.worker.info, self, failure.spelled)
+                return
+            if self.value is not None:
+                self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
+                result = None
             self._answer(result, failure)
-        except Exception as unsent:
-            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, unsent)
-        call_served(self, failed=failure is not None)
-        self.function = None  # a method's object may hold references
+            call_served(self, failed=failure is not None)
+        except BaseException as unsent:
+            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, spelled(unsent))
+        finally:
+            self.function = None  # a method's object may hold references
 
     def _answer(self, result: Any, failure: Failure | None) -> None:
         if failure is None:
@@ -97,12 +110,12 @@ class Served:
                 return
             except errors.WorkerLostError:
                 raise
-            except Exception as unsendable:  # whatever keeps the result from being sent, the caller must hear of it
-                text = f"{self.worker.info} cannot send the result of {self} to {self._caller()}: {unsendable}"
+            except BaseException as unsendable:  # whatever keeps the result from being sent, the caller must hear of it
+                text = f"{self.worker.info} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
         try:
             self._post(Kind.FAILURE, failure)
-        except errors.EncodingError:
+        except BaseException:
             self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only what can be said in words
 
     def _failure(self, error: BaseException) -> Failure:

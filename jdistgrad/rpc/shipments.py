@@ -1,12 +1,12 @@
 """References in messages: the weight they give away travels beside the pickle stream."""
 
-import pickle
 import threading
 from typing import Any
 
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.claims import Claim, ClaimTable
 from jdistgrad.rpc.weights import Weight
+from jdistgrad.wire import plain
 from jdistgrad.wire.message import Parcel
 
 _encoding = threading.local()  # the shipment of the value that this thread is encoding
@@ -32,7 +32,7 @@ class Shipment:
             claim.add(weight)
 
     def attachment(self) -> bytes:
-        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+        return plain.pack([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
 
 
 def ship(claim: Claim) -> int:
@@ -84,5 +84,5 @@ def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
     """Take over the references of a message that has arrived."""
     if not parcel.attached:
         return []
-    arrivals = pickle.loads(parcel.attached)
+    arrivals = plain.unpack(parcel.attached)
     return [table.add(identifier, owner, Weight(units, scale)) for identifier, owner, units, scale in arrivals]

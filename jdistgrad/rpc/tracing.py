@@ -1,5 +1,8 @@
 """Where traced values meet calls. What a derivative of a call is, a layer above knows: it installs itself here."""
 
+import functools
+import types
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
@@ -48,6 +51,38 @@ def is_traced(leaf: Any) -> bool:
 def staging() -> bool:
     """Whether even operations on constants are being staged out: inside jit, scan and the like."""
     return isinstance(jnp.zeros((), np.int32), jax.core.Tracer)
+
+
+def holds_traced(functions: Iterable[Any]) -> bool:
+    """Whether JAX traces something that functions hold: in closures, defaults, partials, or bound to methods."""
+    pending, seen = list(functions), dict[int, Any]()
+    while pending:
+        held = pending.pop()
+        if id(held) in seen:
+            continue
+        seen[id(held)] = held
+        for leaf in trees.leaves(held):
+            if is_traced(leaf):
+                return True
+            if callable(leaf):
+                pending += _held_by(leaf)
+    return False
+
+
+EMPTY = types.CellType()  # of a variable that is set later
+
+
+def _held_by(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        return [function.func, list(function.args), function.keywords]
+    if isinstance(function, types.MethodType):
+        return [function.__func__, function.__self__]
+    if hasattr(function, "__wrapped__"):  # jitted, or decorated
+        return [function.__wrapped__]
+    if not isinstance(function, types.FunctionType):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != EMPTY]
+    return [*cells, function.__defaults__, function.__kwdefaults__]
 
 
 def refuse_traced(what: str) -> EncodingError:

@@ -4,6 +4,7 @@ JAX's own flattening forgets the order of a dict, fails on keys that cannot be s
 of a remote call must arrive as they were sent.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,38 @@ def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
     else:
         for number, child in enumerate(parts[0]):
             yield from paths(child, (*path, number))
+
+
+def leaves_with_keys(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each leaf with its path, in JAX's keys, however deep. What contains itself is looked into once.
+
+    JAX's own flattening of a tree that is too deep leaves the thread with no calls to make (jaxlib 0.10).
+    """
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    seen = set[int]()
+    while waiting:
+        path, node = waiting.pop()
+        children = _children_with_keys(node)
+        if children is None:
+            yield path, node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            waiting += [((*path, *keys), child) for keys, child in reversed(children)]
+
+
+def _children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
+    if isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
+        return None
+    try:
+        return jax.tree_util.tree_flatten_with_path(node, is_leaf=_below())[0]
+    except Exception:  # a dict whose keys cannot be sorted, a class of a user's that cannot be taken apart
+        return None
+
+
+def _below() -> Callable[[Any], bool]:
+    """Lets JAX look into the first node it asks for only: also where that contains itself."""
+    asked = itertools.count()
+    return lambda _: next(asked) > 0
 
 
 def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
@@ -85,5 +118,5 @@ def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None
         return node, kind
     if kind in WHOLE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
         return None
-    children, structure = jax.tree.flatten(node, is_leaf=lambda other: other is not node)
+    children, structure = jax.tree.flatten(node, is_leaf=_below())
     return children, lambda changed: jax.tree.unflatten(structure, changed)

@@ -1,13 +1,19 @@
 """A worker: what its parts have in common. Everything that decides lives in the parts."""
 
 import concurrent.futures
+import dataclasses
 import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jdistgrad import errors
-from jdistgrad.rpc import current
+from jdistgrad.rpc import current, devices
+from jdistgrad.rpc.being_served import BeingServed
 from jdistgrad.rpc.calling import Caller, Target
 from jdistgrad.rpc.claims import Claim, ClaimTable, Key
 from jdistgrad.rpc.closing import Closing
@@ -20,13 +26,30 @@ from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving import Served, creation_of, value_of
 from jdistgrad.rpc.shipments import claims_of
-from jdistgrad.rpc.threads import ThreadPool
 from jdistgrad.rpc.traffic import Traffic
-from jdistgrad.rpc.weights import NOTHING, WHOLE
+from jdistgrad.rpc.watchdog import Watchdog
+from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
+from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import WORK, Kind, Message, Parcel
+from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
+from jdistgrad.wire.severed import Severed
 from jdistgrad.wire.transport import Codec, Task, Transport
+
+log = logging.getLogger("jdistgrad.rpc")
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """What a worker can have done by the process it lives in.
+
+    Arguments:
+      end_job: ends all ranks, because of something; does nothing where the workers are threads.
+      report: prints an exception that this worker leaves with; likewise.
+    """
+
+    end_job: Callable[[str], None]
+    report: Callable[[BaseException], None]
 
 
 class Worker:
@@ -45,24 +68,28 @@ class Worker:
         codec: Codec,
         *,
         timeout: float,
+        process: Process,
         device: jax.Device | None = None,
     ):
         self.world, self.rank, self.directory = world, rank, directory
         self.info, self.size = directory.workers[rank], len(directory.workers)
-        self.timeout, self.device = timeout, device
+        self.timeout, self.device, self.process = timeout, device, process
         self.shares_process = transport.hands_over and self.size > 1
-        self.transport, self._codec = transport, codec
+        self.transport: Transport = transport
+        self._codec = codec
         self._ids = IdSource(rank)
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
-        self.traffic = Traffic()
+        self.traffic, self.serving = Traffic(), BeingServed()
         self.calls = Caller(self)
         self.owned, self.claims = OwnerTable(), ClaimTable(self)
         self.scopes, self.messages = ScopeTable(rank), IdSource(rank)
         self.slots, self.letting_go = current.Slots(), LettingGo(self)
         self.peers = Peers(self)
         self.closing = Closing(self)
+        self.watchdog, self.home = Watchdog(self), threading.get_ident()
+        self.handled_before = id(sys.exception())  # a world may stand inside an ``except`` block
         self.failure: BaseException | None = None
-        self.closed = False
+        self.closed = self.severed = False
 
     # Calls and references.
 
@@ -149,29 +176,42 @@ class Worker:
         if isinstance(body, Parcel):
             message.body = self._take_over(body)
         self.peers.heard(message.source)
-        if kind is Kind.CALL or kind is Kind.REMOTE or kind is Kind.CAST:
+        if kind in CALLS:
             self.traffic.serving()
             value = self.owned.announce(message.id).value if kind is Kind.REMOTE else None
             return Served(self, message, value).serve
-        if kind is Kind.RELEASE:
-            self.traffic.serving()
-            return functools.partial(self.letting_go.closed_elsewhere, message.id)
-        if kind is Kind.RESULT or kind is Kind.FAILURE:
+        try:
+            return self._take_note(message)
+        finally:
+            if kind in WORK:
+                self.traffic.received()
+
+    def _take_note(self, message: Message) -> Task | None:
+        """Do what a message asks for that is no call, if it can be read: what answers nothing must not be guessed."""
+        kind = message.kind
+        if kind in ANSWERS:
             self.calls.answered(message)
+        elif isinstance(message.body, errors.WireError):
+            log.error("%s ignores a %s from rank %d: %s", self.info, kind.name, message.source, message.body)
+        elif kind is Kind.RELEASE:
+            self.traffic.started()
+            return functools.partial(self.letting_go.closed_elsewhere, message.id)
         elif kind is Kind.DROP:
-            freed = self.owned.release_all(self.open(message))
-            if freed:
-                self.traffic.started()
-                self.run(functools.partial(self.letting_go.die, freed))
+            self._returned(message.body)
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
-            self.peers.lose(message.source, self.open(message))
+            self.peers.lose(message.source, message.body)
         else:
             self.closing.handle(message)
-        if kind in WORK:
-            self.traffic.received()
         return None
+
+    def _returned(self, weights: list[tuple[int, int, int]]) -> None:
+        """Weights of references have come home."""
+        freed = self.owned.release_all([(identifier, Weight(units, scale)) for identifier, units, scale in weights])
+        if freed:
+            self.traffic.started()
+            self.run(functools.partial(self.letting_go.die, freed))
 
     def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
         try:
@@ -187,18 +227,33 @@ class Worker:
             raise body
         return self._codec.decode(body) if isinstance(body, Parcel) else body
 
+    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+        """Return when one of some futures that messages will complete is done, or the time is over."""
+        self.transport.wait_for(futures, timeout)
+
     def run(self, task: Task) -> None:
         self._threads.run(task)
 
     def enter_thread(self) -> None:
         current.bind_thread(self)
 
+    def finish_programs(self) -> None:
+        """Return when the programs that a function called have run, as far as it did not wait for them.
+
+        Where workers have devices of their own, programs may be under way when the function returns. They may need
+        its context; and XLA lets those of one thread run one after the other: the next call that this thread serves
+        may be one that they wait for.
+        """
+        if self.device is not None:
+            devices.finish_programs_of_this_thread()
+
     # Housekeeping.
 
     def tick(self, now: float) -> None:
         self.letting_go.flush()
         self.calls.expire(now)
-        self.peers.look(self.calls.awaited() | self.closing.awaited(), now)
+        self.peers.look(self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited(), now)
+        self.watchdog.look(now)
 
     # The end.
 
@@ -206,6 +261,11 @@ class Worker:
         """The world is broken: everything that waits in it ends with this error."""
         self.failure = self.failure or error
         self.calls.fail_all(lambda call: error)
+
+    def sever(self, why: str) -> None:
+        """In a forked process: whoever still holds something of this worker is told, and its end here is none."""
+        self.closed = self.severed = True
+        self.transport = Severed(self.transport, why)
 
     def close(self, *, graceful: bool) -> None:
         """Stop. Calls still in flight fail, references become stale."""

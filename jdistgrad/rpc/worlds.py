@@ -3,13 +3,15 @@
 import contextvars
 import gc
 import logging
+import sys
 import threading
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calling import checked_timeout
 from jdistgrad.rpc.closing import describe_leftovers, leftovers
-from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.directory import WorkerInfo, checked_name
+from jdistgrad.rpc.failures import spelled
 from jdistgrad.rpc.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import environment
@@ -36,7 +38,8 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     one. Every worker of the world must call it, and ``shutdown`` at the end; it returns when all have come.
 
     Arguments:
-      name: this worker's name, unique in the world; default ``worker{rank}``.
+      name: this worker's name, unique in the world, of up to 64 printable characters without spaces; default
+        ``worker{rank}``.
       timeout: seconds after which an unanswered call fails, where the call does not say; and for the others to come.
       allow_code: let functions that cannot be imported (lambdas, closures, notebook cells) travel by value between
         processes. Every worker must say the same.
@@ -46,7 +49,7 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
 
     Raises:
       AlreadyInitializedError: a world is open here.
-      WorldError: a worker is missing, two have one name, or they disagree.
+      WorldError: a worker is missing, two have one name, or they run different versions or scripts.
 
     Example:
       >>> me = jd.init()
@@ -56,6 +59,7 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     """
     refuse_second_world("init")
     seconds = checked_timeout(timeout)
+    name = None if name is None else checked_name(name)
     seat = _seat.get()
     if seat is not None:
         worker = open_local(*seat, name, seconds, allow_code)
@@ -73,8 +77,12 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     """Leave the world.
 
     Every worker of the world must call it. Graceful: go on serving until all have called it and no call is in flight
-    anywhere, however deep; then all return together. Otherwise: leave now; calls in flight fail, here with
-    WorldClosedError, on workers that wait for this one with WorkerLostError.
+    anywhere, however deep; then all return together. Where that takes long it says for whom and what it waits, as a
+    warning of the logger ``jdistgrad.rpc``. Otherwise: leave now; calls in flight fail, here with WorldClosedError, on
+    workers that wait for this one with WorkerLostError.
+
+    Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
+    leaves: the others may be waiting for what this worker did not do.
 
     Arguments:
       graceful: whether to wait.
@@ -85,17 +93,22 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
     Raises:
       NotInitializedError: there is no world.
-      CallTimeoutError: it took longer than ``timeout``; the message names the workers that have not called.
+      CallTimeoutError: it took longer than ``timeout``; the message names the workers that have not called, and what
+        is being served.
       WorkerLostError: a worker died meanwhile.
     """
     worker = current.current_worker()
+    failed = failure_being_handled(worker) if graceful else None
+    if failed is not None:
+        worker.process.report(failed)
+        graceful = False
     with _collecting:
         gc.collect()  # references caught in cycles
     try:
         if graceful:
             worker.closing.run(float("inf") if timeout is None else checked_timeout(timeout))
         else:
-            worker.peers.leave("it left with shutdown(graceful=False)")
+            worker.peers.leave(why_it_leaves(failed))
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
@@ -107,6 +120,19 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         log.info("shutdown: %s", describe_leftovers(found))
     _close(worker, graceful=graceful)
     return found
+
+
+def failure_being_handled(worker: Worker) -> BaseException | None:
+    """The exception that this code handles, if it is of this world and keeps the program from its own end."""
+    error = sys.exception()
+    ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return None if ends_well or id(error) == worker.handled_before else error
+
+
+def why_it_leaves(failed: BaseException | None) -> str:
+    if failed is None:
+        return "it left with shutdown(graceful=False)"
+    return f"it left with shutdown() because of {spelled(failed)}"
 
 
 def worker_info(name: str | None = None) -> WorkerInfo:

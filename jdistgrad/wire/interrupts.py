@@ -7,6 +7,7 @@ Entering a block must cost next to nothing: the handler that puts off stays inst
 put back when somebody (a notebook does it for every cell) has installed another.
 """
 
+import os
 import signal
 import threading
 
@@ -45,6 +46,17 @@ def _install() -> Handler | None:
     handler = Handler(current)
     signal.signal(signal.SIGINT, handler)
     return handler
+
+
+def _in_child() -> None:
+    """Of a fork: the thread that made it is the main one, and in no block of another."""
+    global _main
+    if threading.get_ident() != _main:
+        _main = threading.get_ident()
+        _blocks.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class put_off_interrupt:  # noqa: N801 used like a function

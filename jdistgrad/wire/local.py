@@ -1,6 +1,7 @@
 """Messages between threads of one process: an object is handed over, nothing is copied or pickled."""
 
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from jdistgrad.wire.message import Message
 from jdistgrad.wire.transport import Receiver
 
 TICK_SECONDS = 0.005
+
+log = logging.getLogger("jdistgrad.wire")
 
 
 class Hub:
@@ -106,7 +109,10 @@ class Meeting:
         while present := self._present():
             now = time.monotonic()
             for receiver in present:
-                receiver.tick(now)
+                try:
+                    receiver.tick(now)
+                except Exception:  # this thread is the clock of all
+                    log.exception("housekeeping of a local worker failed")
             time.sleep(TICK_SECONDS)
 
 

@@ -24,8 +24,10 @@ class Kind(enum.IntEnum):
     RELEASE = 13
 
 
-ANSWERABLE = frozenset({Kind.CALL, Kind.REMOTE, Kind.RESULT, Kind.FAILURE})
-WORK = ANSWERABLE | {Kind.DROP, Kind.CAST, Kind.RELEASE}
+CALLS = frozenset({Kind.CALL, Kind.REMOTE, Kind.CAST})
+ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
+WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE}
+ENCODED = CALLS | ANSWERS  # their bodies are what users gave; those of others are plain: numbers, strings and the like
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,7 +45,7 @@ class Parcel:
 
 @dataclasses.dataclass(slots=True)
 class Message:
-    """One message. ``body`` is the value itself, or the ``Parcel`` a transport made of it."""
+    """One message. ``body`` is the value itself, the ``Parcel`` a transport made of it, or what the wire did to it."""
 
     kind: Kind
     source: int

@@ -20,9 +20,9 @@ from typing import Any
 from mpi4py import MPI
 
 from jdistgrad import errors
-from jdistgrad.wire import frames
+from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
-from jdistgrad.wire.message import ANSWERABLE, Message, Parcel
+from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.progress import Progress, pause
 from jdistgrad.wire.transport import Codec, Receiver, Task
 
@@ -90,13 +90,20 @@ class MPITransport:
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        parcel = None if message.body is None else self._codec.encode(message.body, snapshot=snapshot)
+        parcel = self._parcel(message, snapshot)
         try:
             self._send(peer, message, parcel)
         except BaseException:
             if parcel is not None and parcel.undo is not None:
                 parcel.undo()
             raise
+
+    def _parcel(self, message: Message, snapshot: bool) -> Parcel | None:
+        if message.body is None:
+            return None
+        if message.kind in ENCODED:
+            return self._codec.encode(message.body, snapshot=snapshot)
+        return Parcel(memoryview(plain.pack(message.body)), [])
 
     def _send(self, peer: int, message: Message, parcel: Parcel | None) -> None:
         tag = 1 + next(self._stream_tags) % self._tags
@@ -144,28 +151,56 @@ class MPITransport:
         return True, None
 
     def _frame_complete(self, arrived: Transfer) -> Task | None:
+        """A frame is here: so is its message, unless large pieces are still to come."""
         try:
             frame = frames.unpack(arrived.memory)
+            for k in frame.missing():
+                frame.pieces[k] = self._room(frame, k)
         except errors.WireError as error:
             return self._receive_broken(arrived.source, error)
-        bulk = frame.missing()
+        bulk = [piece for piece, length in zip(frame.pieces, frame.lengths, strict=True) if frames.is_bulk(length)]
         if not bulk:
-            return self._receiver.receive(frame.message(arrived.source))
-        requests = []
-        for k in bulk:
-            frame.pieces[k] = self._pool.lease(frame.lengths[k])
-            requests += [
-                self._comm.Irecv([part, MPI.BYTE], arrived.source, frame.stream_tag) for part in chunks(frame.pieces[k])
-            ]
+            return self._receive(arrived.source, frame)
+        parts = [part for piece in bulk for part in chunks(piece)]
+        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.source, frame.stream_tag) for part in parts]
         self._incoming.append(Transfer(requests, frame.pieces, arrived.source, frame))
         return None
 
+    def _room(self, frame: frames.Frame, k: int) -> Any:
+        """Memory for a large piece."""
+        try:
+            return self._pool.lease(frame.lengths[k])
+        except (MemoryError, OSError) as error:
+            text = f"a message of {frame.lengths[k]} bytes arrived, for which there is no memory: {error}"
+            raise errors.WireError(text, kind=frame.kind, id=frame.id) from error
+
+    def _receive(self, source: int, frame: frames.Frame) -> Task | None:
+        message = frame.message(source)
+        if message.kind not in ENCODED and message.body is not None:
+            try:
+                message.body = plain.unpack(message.body.stream)
+            except errors.WireError as error:
+                message.body = error
+        return self._hand_on(message)
+
     def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
-        """Whoever waits for an answer hears of it; what answers nothing can only be told to the log."""
-        if error.id is None or error.kind not in ANSWERABLE:
+        """Where it can be told which message that was, the layer above knows who waits for it."""
+        if error.id is None:
             log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, source, error)
             return None
-        return self._receiver.receive(Message(error.kind, source, error.id, error))
+        return self._hand_on(Message(error.kind, source, error.id, error))
+
+    def _hand_on(self, message: Message) -> Task | None:
+        try:
+            return self._receiver.receive(message)
+        except Exception:  # one message that makes no sense is not the end of all others
+            log.exception(
+                "the worker of rank %d could make nothing of a %s from rank %d",
+                self.rank,
+                message.kind.name,
+                message.source,
+            )
+            return None
 
     def _advance_outgoing(self) -> bool:
         """Forget the sends that are done. Sending threads append meanwhile."""
@@ -183,7 +218,7 @@ class MPITransport:
                 self._incoming.remove(transfer)
                 if transfer.frame is None:
                     return self._frame_complete(transfer)
-                return self._receiver.receive(transfer.frame.message(transfer.source))
+                return self._receive(transfer.source, transfer.frame)
         return None
 
     # The end.
@@ -202,10 +237,14 @@ class MPITransport:
 
 def abort_job(cause: str) -> None:
     """End all ranks now, because this one cannot go on."""
-    sys.stdout.flush()
-    print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
-    _wait_until_read(sys.stderr)
-    MPI.COMM_WORLD.Abort(1)
+    try:
+        with contextlib.suppress(Exception):  # closed, or None
+            sys.stdout.flush()
+        with contextlib.suppress(Exception):
+            print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
+            _wait_until_read(sys.stderr)
+    finally:
+        MPI.COMM_WORLD.Abort(1)
 
 
 def _wait_until_read(stream: Any) -> None:

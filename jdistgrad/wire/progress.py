@@ -2,7 +2,8 @@
 
 Every switch of Python's lock between threads costs more than a message does. So:
 
-* A thread that waits for an answer looks for it itself.
+* A thread that waits for an answer looks for it itself. Of several one looks, and the others sleep until their answers
+  have come, or it has left with its own and calls one of them to look.
 * Otherwise the *primary* of the serving threads looks. It runs the task a message brings on its own stack, without a
   handover, and meanwhile is primary no more.
 * A *standby* wakes every millisecond and becomes primary where there is none: a call that runs long delays the
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.pacing import LONGEST, nap
+from jdistgrad.wire.sleepers import Sleepers
 from jdistgrad.wire.transport import Task
 
 Look = Callable[[], tuple[bool, Task | None]]
@@ -57,7 +59,7 @@ class Progress:
         self._name, self._look, self._run, self._enter = name, look, run, enter
         self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
         self._baton, self._primary = threading.Lock(), threading.Lock()
-        self._standby = threading.Semaphore(0)
+        self._standby, self._sleepers = threading.Semaphore(0), Sleepers()
         self._count = itertools.count()
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
@@ -76,6 +78,7 @@ class Progress:
     def stop(self) -> None:
         """Return when nobody looks any more. Tasks that run may go on."""
         self._stopped = True
+        self._sleepers.wake_all()
         self._baton.acquire()  # and never given back
         with self._counting:
             self._standby.release(self._parked + 1)
@@ -96,9 +99,21 @@ class Progress:
                         self._look_until(done, deadline, interrupt)
                     finally:
                         self._last_wait = time.monotonic()
-                        self._baton.release()
+                        self._give_back()
                 else:
-                    concurrent.futures.wait(futures, LONGEST, concurrent.futures.FIRST_COMPLETED)
+                    self._sleep(futures, deadline)
+
+    def _sleep(self, futures: Sequence[concurrent.futures.Future], deadline: float) -> None:
+        """Let somebody else look, until there is something to do here."""
+        number = self._sleepers.enter()
+        if self._baton.locked() and not self._stopped:  # else who had it may have left before there was anybody to call
+            self._sleepers.sleep(number, futures, deadline)
+        self._sleepers.leave(number)
+
+    def _give_back(self) -> bool:
+        """Whether somebody was called to look. If that one has its answer now, the primary will call the next."""
+        self._baton.release()
+        return self._sleepers.wake()
 
     def _look_until(self, done: Callable[[], bool], deadline: float, interrupt: put_off_interrupt) -> None:
         quiet_since = now = time.monotonic()
@@ -153,8 +168,10 @@ class Progress:
         try:
             moved, task = self._look_safely()
         finally:
-            self._baton.release()
+            called = self._give_back()
         now = time.monotonic()
+        if called:
+            self._last_wait = now
         if moved:
             self._last_activity = now
         else:
@@ -169,13 +186,17 @@ class Progress:
             self._stopped = True
             log.exception("%s cannot look for messages any more", self._name)
             self._fail(error)
+            self._sleepers.wake_all()
             return False, None
 
     def _tick_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + self._tick_seconds
-            self._tick(now)
+            try:
+                self._tick(now)
+            except Exception:  # without this thread nobody would serve
+                log.exception("housekeeping of %s failed", self._name)
 
     def _stand_by(self) -> None:
         with self._counting:
@@ -194,11 +215,12 @@ class Progress:
             self._busy += 1
         try:
             task()
-        finally:
-            with self._counting:
-                self._free += 1
-                self._busy -= 1
-            self._last_activity = time.monotonic()
+        except BaseException:
+            log.exception("a task of %s failed outside of any call", self._name)
+        with self._counting:
+            self._free += 1
+            self._busy -= 1
+        self._last_activity = time.monotonic()
 
 
 def pause(seconds: float) -> None:

@@ -75,7 +75,9 @@ def test_ranks_in_different_operations_are_told(big_world):
     def body(rank, size):
         dp = DataParallel()
         dp.average(tree())
-        with pytest.raises(DisagreementError, match=r"rank 0 reduces bucket 0 in step 2, rank 2 verifies"):
+        with pytest.raises(
+            DisagreementError, match=r"rank 0 reduces bucket 0 of given gradients in step 2, rank 2 verifies"
+        ):
             dp.verify(tree()) if rank == 2 else dp.average(tree())
 
     on_all(big_world, body)
@@ -88,7 +90,7 @@ def test_a_step_taken_by_some_ranks_only(big_world):
         if rank == 1:
             time.sleep(2)
         else:
-            said = rf"rank {rank} reduces bucket 0 in step 2: rank 1 has not come within 0\.5 s"
+            said = rf"rank {rank} reduces bucket 0 of given gradients in step 2: rank 1 has not come within 0\.5 s"
             with pytest.raises(MissingRanksError, match=said) as caught:
                 dp.average(tree())
             assert caught.value.missing == [1]

@@ -157,7 +157,7 @@ def test_ranks_that_do_not_come_are_named(big_world):
             assert caught.value.missing == [1]
         else:
             time.sleep(1.5)
-        of_this_world().meet(b"x", "the end", 20)
+        of_this_world().announce(b"x", "the end")(20)
 
     on_all(big_world, body)
 

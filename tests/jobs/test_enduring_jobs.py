@@ -52,6 +52,36 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
     ).expect("answered")
 
 
+@pytest.mark.parametrize(("ranks", "start"), [(3, "main()"), (1, "jd.spawn(main, 3)")], ids=["processes", "threads"])
+def test_a_job_that_stood_still_goes_on(mpi_job, ranks, start):
+    """Ctrl-Z, a suspended machine: all stop, and each wakes up to others that have said nothing for a long time."""
+    mpi_job(
+        ranks,
+        f"""
+        import operator, os, subprocess, time
+        from mpi4py import MPI
+        import jdistgrad as jd
+
+        job = " ".join(map(str, MPI.COMM_WORLD.allgather(os.getpid())))
+
+        def main():
+            me, woke, looked = jd.init(), 0, time.monotonic()
+            if me.rank == 0:
+                subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {{job}}; sleep 4.5; kill -CONT {{job}}"])
+            while woke < 100:
+                assert jd.rpc_sync((me.rank + 1) % 3, operator.add, args=(1, 2)) == 3
+                before, looked = looked, time.monotonic()
+                woke += woke > 0 or looked - before > 3
+            jd.shutdown()
+            print("went on", flush=True)
+
+        {start}
+        """,
+        JDISTGRAD_HEARTBEAT="0.5",
+        JDISTGRAD_SILENCE="3",
+    ).expect(*["went on"] * 3)
+
+
 def test_interrupting_a_wait_under_mpi(mpi_job):
     mpi_job(
         2,
@@ -129,7 +159,7 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
                 comm.Send(spoil(frame), peer, 0)
 
             genuine = type(worker.transport).send
-            for spoil in (lambda frame: frame[:-16], lambda frame: frame[:40] + b"?" * (len(frame) - 40)):
+            for spoil in (lambda frame: frame[:-16], lambda frame: frame[:48] + b"?" * (len(frame) - 48)):
                 type(worker.transport).send = send
                 future = jd.rpc_async(1, operator.add, args=(1, 2))
                 type(worker.transport).send = genuine
@@ -139,5 +169,43 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
         jd.shutdown()
         """,
     )
-    job.expect("bytes that are no message arrived", "call failed: WireError('a message was cut short", "still works")
-    job.expect("a message could not be rebuilt: UnpicklingError")
+    job.expect(
+        "bytes that are no message arrived", "call failed: WireError('a message has the wrong length", "still works"
+    )
+    job.expect("call failed: WireError('a message was damaged on its way")
+
+
+@pytest.mark.parametrize("wrap", ["jax.jit", "jd.jit"])
+def test_interrupting_compiled_code_that_waits(mpi_job, wrap):
+    """The main thread is inside XLA then: nothing but the end of the call brings it back."""
+    mpi_job(
+        3,
+        f"""
+        import operator, os, signal, threading
+        import jax, jax.numpy as jnp
+        import jdistgrad as jd
+
+        end = threading.Event()
+
+        def wait(x):
+            if not isinstance(x, jax.core.Tracer):  # it is traced once, for its shapes
+                end.wait(20)
+            return x
+
+        def release():
+            end.set()
+
+        me = jd.init()
+        if me.rank == 0:
+            step = {wrap}(lambda x: 2 * jd.rpc_sync(2, wait, args=(x,)))
+            threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+            try:
+                print("answered", jax.block_until_ready(step(jnp.ones(3))), flush=True)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            jd.rpc_sync(2, release)
+            assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
+            print("usable", flush=True)
+        jd.shutdown()
+        """,
+    ).expect("interrupted", "usable")

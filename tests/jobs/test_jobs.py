@@ -39,6 +39,93 @@ def test_a_rank_that_leaves_without_shutdown_ends_the_job(mpi_job):
     assert job.seconds < SECONDS
 
 
+@pytest.mark.parametrize("spoil", ["sys.stdout.close()", "sys.stdout = None", "sys.stdout = sys.stderr = None"])
+def test_a_rank_that_leaves_without_a_stdout_ends_the_job_too(mpi_job, spoil):
+    job = mpi_job(
+        3,
+        f"""
+        import sys
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 1:
+            {spoil}
+            sys.exit(0)
+        jd.shutdown()
+        """,
+    )
+    job.expect(*["worker1 (rank 1) ended without calling jdistgrad.shutdown()"] * ("stderr" not in spoil), status=None)
+
+
+def test_a_rank_that_raises_what_has_no_text_ends_the_job_too(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import jdistgrad as jd
+        class Textless(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+        me = jd.init()
+        if me.rank == 2:
+            raise Textless
+        jd.shutdown()
+        """,
+    )
+    job.expect("worker2 (rank 2) failed: Textless: (asking for its text raised RuntimeError)", status=None)
+
+
+def test_a_shutdown_that_waits_says_for_what_on_stderr(mpi_job):
+    """Without any setting of the logging module."""
+    job = mpi_job(
+        3,
+        """
+        import threading
+        import jdistgrad as jd
+        from jdistgrad.rpc import closing
+
+        closing.SPEAK_SECONDS = 0.3
+        end = threading.Event()
+
+        def wait():
+            return end.wait()
+
+        def release():
+            end.set()
+
+        me = jd.init()
+        if me.rank == 0:
+            jd.rpc_async(1, wait)
+            threading.Timer(3, jd.rpc_sync, (1, release)).start()
+        jd.shutdown()
+        print("closed", flush=True)
+        """,
+    )
+    job.expect(
+        "shutdown of worker0 (rank 0): waiting ", " s for worker1 (rank 1), which serves __main__.wait, for", "closed"
+    )
+
+
+def test_a_rank_that_ends_after_a_shutdown_that_gave_up_is_told_so(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import time
+        import jdistgrad as jd
+        me = jd.init()
+        if me.rank == 0:
+            jd.rpc_async(1, time.sleep, args=(40,))
+            try:
+                jd.shutdown(timeout=0.5)
+            except jd.CallTimeoutError:
+                pass
+        else:
+            jd.shutdown()
+        """,
+    )
+    told = "worker0 (rank 0) ended before it had left its world: shutdown of worker0 (rank 0): waited 0.5 s for"
+    job.expect(told, "for worker1 (rank 1), which serves time.sleep, for worker0 (rank 0), since", status=None)
+    assert "without calling jdistgrad.shutdown()" not in job.output
+
+
 def test_a_rank_that_is_killed_ends_the_job(mpi_job):
     job = mpi_job(
         3,

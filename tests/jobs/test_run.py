@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -133,16 +134,51 @@ def test_what_makes_no_sense_is_refused(arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_job_ends_with_the_command_that_started_it(tmp_path):
-    """Terminated, it leaves no ranks behind."""
-    program = "import os, pathlib, time; pathlib.Path(f'{os.getpid()}.rank').touch(); time.sleep(60)"
-    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", program]
+SLEEPS = """
+import os, pathlib, time
+for process in (os.getpid(), os.getppid()):
+    pathlib.Path(f"{process}.process").touch()
+time.sleep(60)
+"""
+
+# As from a terminal, also where the suite itself was started to outlast its own.
+HANGS_UP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_job_ends_with_the_command_that_started_it(tmp_path, number):
+    """Whatever ends that, it leaves neither ranks behind nor mpirun."""
+    command = [sys.executable, "-c", HANGS_UP, sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", SLEEPS]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as job:
-        wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 3)
-        job.terminate()
+        wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 4)
+        job.send_signal(number)
         assert job.wait(20) != 0
-    ranks = [int(file.stem) for file in tmp_path.glob("*.rank")]
-    wait_until(lambda: not any(pathlib.Path(f"/proc/{rank}").exists() for rank in ranks))
+    processes = [int(file.stem) for file in tmp_path.glob("*.process")]
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_command_that_shall_outlast_its_terminal_does(tmp_path):
+    """As under nohup: the signal is ignored from the start."""
+    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "2", "-c", SLEEPS.replace("60", "3") + "print('slept')"]
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *command]
+    with subprocess.Popen(ignoring, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 3)
+        job.send_signal(signal.SIGHUP)
+        output, _ = job.communicate(timeout=30)
+    assert output.count("slept") == 2
+    assert job.returncode == 0
+
+
+def is_alive(process):
+    """A process that has ended may be there until somebody asks for its status."""
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def test_ranks_that_leave_without_starting_mpi_do_not_keep_the_others(jdistgrad):

@@ -11,7 +11,7 @@ from jdistgrad.autograd.layout import split
 
 def differentiated(function, *args):
     layout, operands = split((args, {}), lambda leaf: True)
-    return differentiate(function, layout, operands, references=False), operands
+    return differentiate(function, layout, operands, (tuple(range(len(operands))),), references=False), operands
 
 
 def test_arguments_that_a_pullback_keeps_are_not_copied():
@@ -20,10 +20,10 @@ def test_arguments_that_a_pullback_keeps_are_not_copied():
         return a * b, jnp.exp(a)
 
     found, (a, b) = differentiated(function, jnp.arange(3.0), jnp.array([2.0, 3.0, 4.0]))
-    kept = jax.tree.leaves(found.pullback)
+    kept = jax.tree.leaves(found.pullbacks)
     assert {id(a), id(b)} <= {id(one) for one in kept}
     expected = jax.vjp(function, a, b)[1]((jnp.ones(3), jnp.arange(3.0)))
-    for mine, theirs in zip(found.pull((0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
+    for mine, theirs in zip(found.pull(0, (0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
@@ -32,6 +32,30 @@ def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
     found, _ = differentiated(jax.jit(lambda a, b: (a, a, b + 1)), make(3), make((2, 1)))
     assert all(isinstance(one, jax.Array) for one in found.result)
     assert [one.shape for one in found.result] == [(3,), (3,), (2, 1)]
-    (first, second) = found.pull((0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
+    (first, second) = found.pull(0, (0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
     np.testing.assert_array_equal(first, np.full(3, 5.0))
     np.testing.assert_array_equal(second, np.full((2, 1), 7.0))
+
+
+def test_each_order_has_a_pullback_of_its_own_operands():
+    """From one run: the outer one is of what the inner one's forward pass returns."""
+
+    @jax.custom_vjp
+    def ruled(a):
+        return a * 2
+
+    ruled.defvjp(lambda a: (a**3, a), lambda a, g: (-5 * g * a,))
+    runs = []
+
+    def function(a, b):
+        runs.append(a)
+        return ruled(a) * b
+
+    layout, (a, b) = split(((jnp.arange(1.0, 4.0), jnp.array([2.0, 3.0, 4.0])), {}), lambda leaf: True)
+    found = differentiate(function, layout, [a, b], ((0,), (0, 1)), references=False)
+    (inner,) = found.pull(0, (0,), [b])
+    np.testing.assert_allclose(inner, -5 * a * b * b, rtol=1e-6)
+    outer = found.pull(1, (0,), [b])
+    np.testing.assert_allclose(outer, [3 * a**2 * b * b, a**3 * b], rtol=1e-6)
+    np.testing.assert_allclose(found.result, a**3 * b, rtol=1e-6)
+    assert len(runs) == 1

@@ -1,14 +1,16 @@
 """Who is in a world."""
 
+import jax
 import numpy as np
 import pytest
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
-from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree
+from jdistgrad.rpc import likeness
+from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, checked_name
 
 
-def hello(name, version="1", allow_code=False):
-    return Hello(name, "w", version, allow_code)
+def hello(name, **facts):
+    return Hello(name, "w", facts)
 
 
 def test_workers_are_found_by_name_rank_and_info():
@@ -36,7 +38,32 @@ def test_two_workers_of_one_name_are_named():
 
 
 def test_a_disagreement_names_the_rank_and_both_values():
-    with pytest.raises(WorldError, match="version: rank 0 has '1', rank 2 has '2'"):
-        agree([hello("a"), hello("b"), hello("c", version="2")])
-    with pytest.raises(WorldError, match="allow_code: rank 0 has False, rank 1 has True"):
-        agree([hello("a"), hello("b", allow_code=True)])
+    with pytest.raises(WorldError, match=r"disagree on jax: rank 0 has 1, rank 2 has 2\. .*the same installation"):
+        agree([hello("a", jax="1"), hello("b", jax="1"), hello("c", jax="2")])
+    with pytest.raises(WorldError, match=r"allow_code: rank 0 has False, rank 1 has True\. .*the same allow_code"):
+        agree([hello("a", allow_code="False"), hello("b", allow_code="True")])
+
+
+def test_what_a_rank_does_not_tell_is_not_compared():
+    agree([hello("a", jax="1"), hello("b", script="x"), hello("c", jax="1", script="x")])
+    with pytest.raises(WorldError, match="script: rank 1 has x, rank 2 has y"):
+        agree([hello("a"), hello("b", script="x"), hello("c", script="y")])
+
+
+def test_what_this_process_tells():
+    found = likeness.of_this_process()
+    assert found["jax"] == jax.__version__
+    assert found[likeness.X64] == "False"
+    with jax.enable_x64(True):
+        assert likeness.of_this_process() == {**found, likeness.X64: "True"}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "worker\n1", "tab\t", "nul\0", "\u2028", "w" * 65, 7, b"worker", None])
+def test_names_that_cannot_stand_in_a_message(name):
+    with pytest.raises(ValueError, match="a worker's name is a string of 1 to 64 printable characters without spaces"):
+        checked_name(name)
+
+
+@pytest.mark.parametrize("name", ["ps", "trainer-1", "Größe/2", "w" * 64])
+def test_names_that_can(name):
+    assert checked_name(name) == name

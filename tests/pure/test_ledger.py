@@ -43,6 +43,35 @@ def test_none_are_waited_for_where_the_count_is_zero():
     assert Ledger().take(NODE, 0).result(0) == []
 
 
+def test_who_takes_none_leaves_those_of_others():
+    ledger = Ledger()
+    others = ledger.take(NODE, 2)
+    ledger.put(NODE, part(1))
+    assert ledger.take(NODE, 0).result(0) == []
+    ledger.put(NODE, part(2))
+    assert numbers(others.result(0)) == [1, 2]
+
+
+def test_contributions_of_two_passes_are_told_not_summed():
+    """They say how many they are, and not whose."""
+    ledger = Ledger()
+    ledger.put(NODE, part(1))
+    ledger.put(NODE, part(2))
+    with pytest.raises(jd.DifferentiationError, match="two backward passes"):
+        ledger.take(NODE, 1).result(0)
+
+
+def test_two_who_take_at_a_time_are_both_told():
+    ledger = Ledger()
+    both = [ledger.take(NODE, 1), ledger.take(NODE, 2)]
+    for one in both:
+        with pytest.raises(jd.DifferentiationError, match="at the same time"):
+            one.result(0)
+    third = ledger.take(Node(CONTRIBUTION, 8), 1)
+    ledger.put(Node(CONTRIBUTION, 8), part(3))
+    assert numbers(third.result(0)) == [3]
+
+
 def test_what_is_taken_is_gone():
     ledger = Ledger()
     ledger.put(NODE, part(1))

@@ -1,8 +1,12 @@
 """Who looks for messages, with a queue in place of a network."""
 
 import concurrent.futures
+import functools
+import os
 import queue
+import signal
 import threading
+import time
 
 import pytest
 
@@ -18,6 +22,9 @@ class Mailbox:
         self.ticks = 0
         self.lookers = 0
         self.most_lookers = 0
+        self.looks = 0
+        self.stopped = False
+        self.seen = set()  # the threads that have looked
         self.broken = None
         self.progress = Progress(
             "test", self.look, run=self.run, enter=lambda: None, tick=self.tick, fail=self.failures.append
@@ -26,6 +33,8 @@ class Mailbox:
 
     def look(self):
         self.lookers += 1
+        self.looks += 1
+        self.seen.add(threading.get_ident())
         self.most_lookers = max(self.most_lookers, self.lookers)
         try:
             if self.broken is not None:
@@ -38,6 +47,11 @@ class Mailbox:
 
     def run(self, task):
         threading.Thread(target=task, daemon=True).start()
+
+    def stop(self):
+        if not self.stopped:
+            self.stopped = True
+            self.progress.stop()
 
     def tick(self, now):
         self.ticks += 1
@@ -53,7 +67,7 @@ class Mailbox:
 def mailbox():
     box = Mailbox()
     yield box
-    box.progress.stop()
+    box.stop()
 
 
 def test_tasks_run_without_anybody_waiting(mailbox):
@@ -81,6 +95,114 @@ def test_many_waiters_and_one_baton(mailbox):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert sorted(pool.map(waiter, range(6))) == list(range(6))
     assert mailbox.most_lookers == 1
+
+
+class Asked(concurrent.futures.Future):
+    """A future that counts how often somebody asks whether it is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def done(self):
+        self.count += 1
+        return super().done()
+
+
+class AnsweredWhenWoken(Asked):
+    """One whose answer comes at the moment its waiter is woken to look."""
+
+    def done(self):
+        if self.count == 2:
+            self.set_result(1)
+        return super().done()
+
+
+@pytest.fixture
+def waiting(mailbox):
+    """Starts threads that wait for a future each, one after the other; the first of them looks."""
+    threads, futures = [], []
+
+    def start(kind=Asked):
+        futures.append(kind())
+        threads.append(threading.Thread(target=mailbox.progress.wait_for, args=(futures[-1:], 60)))
+        threads[-1].start()
+        until(lambda: threads[-1].ident in mailbox.seen if len(threads) == 1 else futures[-1].count >= 2)
+        return threads[-1], futures[-1]
+
+    yield start
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_while_one_looks_the_others_sleep(mailbox, waiting):
+    waiting()
+    sleepers = [waiting()[1] for _ in range(20)]
+    before = mailbox.looks
+    until(lambda: mailbox.looks > before + 300)
+    assert max(future.count for future in sleepers) <= 3
+
+
+def test_sleepers_are_woken_by_their_own_answers(mailbox, waiting):
+    looker, _ = waiting()
+    woken = [waiting() for _ in range(20)]
+    for _, future in woken:
+        mailbox.tasks.put(functools.partial(future.set_result, 1))
+    for thread, _ in woken:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert looker.is_alive()
+
+
+def test_who_has_its_answer_calls_another_to_look(mailbox, waiting):
+    futures = {thread.ident: future for thread, future in [waiting() for _ in range(4)]}
+    for looked in range(1, 4):
+        (looker,) = (one for one, future in futures.items() if one in mailbox.seen and not future.done())
+        mailbox.tasks.put(functools.partial(futures[looker].set_result, 1))
+        until(lambda count=looked: len(mailbox.seen & futures.keys()) == count + 1)
+
+
+def test_who_is_called_to_look_and_has_its_answer_calls_the_next(mailbox, waiting):
+    """The latest is called first."""
+    first, last, _ = waiting(), waiting(), waiting(AnsweredWhenWoken)
+    mailbox.tasks.put(functools.partial(first[1].set_result, 1))
+    until(lambda: last[0].ident in mailbox.seen)
+
+
+def test_a_sleeper_whose_time_is_over_leaves(mailbox, waiting):
+    waiting()
+    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.05)
+
+
+def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
+    """Which sleeps, while another thread looks."""
+    waiting()
+    never = Asked()
+    presser = threading.Thread(target=lambda: (until(lambda: never.count >= 2), os.kill(os.getpid(), signal.SIGINT)))
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        mailbox.progress.wait_for((never,), 30)
+    presser.join()
+    assert not never.done()
+
+
+def test_sleepers_wake_when_the_transport_ends(waiting, mailbox):
+    threads = [waiting()[0] for _ in range(5)]
+    mailbox.stop()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_task_that_waits_for_the_next_does_not_stop_the_next(mailbox):
@@ -112,6 +234,39 @@ def test_a_broken_transport_is_told(mailbox, caplog):
     assert not future.done()
     assert mailbox.failures == [error]
     assert "the network is gone" in caplog.text
+
+
+def end_the_thread():
+    raise SystemExit(3)
+
+
+def test_tasks_that_fail_take_no_thread_along(mailbox, caplog):
+    before = mailbox.future().result(30) and threading.active_count()
+    for _ in range(50):
+        mailbox.tasks.put(end_the_thread)
+        assert mailbox.future().result(30)
+    assert threading.active_count() <= before + 2
+    assert "outside of any call" in caplog.text
+
+
+def test_housekeeping_that_fails_goes_on(mailbox, caplog):
+    def fail(now):
+        mailbox.ticks += 1
+        raise RuntimeError("a broom broke")
+
+    mailbox.progress._tick = fail
+    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.1)
+    assert mailbox.ticks > 2
+    assert mailbox.future().result(30)
+    assert "a broom broke" in caplog.text
+
+
+def test_sleepers_wake_when_the_transport_breaks(mailbox, waiting, caplog):
+    threads = [waiting()[0] for _ in range(5)]
+    mailbox.broken = RuntimeError("the network is gone")
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_nobody_looks_after_the_end():

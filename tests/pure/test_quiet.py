@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdistgrad.rpc.quiet import Report, Survey
+from jdistgrad.rpc.quiet import Report, Serving, Survey
 
 
 def conclude(survey, *reports):
@@ -44,12 +44,21 @@ def test_work_between_two_rounds_is_seen():
     assert conclude(survey, Report(True, False, 4, 4), QUIET)
 
 
-def test_it_tells_who_has_not_asked_to_close():
-    survey = Survey(3)
-    conclude(survey, QUIET, Report(False, False, 0, 0), QUIET)
-    assert survey.waiting_for() == [1]
+def test_the_latest_reports_are_known_between_rounds():
+    survey, other = Survey(3), Report(False, False, 0, 0)
+    assert survey.known() == {}
+    conclude(survey, QUIET, other, QUIET)
+    assert survey.known() == {0: QUIET, 1: other, 2: QUIET}
+    survey.start()
     survey.add(1, QUIET)
-    assert survey.waiting_for() == []
+    assert survey.known() == {0: QUIET, 1: QUIET, 2: QUIET}
+
+
+def test_for_how_long_calls_are_served_makes_no_difference():
+    survey = Survey(2)
+    for seconds in (1.0, 2.0):
+        quiet = conclude(survey, QUIET, Report(True, False, 3, 3, (Serving("f", 0, seconds),)))
+    assert quiet
 
 
 @pytest.mark.parametrize("seed", range(50))

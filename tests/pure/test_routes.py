@@ -18,7 +18,7 @@ from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.frozen import Frozen
 
 X = np.ones(3, np.float32)
-STOP = CallStop(Layout(((Hole(),), {}), ()), None, (), 1)
+STOP = CallStop(Layout(((Hole(),), {}), ()), (), (), 1)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
 
 def test_numbers_stay_on_their_route(worker):
     """An earlier result that a later stop needs is kept until then, what is wanted to the end."""
-    two = CallStop(Layout(((Hole(), Hole()), {}), ()), None, (), 1)
+    two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
     route = Route.of([STOP, STOP, two], [[0], [Made(0, 0)], [Made(0, 0), 1]], [Made(2, 0), Made(1, 0)])
     found = Visit(Frozen(route), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
     np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)

@@ -15,12 +15,12 @@ from jdistgrad.autograd.whole import KEPT, at_once
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 ONE = Layout(((Hole(),), {}), ())
-CALL = CallStop(ONE, None, (), 1)
-RECORDED = CallStop(ONE, (0,), (), 1)
+CALL = CallStop(ONE, (), (), 1)
+RECORDED = CallStop(ONE, ((0,),), (), 1)
 
 
 def pull(call, *, last=True):
-    return PullStop("something", (0,), (0,), last, (), call)
+    return PullStop("something", 0, (0,), last, (), call)
 
 
 def forward_and_back(**settings):
@@ -52,7 +52,7 @@ def test_calls_and_their_pullbacks_are_one_function():
         forward_and_back(last=False),
         Route.of([RECORDED], [[0]], [Made(0, 0)]),
         Route.of([pull(None)], [[0]], [Made(0, 0)]),
-        Route.of([CallStop(ONE, None, (), 1, references=True)], [[0]], [Made(0, 0)]),
+        Route.of([CallStop(ONE, (), (), 1, references=True)], [[0]], [Made(0, 0)]),
     ],
     ids=["pulled again later", "pulled elsewhere", "recorded before", "references"],
 )
@@ -131,7 +131,7 @@ def test_each_shape_is_looked_at():
 
 def test_weak_types_do_not_count():
     """As over a wire, where an array's type is all there is."""
-    route = Route.of([CallStop(Layout(((Hole(), Hole()), {}), ()), None, (), 1)], [[0, 1]], [Made(0, 0)])
+    route = Route.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [Made(0, 0)])
     weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
     assert weak.weak_type
     (found,) = at_once(route, [jnp.add], [weak, X.astype(jnp.bfloat16)])

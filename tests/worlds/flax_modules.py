@@ -51,6 +51,16 @@ class Both(nnx.Module):
         return 2 * y if double else y
 
 
+class Line(nnx.Module):
+    """What is made of nothing but ``rngs``."""
+
+    def __init__(self, rngs):
+        self.only = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.only(x))
+
+
 def init_line(slope):
     return {"slope": jnp.float32(slope), "offset": jnp.ones(4)}
 

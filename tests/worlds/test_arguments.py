@@ -130,6 +130,25 @@ def test_unused_outputs(big_world, way):
     big_world.drive(body)
 
 
+def root_and_sine(x):
+    return jnp.sqrt(x), jnp.sin(x)
+
+
+fast_root_and_sine = jax.jit(root_and_sine)
+
+
+@pytest.mark.parametrize("function", [root_and_sine, fast_root_and_sine], ids=["as_written", "jitted"])
+def test_an_unused_output_that_has_no_derivative_there(big_world, function):
+    """Zero times infinity is no number: a result without a cotangent is left out, not given zeros."""
+
+    def body():
+        x = jnp.array([0.0, 1.0, 4.0])
+        for way in (sync, fetched):
+            same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)
+
+    big_world.drive(body)
+
+
 def test_no_output_used(big_world):
     def body():
         def program(call, x):

@@ -1,5 +1,7 @@
 """Functions that fail in a pass: the error tells all workers on its way, and the next pass works."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -44,6 +46,52 @@ def down(path, function_name, x):
     if not path:
         return globals()[function_name](x)
     return jd.rpc_sync(path[0], down, args=(path[1:], function_name, x))
+
+
+LET_GO = threading.Event()
+
+
+def let_go():
+    LET_GO.set()
+
+
+@jax.custom_vjp
+def held_backward(x):
+    return x * 2
+
+
+def hold(residuals, cotangent):
+    assert LET_GO.wait(20)
+    LET_GO.clear()
+    return (cotangent,)
+
+
+held_backward.defvjp(lambda x: (x * 2, None), hold)
+
+
+def run_held(x):
+    return held_backward(x)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "twice"),
+    [(lambda f: f, False), (lambda f: f, True), (jd.jit, False)],
+    ids=["eager", "second", "jd.jit"],
+)
+def test_the_time_of_a_call_is_that_of_its_pullback(world, compiled, twice):
+    """Once more for the call itself, which the pullback may have to wait for."""
+
+    def loss(x):
+        return (jd.rpc_sync(rank(1), run_held, args=(x,), timeout=1.0) ** 2).sum()
+
+    def body():
+        derivative = jax.grad(lambda x: (jax.grad(loss)(x) * X).sum()) if twice else jax.grad(loss)
+        with jd.context(), pytest.raises(jd.CallTimeoutError, match=r"the pullback of .*run_held.* within [24] s"):
+            compiled(derivative)(X)
+        jd.rpc_sync(rank(1), let_go)
+        still_differentiates()
+
+    world.drive(body)
 
 
 FAILING = ["fails_forward", "fails_recording", "fails_backward"]

@@ -123,6 +123,30 @@ def test_a_call_that_cannot_be_read_still_returns_its_references(world):
     world.run(main)
 
 
+class StubbornError(Exception):
+    """Can be neither copied nor rebuilt from its arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(f"stubborn {a} and {b}")
+
+
+def raise_stubborn():
+    raise StubbornError(1, 2)
+
+
+def test_references_to_what_could_not_be_made_are_free(world):
+    """Their owner keeps the exception: whoever gets it raises another, whose traceback holds the reference."""
+
+    def body():
+        last = jd.world_size() - 1
+        for _ in range(5):
+            with pytest.raises((StubbornError, jd.RemoteError), match="stubborn 1 and 2"):
+                jd.remote(last, raise_stubborn).to_here()
+        wait_until_owned(last, 0)
+
+    world.drive(body)
+
+
 class Necromancer:
     """Its destructor uses references."""
 

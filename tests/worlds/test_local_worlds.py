@@ -148,3 +148,24 @@ def test_a_world_of_one_needs_nothing():
     assert jd.rpc_sync("worker0", operator.add, args=(1, 2)) == 3
     assert current_worker().transport.size == 1
     jd.shutdown()
+
+
+def test_spawn_says_why_a_worker_has_not_left():
+    gave_up = threading.Event()
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            with pytest.raises(jd.CallTimeoutError):
+                jd.shutdown(timeout=0.2)
+            gave_up.set()
+        elif me.rank == 2:
+            assert gave_up.wait(30)
+        if me.rank:
+            jd.shutdown()
+
+    said = (
+        r"main of rank 0 returned before it had left its world: .* waited 0\.2 s for worker2 \(rank 2\), which has not"
+    )
+    with pytest.raises(jd.WorldError, match=said):
+        jd.spawn(main, 3)

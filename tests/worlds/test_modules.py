@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from flax_modules import Both, Encoder, Normalized, X, assert_trees_close, count_traces, squares
+from flax_modules import Both, Encoder, Line, Normalized, X, assert_trees_close, count_traces, squares
 from workers import last, owned_values
 
 import jdistgrad as jd
@@ -47,9 +47,9 @@ def test_a_linen_module_is_the_serial_one(big_world, module, staged):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_an_nnx_module_is_the_serial_one(big_world, staged):
+@pytest.mark.parametrize("make", [functools.partial(Both, 4, outputs=3), Line], ids=["partial", "class"])
+def test_an_nnx_module_is_the_serial_one(big_world, staged, make):
     def body():
-        make = functools.partial(Both, 4, outputs=3)
         local = make(rngs=nnx.Rngs(3))
         remote = RemoteModule(last(), make, rng=3)
         step = jd.value_and_grad(squares)
@@ -59,7 +59,7 @@ def test_an_nnx_module_is_the_serial_one(big_world, staged):
             found = by_module.parameters.to_here()
         expected, gradients = nnx.value_and_grad(squares)(local, X)
         assert_trees_close((loss, found), (expected, nnx.to_pure_dict(gradients)))
-        np.testing.assert_allclose(remote(X, double=True), 2 * local(X), rtol=1e-6)
+        np.testing.assert_allclose(remote(X * 2), local(X * 2), rtol=1e-6)
 
     big_world.drive(body)
 

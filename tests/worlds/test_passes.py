@@ -25,7 +25,7 @@ def test_gradients_are_held_by_the_owners(world):
             for k in (1, 2):
                 gradient = found.pop(rrefs[k].id)
                 np.testing.assert_array_equal(gradient["w"], k * X)
-                assert gradient["n"] == rrefs[k].to_here()["n"]
+                assert gradient["n"] is None  # a number that nobody differentiates
             assert found.keys() <= {rrefs[0].id}
             assert {rref.owner.rank for rref in jd.get_gradients(ctx)} <= {0}
 

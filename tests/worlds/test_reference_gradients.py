@@ -1,5 +1,7 @@
 """Gradients by values that references stand for: they stay with their owners, and pass from one to the next."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,6 +44,50 @@ def test_a_reference_used_here_and_there(big_world):
         value, (of_p, of_x) = jd.value_and_grad(loss, argnums=(0, 1))(rref, x)
         expected = jax.value_and_grad(lambda p, x: program(serial, p, x) + sum_squares(p), argnums=(0, 1))
         same((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
+
+    big_world.drive(body)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """With leaves that are no arrays, as models of other libraries have them."""
+
+    weight: jax.Array
+    activation: object
+    seen: jax.Array
+    key: jax.Array
+    width: int
+    slope: float
+
+
+def make_layer(n):
+    weight = jnp.arange(3.0 * n).reshape(n, 3) / 10
+    return Layer(weight, lambda x: jnp.tanh(x) * x, jnp.arange(n), jax.random.key(1), n, 0.25)
+
+
+def apply_layer(layer, x):
+    return layer.activation(layer.weight @ x) * layer.slope
+
+
+def gradients_here(context):
+    (found,) = jd.get_gradients(context).values()
+    return found
+
+
+def test_the_gradient_of_a_value_with_leaves_that_have_none(big_world):
+    """Nothing stands in their place: neither what cannot be sent, nor numbers that are no gradient."""
+
+    def body():
+        x, value = vector(3), jd.remote(rank(1), make_layer, args=(4,))
+        with jd.context() as ctx:
+            gradient = jd.grad(lambda value: sum_squares(jd.rpc_sync(rank(1), apply_layer, args=(value, x))))(value)
+            found = gradient.to_here(), jd.rpc_sync(rank(1), gradients_here, args=(ctx.id,))
+        near = make_layer(4)
+        with_weight = lambda w: dataclasses.replace(near, weight=w)  # noqa: E731
+        weight = jax.grad(lambda w: sum_squares(apply_layer(with_weight(w), x)))(near.weight)
+        for one in found:
+            same(one, Layer(weight, None, None, None, None, None))
 
     big_world.drive(body)
 
@@ -146,3 +192,45 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
         same(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
 
     world.drive(body)
+
+
+def sine_times(a, b):
+    return jnp.sin(a) * b
+
+
+def twice_of(a):
+    return 2 * a
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+def test_an_array_before_a_reference_among_the_arguments(big_world, wrap):
+    """Arrays may be NumPy's in compiled code, and are not compared with references."""
+
+    def far(x):
+        return sync(2, sine_times, x, jd.remote(1, twice_of, args=(x,))).sum()
+
+    def body():
+        x = jnp.arange(3.0)
+        with jd.context():
+            found = wrap(jax.grad(far))(x)
+        same(found, jax.grad(lambda x: sine_times(x, twice_of(x)).sum())(x))
+
+    big_world.drive(body)
+
+
+@jax.jit
+def compiled_once(x):
+    return sync(1, twice_of, jd.remote(1, twice_of, args=(x,))).sum()
+
+
+def test_what_was_compiled_in_one_world_runs_in_the_next(big_world):
+    """And is differentiated there, for which what was traced before is asked for its shapes."""
+    x = jnp.arange(3.0)
+    for differentiate in (lambda f: f, jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())):
+
+        def body(differentiate=differentiate):
+            with jd.context():
+                found = differentiate(compiled_once)(x)
+            same(found, differentiate(lambda x: twice_of(twice_of(x)).sum())(x))
+
+        big_world.drive(body)

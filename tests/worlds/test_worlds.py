@@ -134,3 +134,36 @@ def test_traces_are_not_shared_between_workers(world):
             assert jd.rpc_sync(rank, traced_rank, args=(10,)) == 10 + rank
 
     world.drive(body)
+
+
+def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
+    """The exception is not the world's: who has done all its work waits for the others, and serves them."""
+
+    def main():
+        try:
+            raise ImportError("a fallback is taken")
+        except ImportError:
+            me = jd.init()
+            if me.rank == jd.world_size() - 1:
+                time.sleep(0.3)
+                assert jd.rpc_sync(0, operator.add, args=(1, 2)) == 3
+            return jd.shutdown()
+
+    world.run(main)
+
+
+def test_who_shuts_down_because_of_an_exception_keeps_nobody_waiting(big_world):
+    why = r"worker0 \(rank 0\) is lost: it left with shutdown\(\) because of KeyError"
+
+    def main():
+        me = jd.init()
+        try:
+            if me.rank == 0:
+                raise KeyError("no such data")
+        except KeyError:
+            jd.shutdown()
+            return
+        with pytest.raises(jd.WorkerLostError, match=why):
+            jd.shutdown()
+
+    big_world.run(main)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdistgrad.errors import DisagreementError, MissingRanksError
@@ -57,7 +57,7 @@ class Board:
                 self._missing = sorted(set(range(self.size)) - set(pinned))
                 self._changed.notify_all()
             if self._missing is not None:
-                raise missing_ranks(what, self._missing, timeout)
+                raise missing_ranks(what, self._missing, timeout, {})
             self._changed.wait(min(LOOK_SECONDS, timeout))
 
     def _take(self, turn: int) -> None:
@@ -66,11 +66,13 @@ class Board:
             del self._taken[turn], self._rounds[turn]
 
 
-def missing_ranks(what: str, missing: list[int], seconds: float) -> MissingRanksError:
+def missing_ranks(what: str, missing: list[int], seconds: float, places: Mapping[int, str]) -> MissingRanksError:
+    """``places``: where those are that are known to be somewhere."""
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+    where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
     return MissingRanksError(
-        f"{what}: {who} not come within {seconds:g} s. Every rank must take the same steps; ranks with fewer inputs "
-        "need DataParallel.join(), slow ones a longer timeout.",
+        f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
+        "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout.",
         missing=missing,
         seconds=seconds,
     )

@@ -9,19 +9,23 @@ from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.errors import CollectiveError
 
 
-def of_this_world(workers: Sequence[int] | None = None) -> HostCollectives:
+def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -> HostCollectives:
     """New collectives of all workers of this world, or of some.
 
     Every one of them must call it, in the same order.
 
     Arguments:
       workers: their ranks in the world, in the order of their ranks in the collectives; default all.
+      check: whether ranks meet before each operation in compiled code too. Without it those that run different programs
+        get wrong sums, or wait without end.
 
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
-    return Local(chosen) if world.is_local() else MPI(chosen and MPI.subset(chosen))
+    made = Local(chosen) if world.is_local() else MPI(chosen and MPI.subset(chosen))
+    made.asks = check
+    return made
 
 
 def _checked(workers: Sequence[int]) -> tuple[int, ...]:

@@ -1,19 +1,19 @@
 """Collectives of processes or threads: they meet, agree on what they do, and share the memory of hosts."""
 
 import abc
-import hashlib
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel import rolls
 from jdistgrad.data_parallel.arrays import is_traced, like
+from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
-from jdistgrad.data_parallel.rolls import Act, Roll
-from jdistgrad.errors import DisagreementError
+from jdistgrad.errors import CollectiveError
 
 TIMEOUT = 300.0
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -24,6 +24,9 @@ class HostCollectives(Collectives):
 
     rank: int
     timeout: float = TIMEOUT
+    asks: bool = True  # whether ranks meet before what compiled programs do
+    turn: int = 0  # how many operations there have been: a part of what the watchdog knows of each
+    apart: CollectiveError | None = None  # why these are not used any more
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return _batchable(self, name, root)(x) if is_traced(x) else self.eager(name, x, root)
@@ -31,7 +34,7 @@ class HostCollectives(Collectives):
     # On concrete arrays, with the agreement that keeps mistakes from becoming wrong sums.
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        self.agree(f"{name} of {x.dtype}{list(x.shape)}" + (f" from rank {root}" if name == "broadcast" else ""))
+        self.agree(described(name, x, root))
         memory = self.on_host(name, x, root)
         spread = name == "allgather" and len(x.devices()) > 1  # where x lies says nothing of an axis of ranks
         return jnp.asarray(memory) if spread else like(memory, x)
@@ -47,30 +50,36 @@ class HostCollectives(Collectives):
             self.reduce_in_place(memory, name)  # type: ignore[arg-type]
         return memory
 
-    def meet(self, word: bytes, what: str, timeout: float) -> list[bytes]:
-        """Everybody's word, once all have come.
-
-        Raises:
-          MissingRanksError: on every rank that came, naming those that did not.
-        """
-        return self.announce(word, what)(timeout)
-
     def agree(self, text: str) -> None:
         """Raises DisagreementError on every rank unless all say the same. Every rank must call it."""
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        mine = Roll(Act.OPERATE, 0, 0, 0, digest)
-        words = [rolls.unpack(word) for word in self.meet(mine.pack(), text, self.timeout)]
-        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
-        if elsewhere is not None:
-            raise rolls.apart(self.rank, mine, elsewhere, words[elsewhere])
-        if len(set(words)) > 1:
-            said = self.gather_objects(text)
-            other = next(rank for rank, its in enumerate(said) if its != said[0])
-            raise DisagreementError(
-                f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. "
-                "Every rank must call the same operations, in the same order, with the same shapes and dtypes.",
-                rank=other,
-            )
+        Agreeing(self, text)(self.timeout)
+
+    # In compiled programs: there the ranks agree at the beginning of a section, and no more until it ends.
+
+    @contextlib.contextmanager
+    def section(self, what: str) -> Iterator["HostCollectives"]:
+        """A traced block of operations that the ranks agree on before the first of them; gives those that do not ask.
+
+        Sections are not nested: what asks no more, opens none.
+        """
+        if not self.asks or self.size == 1:
+            yield self
+            return
+        quiet = self._opened(what)
+        quiet.asks = False
+        yield quiet
+        self._end()
+
+    def adjusted(self, *, timeout: float, asks: bool) -> "HostCollectives":
+        """The same channels, used with another patience."""
+        other = copy.copy(self)
+        other.timeout, other.asks = timeout, asks
+        return other
+
+    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        """The operation of this name on a tracer."""
+        with self.section(described(name, x, root)) as all_:
+            return all_.compiled(name, x, root)
 
     # What a body must have. On host memory, by one thread at a time:
 
@@ -79,8 +88,8 @@ class HostCollectives(Collectives):
         """The same group over a channel of its own. Every rank must call it."""
 
     @abc.abstractmethod
-    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
-        """Begin to meet: the wait for everybody's word, within so many seconds. All words are of one length."""
+    def announce(self, word: bytes, what: str) -> Meeting:
+        """Begin to meet. All words are of one length."""
 
     @abc.abstractmethod
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
@@ -101,8 +110,21 @@ class HostCollectives(Collectives):
     # Inside jit:
 
     @abc.abstractmethod
-    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        """The operation of this name on a tracer."""
+    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
+        """The operation of this name on a tracer, inside a section."""
+
+    @abc.abstractmethod
+    def _opened(self, what: str) -> "HostCollectives":
+        """Add to the program that the ranks agree on a section; a copy of these for its operations."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """Add to the program that the section ends."""
+
+
+def described(name: str, x: Any, root: int) -> str:
+    """An operation as the ranks compare it."""
+    return f"{name} of {x.dtype}{list(x.shape)}" + (f" from rank {root}" if name == "broadcast" else "")
 
 
 def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:

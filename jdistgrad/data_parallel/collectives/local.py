@@ -1,19 +1,24 @@
 """The workers of a local world: threads of one process that hand each other their arrays."""
 
 import collections
+import copy
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.board import Board
+from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
-from jdistgrad.data_parallel.world import Seat, seat
+from jdistgrad.data_parallel.world import Seat, Together, seat
+from jdistgrad.errors import MissingRanksError
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
@@ -52,12 +57,26 @@ class Local(HostCollectives):
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         self._seat.check()
-        return self._board.exchange(self.rank, what, value, self.timeout, self._seat.check)
+        return self._collect(self._board.pin(self.rank, what, value), what, self.timeout)
 
-    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
+    def announce(self, word: bytes, what: str) -> Meeting:
         self._seat.check()
         turn = self._board.pin(self.rank, "a meeting", word)
-        return lambda timeout: self._board.collect(turn, timeout, self._seat.check, what)
+        return Meeting(functools.partial(self._collect, turn, what))
+
+    def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
+        """Everybody's value of a round."""
+        with Together(self._seat.owner, (what, turn), self._workers, blocking=False) as together:
+
+            def check() -> None:
+                self._seat.check()
+                together.check()
+
+            try:
+                return self._board.collect(turn, timeout, check, what)
+            except MissingRanksError as error:
+                places = together.places(error.missing)
+                raise missing_ranks(what, error.missing, timeout, places) from None
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)
@@ -82,9 +101,32 @@ class Local(HostCollectives):
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange("a gather of objects", value)
 
-    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    # Inside jit:
+
+    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
         shape = (self.size, *x.shape) if name == "allgather" else x.shape
-        return io_callback(lambda x: self.on_host(name, x, root), jax.ShapeDtypeStruct(shape, x.dtype), x, ordered=True)
+        result = jax.ShapeDtypeStruct(shape, x.dtype)
+        if not on_cpus():
+            return io_callback(lambda x: self.on_host(name, x, root), result, x, ordered=True)
+        (made,) = call_in_order(lambda x: [self.on_host(name, x, root)], [result], x, effect=_in_order())
+        return made
+
+    def _opened(self, what: str) -> "Local":
+        if on_cpus():
+            call_in_order(lambda: self.agree(f"compiled {what}"), (), effect=_in_order())
+        else:
+            io_callback(lambda: self.agree(f"compiled {what}"), None, ordered=True)
+        return copy.copy(self)
+
+    def _end(self) -> None:
+        """Nothing is left to do: each operation waits for all by itself."""
+
+
+@functools.cache
+def _in_order() -> Any:
+    """The effect of callbacks that happen in the program's order."""
+    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+    return effect
 
 
 class _Lazy:

@@ -1,5 +1,7 @@
 """The ranks of an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
 
+import copy
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -8,17 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
+from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.data_parallel.world import Together, refuse_forked_process
 from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
+from jdistgrad.ffi.sites import Later
+from jdistgrad.rpc.current import find_worker
 from jdistgrad.wire.pacing import nap
 from jdistgrad.wire.progress import pause
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the ranks
 HERE_TAG = 31_073
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 3.0
+MET = jax.ShapeDtypeStruct((), np.bool_)  # that the ranks have agreed
+AT_ONCE = 100e-6  # seconds
 
 _begun: dict[int, Any] = {}  # meetings that have not ended: MPI uses their memory, whoever has given them up
 
@@ -34,11 +44,24 @@ class MPI(HostCollectives):
         from mpi4py import MPI as mpi  # noqa: N811
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
-        twin, request = whole.Idup()
+        self.comm = self._duplicate(whole)
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self._ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
+        self.has_room = has_room(_neighbours_cores(self.comm), self.size)
+        self._compiled = _Compiled(self)
+        self._met: Any = None
+
+    def _duplicate(self, comm: Any) -> Any:
+        twin, request = comm.Idup()
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
-        self.comm, self.rank, self.size = twin, twin.rank, twin.size
-        self.has_room = has_room(_neighbours_cores(twin), twin.size)
+        return twin
+
+    def on_communicator(self, comm: Any) -> "MPI":
+        """The same ranks over another communicator of theirs."""
+        other = copy.copy(self)
+        other.comm, other.turn, other.apart = comm, 0, None
+        return other
 
     @staticmethod
     def subset(ranks: Sequence[int]) -> Any:
@@ -51,22 +74,34 @@ class MPI(HostCollectives):
         return f"MPI(rank={self.rank}, size={self.size})"
 
     def twin(self) -> "MPI":
-        other = MPI(self.comm)
-        other.timeout = self.timeout
+        other = self.on_communicator(self._duplicate(self.comm))
+        other._compiled = _Compiled(other)
         return other
 
-    def announce(self, word: bytes, what: str) -> Callable[[float], list[bytes]]:
+    def announce(self, word: bytes, what: str) -> Meeting:
+        refuse_forked_process(what)
         everybody = bytearray(len(word) * self.size)
-        request = self.comm.Iallgather(word, everybody)
+        request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
         _begun[id(request)] = (word, everybody, request)
 
         def wait(timeout: float) -> list[bytes]:
-            if not poll(request.Test, timeout):
-                raise missing_ranks(what, self._missing(), timeout)
+            if not request.Test():
+                self._wait_for(request, what, timeout, together)
             _begun.pop(id(request))
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
-        return wait
+        return Meeting(wait, request.Test)
+
+    def _wait_for(self, request: Any, what: str, timeout: float, together: Together) -> None:
+        with together:
+            if not poll(request.Test, timeout, together.check):
+                missing = self._missing()
+                raise missing_ranks(what, missing, timeout, together.places(missing))
+
+    def _together(self, what: str, *, blocking: bool = True) -> Together:
+        refuse_forked_process(what)
+        self.turn += 1
+        return Together(find_worker(), (what, self.turn), self._ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
         """Who else waits, by asking everybody to say so: those who do not are missing."""
@@ -90,37 +125,57 @@ class MPI(HostCollectives):
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         from jdistgrad.data_parallel.collectives import arithmetic
 
-        arithmetic.allreduce(self.comm, memory, op, CHUNK)
+        with self._together(f"a {op} of {memory.nbytes} bytes"):
+            arithmetic.allreduce(self.comm, memory, op, CHUNK)
 
     def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
         octets = memory.reshape(-1).view(np.uint8)
-        for start in range(0, octets.size, CHUNK):
-            self.comm.Bcast(octets[start : start + CHUNK], root)
+        with self._together(f"a broadcast of {memory.nbytes} bytes"):
+            for start in range(0, octets.size, CHUNK):
+                self.comm.Bcast(octets[start : start + CHUNK], root)
 
     def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
         octets = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
         everybody = np.empty((self.size, octets.size), np.uint8)
         step = max(1, CHUNK // self.size)
-        for start in range(0, octets.size, step):
-            part = octets[start : start + step]
-            received = np.empty((self.size, part.size), np.uint8)
-            self.comm.Allgather(part, received)
-            everybody[:, start : start + step] = received
+        with self._together(f"a gather of {memory.nbytes} bytes"):
+            for start in range(0, octets.size, step):
+                part = octets[start : start + step]
+                received = np.empty((self.size, part.size), np.uint8)
+                self.comm.Allgather(part, received)
+                everybody[:, start : start + step] = received
         return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """With arrays beside the pickle, not in it: of any size, and several times as fast."""
         from mpi4py.util import pkl5
 
-        return list(pkl5.Intracomm(self.comm).allgather(value))
+        with self._together("a gather of objects"):
+            return list(pkl5.Intracomm(self.comm).allgather(value))
 
-    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    # Inside jit:
+
+    def _opened(self, what: str) -> "MPI":
+        quiet = copy.copy(self)
+        if on_cpus():
+            call_in_order(lambda: self._compiled.enter(what, self.timeout), (), effect=_in_order(), quick=True)
+        else:  # what the program reduces first waits for the answer
+            quiet._met = io_callback(lambda: self._compiled.agree(what, self.timeout), MET, ordered=True)
+        return quiet
+
+    def _end(self) -> None:
+        if on_cpus():
+            call_in_order(self._compiled.leave, (), effect=_in_order(), quick=True)
+
+    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
         """With what MPI has no type for carried in another dtype, and what it cannot count in pieces."""
         shape = (self.size, *x.shape) if name == "allgather" else x.shape
         if x.size == 0:
             return jnp.zeros(shape, x.dtype)
         if self.size == 1:
             return x.reshape(shape)
+        if self._met is not None:
+            x = jnp.where(self._met, x, jnp.zeros_like(x))
         flat = x.reshape(-1).astype(_carrier(x.dtype))
         step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name == "allgather" else 1)))
         pieces = jnp.split(flat, list(range(step, flat.size, step)))
@@ -132,15 +187,61 @@ class MPI(HostCollectives):
         import mpi4jax
         from mpi4py import MPI as mpi  # noqa: N811
 
+        comm = self._compiled.collectives.comm
         if name == "allgather":
-            return mpi4jax.allgather(x, comm=self.comm)
+            return mpi4jax.allgather(x, comm=comm)
         if name == "broadcast":
-            return mpi4jax.bcast(x, root, comm=self.comm)
-        reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=self.comm)
+            return mpi4jax.bcast(x, root, comm=comm)
+        reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=comm)
         if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduced
-        unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=self.comm)
+        unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=comm)
         return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank it comes from
+
+
+class _Compiled:
+    """What compiled programs do: over a communicator of its own, since they run beside what Python does.
+
+    A section of theirs begins with a meeting of the ranks, and is inside MPI until it ends: all in one order, which the
+    effect of mpi4jax's operations keeps.
+    """
+
+    def __init__(self, collectives: MPI):
+        self.collectives = collectives.on_communicator(collectives._duplicate(collectives.comm))
+        self._inside: Together | None = None
+
+    def agree(self, what: str, timeout: float) -> np.ndarray:
+        Agreeing(self.collectives, f"compiled {what}")(timeout)
+        return np.ones(MET.shape, MET.dtype)
+
+    def enter(self, what: str, timeout: float) -> Later | None:
+        """Ranks that are in step meet at once: that is less work than to let another thread wait for them."""
+        self.leave()  # a program that failed has not
+        agreeing = Agreeing(self.collectives, f"compiled {what}")
+        if not agreeing.meeting.completes_within(AT_ONCE):
+            return Later(functools.partial(self._entered, what, agreeing, timeout))
+        self._entered(what, agreeing, timeout)
+        return None
+
+    def _entered(self, what: str, agreeing: Agreeing, timeout: float) -> None:
+        agreeing(timeout)
+        self._inside = self.collectives._together(f"compiled {what}")
+        self._inside.__enter__()
+
+    def leave(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__()
+
+
+@functools.cache
+def _in_order() -> Any:
+    """The effect of mpi4jax's operations, which happen in the program's order."""
+    import mpi4jax
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    (effect,) = jax.make_jaxpr(lambda x: mpi4jax.allreduce(x, op=mpi.SUM, comm=mpi.COMM_SELF))(0.0).effects
+    return effect
 
 
 def _neighbours_cores(comm: Any) -> list[set[int]]:
@@ -163,10 +264,11 @@ def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
 
 
-def poll(done: Callable[[], Any], timeout: float) -> bool:
+def poll(done: Callable[[], Any], timeout: float, check: Callable[[], None] = lambda: None) -> bool:
     """Wait without spinning: whoever computes beside needs the core. False when it took too long."""
     start = time.monotonic()
     while not done():
+        check()
         quiet = time.monotonic() - start
         if quiet > timeout:
             return False

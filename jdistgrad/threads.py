@@ -14,13 +14,13 @@ from typing import Any
 
 IDLE_LIMIT = 64
 
-log = logging.getLogger("jdistgrad.rpc")
+log = logging.getLogger("jdistgrad.threads")
 
 
 class ThreadPool:
     """Runs tasks at once, each on a thread of its own. ``enter`` runs first in every new thread."""
 
-    def __init__(self, name: str, enter: Callable[[], None]):
+    def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
         self._idle: collections.deque[queue.SimpleQueue] = collections.deque()
         self._count = itertools.count()

@@ -1,0 +1,76 @@
+"""How the ranks of a group agree on what they are about to do: each says it, and hears what the others say."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jdistgrad.data_parallel import rolls
+from jdistgrad.data_parallel.rolls import Act, Roll
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
+
+if TYPE_CHECKING:
+    from jdistgrad.data_parallel.collectives.host import HostCollectives
+
+
+class Meeting:
+    """A meeting that this rank has come to. Called with a number of seconds it waits for everybody's word."""
+
+    def __init__(self, wait: Callable[[float], list[bytes]], is_complete: Callable[[], bool] = lambda: False):
+        self._wait, self._is_complete = wait, is_complete
+
+    def __call__(self, timeout: float) -> list[bytes]:
+        return self._wait(timeout)
+
+    def completes_within(self, seconds: float) -> bool:
+        """Whether all come very soon; looks for that without a nap."""
+        end = time.monotonic() + seconds
+        while not self._is_complete():
+            if time.monotonic() > end:
+                return False
+        return True
+
+
+class Agreeing:
+    """One operation that this rank has come to. Every rank must make one, and call it."""
+
+    def __init__(self, collectives: "HostCollectives", text: str):
+        if collectives.apart is not None:
+            raise collectives.apart
+        self._collectives, self._text = collectives, text
+        self._mine = Roll(Act.OPERATE, 0, 0, 0, _digest(text))
+        self.meeting = collectives.announce(self._mine.pack(), text)
+
+    def __call__(self, timeout: float) -> None:
+        """Raises DisagreementError on every rank unless all say the same, MissingRanksError where some do not come."""
+        words = [rolls.unpack(word) for word in self._words(timeout)]
+        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
+        if elsewhere is not None:
+            raise rolls.apart(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
+        if len(set(words)) > 1:
+            self._tell()
+
+    def _words(self, timeout: float) -> list[bytes]:
+        """Once somebody has not come, the next meeting of who did is that one's last: nobody goes on from there."""
+        try:
+            return self.meeting(timeout)
+        except (MissingRanksError, WorkerLostError) as error:
+            self._collectives.apart = CollectiveError(
+                f"{self._text}: these collectives are not used any more, since {error} Make new ones, on every rank."
+            )
+            raise
+
+    def _tell(self) -> None:
+        said = self._collectives.gather_objects(self._text)
+        other = next(rank for rank, its in enumerate(said) if its != said[0])
+        raise DisagreementError(
+            f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. Every "
+            "rank must call the same operations, in the same order, with the same shapes and dtypes.",
+            rank=other,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

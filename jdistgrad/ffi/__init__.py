@@ -1,0 +1,1 @@
+"""Python functions called from compiled code, none of which holds a thread that XLA needs."""

@@ -1,0 +1,173 @@
+"""The parts of XLA's foreign function interface that a handler written in Python needs: its C structures, as ctypes.
+
+They are those of ``xla/ffi/api/c_api.h``, which every jaxlib brings along. The interface only ever grows at the ends of
+its structures; a handler says which version it was written for (``VERSION``), and XLA refuses one that it cannot serve.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+VERSION = 0, 1
+METADATA = 1  # the extension by which XLA asks a handler for its version
+EXECUTE = 3  # the stage in which the arguments are there
+
+_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
+_START: list[tuple[str, Any]] = [("struct_size", _Size), ("extension_start", _Pointer)]
+
+Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
+_function = functools.cache(Function)  # of an address: XLA's own do not move
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [*_START, ("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [("struct_size", _Size), ("type", ctypes.c_int), ("next", _Pointer)]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", _Size), ("version", _Version), ("traits", ctypes.c_uint32)]
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = [("base", _Extension), ("metadata", ctypes.POINTER(_Metadata))]
+
+
+class _Values(ctypes.Structure):
+    """Arguments, or results."""
+
+    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("values", ctypes.POINTER(_Pointer))]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [
+        *_START,
+        ("size", ctypes.c_int64),
+        ("types", _Pointer),
+        ("names", _Pointer),
+        ("values", ctypes.POINTER(_Pointer)),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [*_START, ("dtype", ctypes.c_int), ("data", _Pointer)]
+
+
+class _Scalar(ctypes.Structure):
+    _fields_ = [("dtype", ctypes.c_int), ("value", _Pointer)]
+
+
+class _Interface(ctypes.Structure):
+    """The functions of XLA's. Those between the ones that are used have no name here."""
+
+    _fields_ = [
+        *_START,
+        ("version", _Version),
+        ("internal", _Pointer),
+        ("create_error", _Pointer),
+        ("unused", _Pointer * 12),
+        ("create_future", _Pointer),
+        ("set_available", _Pointer),
+        ("set_error", _Pointer),
+    ]
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = [*_START, ("message", ctypes.c_char_p), ("code", ctypes.c_int)]
+
+
+class _FutureArguments(ctypes.Structure):
+    _fields_ = [*_START, ("future", _Pointer), ("error", _Pointer)]
+
+
+class Frame(ctypes.Structure):
+    """What XLA hands a handler. ``future``: set to one of XLA's, the call is under way when the handler returns."""
+
+    _fields_ = [
+        *_START,
+        ("interface", _Pointer),
+        ("context", _Pointer),
+        ("stage", ctypes.c_int),
+        ("operands", _Values),
+        ("results", _Values),
+        ("attributes", _Attributes),
+        ("future", _Pointer),
+    ]
+
+    def answers_about_itself(self) -> bool:
+        """Whether XLA only asks for the version; if it does, tell it."""
+        if not self.extension_start or _Extension.from_address(self.extension_start).type != METADATA:
+            return False
+        metadata = _MetadataExtension.from_address(self.extension_start).metadata[0]
+        metadata.version.major, metadata.version.minor = VERSION
+        metadata.traits = 0
+        return True
+
+    def number(self) -> int:
+        """The only attribute, an unsigned 64-bit integer."""
+        scalar = _Scalar.from_address(self.attributes.values[0])
+        return ctypes.c_uint64.from_address(scalar.value).value
+
+    def operand(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return _view(self.operands.values[place], shape, dtype)
+
+    def result(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return _view(self.results.values[place], shape, dtype)
+
+    def begin(self) -> "Pending":
+        """Let the handler return before the call is done. XLA keeps operands and results until it is."""
+        interface = _Interface.from_address(self.interface)
+        arguments = _FutureArguments(struct_size=_FutureArguments.error.offset)
+        failed = _function(interface.create_future)(ctypes.addressof(arguments))
+        assert not failed, "XLA has made no future"
+        self.future = arguments.future
+        return Pending(interface, arguments.future)
+
+    def error(self, message: str, code: int) -> int:
+        """An error of XLA's, for a handler to return."""
+        return _error(_Interface.from_address(self.interface), message, code)
+
+
+class Pending:
+    """A call under way: exactly one of these must be called, once."""
+
+    def __init__(self, interface: _Interface, future: int):
+        self._interface, self._future = interface, future
+
+    def done(self) -> None:
+        """The results are there. What waits for them may run on this thread, before this returns."""
+        arguments = _FutureArguments(struct_size=_FutureArguments.error.offset, future=self._future)
+        _function(self._interface.set_available)(ctypes.addressof(arguments))
+
+    def failed(self, message: str, code: int) -> None:
+        error = _error(self._interface, message, code)
+        arguments = _FutureArguments(struct_size=ctypes.sizeof(_FutureArguments), future=self._future, error=error)
+        _function(self._interface.set_error)(ctypes.addressof(arguments))
+
+
+def handler(function: Callable[[int], int | None]) -> Any:
+    """A function of a frame's address as XLA can call it, to be kept as long as that can happen."""
+    return Function(function)
+
+
+def _error(interface: _Interface, message: str, code: int) -> int:
+    arguments = _ErrorArguments(
+        struct_size=ctypes.sizeof(_ErrorArguments), message=message.encode(errors="replace"), code=code
+    )
+    error: int = _function(interface.create_error)(ctypes.addressof(arguments))
+    return error
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The memory of a buffer; it is XLA's, and valid until the call is done."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_uint8 * size).from_address(_Buffer.from_address(address).data)
+    return np.frombuffer(memoryview(memory), np.uint8).view(dtype).reshape(shape)

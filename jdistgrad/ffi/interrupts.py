@@ -1,0 +1,61 @@
+"""Ctrl-C while the main thread waits in compiled code.
+
+Python runs its signal handlers between two steps of the main thread, and a program that waits for another worker makes
+none. What C notes of a signal (``signal.set_wakeup_fd``) wakes a thread of our own. If the main thread stands still,
+the calls under way end with an error: the program fails, and Python goes on, first of all with KeyboardInterrupt.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+STANDSTILL_SECONDS = 0.1
+
+_lock = threading.Lock()
+_installed = False
+
+
+def watch_for_interrupts(cancel: Callable[[], None]) -> None:
+    """Call something when Ctrl-C was pressed and the main thread does not get to hear of it. Once for each process."""
+    global _installed
+    with _lock:
+        if _installed or threading.current_thread() is not threading.main_thread():
+            return
+        _installed = True
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget)
+    threading.Thread(target=_watch, args=(read, before, cancel), name="jdistgrad-interrupts", daemon=True).start()
+
+
+def _forget() -> None:
+    """The signals of a forked process are none of its parent's."""
+    with contextlib.suppress(ValueError):  # it was forked by a thread that is no main thread there
+        signal.set_wakeup_fd(-1)
+
+
+def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
+    while numbers := os.read(read, 64):
+        if before >= 0:  # somebody else wants to know too
+            with contextlib.suppress(OSError):
+                os.write(before, numbers)
+        if signal.SIGINT in numbers and _stands_still():
+            cancel()
+
+
+def _stands_still() -> bool:
+    """Whether the main thread is where it was a moment ago."""
+    place = _place()
+    time.sleep(STANDSTILL_SECONDS)
+    return place == _place()
+
+
+def _place() -> tuple[int, int] | None:
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)

@@ -1,0 +1,76 @@
+"""Calls of Python functions as parts of JAX programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jdistgrad._compat import abstract_token
+from jdistgrad.ffi.interrupts import watch_for_interrupts
+from jdistgrad.ffi.sites import TARGET, Function, Later, Site, cancel_all
+
+
+def lower(context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function) -> Any:
+    """The rule of a primitive, on CPUs: call a function of some operands that makes its results."""
+    site = _site(context, function, avals, context.avals_out)
+    return _rule(context.replace(avals_in=list(avals)), *operands, number=site.number)
+
+
+def on_cpus() -> bool:
+    """Whether programs are compiled for CPUs here, unless they say otherwise."""
+    return jax.default_backend() == "cpu"
+
+
+# A call that happens once each time the program runs, in an order: that of everything else with this effect.
+ordered_p = Primitive("ordered_host_call")
+ordered_p.multiple_results = True
+
+
+def call_in_order(
+    function: Function, results: Sequence[jax.ShapeDtypeStruct], *operands: Any, effect: Any, quick: bool = False
+) -> list[Any]:
+    """Call a function of NumPy arrays from a program for CPUs.
+
+    Arguments:
+      effect: one of JAX's ordered effects, as in ``jax.make_jaxpr(...)(...).effects``.
+      quick: whether the function never waits for anything, or returns what does, as ``Later``.
+    """
+    return ordered_p.bind(*operands, function=function, results=tuple(results), effect=effect, quick=quick)
+
+
+def _shapes(*operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool) -> Any:
+    return [jax.core.ShapedArray(one.shape, one.dtype) for one in results], {effect}
+
+
+def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool) -> list[Any]:
+    found = function(*map(np.asarray, operands))
+    return [jax.numpy.asarray(one) for one in (found.rest() if isinstance(found, Later) else found) or ()]
+
+
+def _lowered(
+    context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
+) -> list[Any]:
+    site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
+    behind = [abstract_token()]
+    with_token = context.replace(avals_in=[*context.avals_in, *behind], avals_out=[*context.avals_out, *behind])
+    *values, token = _effectful_rule(with_token, *operands, context.tokens_in.get(effect), number=site.number)
+    context.set_tokens_out(mlir.TokenSet({effect: token}))
+    return values
+
+
+def _site(context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False) -> Site:
+    watch_for_interrupts(cancel_all)
+    site = Site(function, operands, results, quick=quick)
+    context.module_context.add_keepalive(site)
+    return site
+
+
+_rule = jax.ffi.ffi_lowering(TARGET)
+_effectful_rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
+
+ordered_p.def_impl(_run)
+ordered_p.def_effectful_abstract_eval(_shapes)
+mlir.register_lowering(ordered_p, _lowered, platform="cpu")

@@ -1,0 +1,153 @@
+"""Where a compiled program calls a Python function on a CPU.
+
+JAX's own callbacks run on the thread that executes the program, often one of XLA's pool, of which there are as many as
+cores: when each of them waits for another worker in a callback, nothing that is asked of this process is ever computed.
+Here the handler that XLA calls returns at once. The function runs on a thread of our own, of which there are as many as
+are needed, and says when the program may go on.
+"""
+
+import functools
+import itertools
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.ffi import abi
+from jdistgrad.ffi.dispatch import Crowd, run_programs_where_they_are_called
+from jdistgrad.threads import ThreadPool
+
+TARGET = "jdistgrad_call"
+
+log = logging.getLogger("jdistgrad.ffi")
+
+# Of absl's status codes, those that errors have.
+CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
+
+Array = tuple[tuple[int, ...], np.dtype]
+
+
+Function = Callable[..., Any]
+
+
+class Later:
+    """What a quick function returns that has to wait after all: the rest of it, of no arguments."""
+
+    def __init__(self, rest: Callable[[], Sequence[Any] | None]):
+        self.rest = rest
+
+
+class Site:
+    """One call in one compiled program. It must live as long as the program.
+
+    Arguments:
+      function: of the operands as NumPy arrays of its own; returns the results, in order, or nothing.
+      operands, results: shapes and dtypes. A token among what XLA passes comes behind these.
+      quick: whether the function runs on XLA's thread, where nothing waits. What has to, it returns, as ``Later``.
+    """
+
+    def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool):
+        self.function, self.quick = function, quick
+        self.operands, self.results = _described(operands), _described(results)
+        self.number = np.uint64(next(_numbers))
+        _sites[int(self.number)] = self
+
+
+def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
+    for place, result in zip(results, found or (), strict=True):
+        place[...] = result
+
+
+class Call:
+    """A call under way. It ends once: with its function, or when it is cancelled. Then the results' memory is XLA's."""
+
+    def __init__(self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.Pending):
+        self._function, self._results, self._pending = function, results, pending
+        self._ended, self._lock = False, threading.Lock()
+        _under_way.add(self)
+
+    def run(self) -> None:
+        try:
+            with _waiting:
+                found = self._function()
+            self._end(lambda: _put(found, self._results))
+        except BaseException as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        if self._end(lambda: None, error):
+            log.debug("a call in compiled code failed: %s", error)
+
+    def _end(self, finish: Callable[[], None], error: BaseException | None = None) -> bool:
+        with self._lock:
+            if self._ended:
+                return False
+            finish()
+            self._ended = True
+        _under_way.discard(self)
+        if error is None:
+            self._pending.done()
+        else:
+            self._pending.failed(in_words(error), code_of(error))
+        return True
+
+
+def cancel_all() -> None:
+    """End every call that compiled code waits for."""
+    for call in list(_under_way):
+        call.fail(KeyboardInterrupt("while compiled code waited for other workers"))
+
+
+# No program that was compiled in another process finds a site here by accident.
+_numbers = itertools.count(secrets.randbits(62))
+_sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
+_threads = ThreadPool("jdistgrad-compiled")
+_waiting = Crowd()
+_under_way: set[Call] = set()
+
+
+def _described(arrays: Sequence[Any]) -> list[Array]:
+    return [(tuple(one.shape), np.dtype(one.dtype)) for one in arrays]
+
+
+def _handle(address: int) -> int | None:
+    frame = abi.Frame.from_address(address)
+    if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
+        return None
+    try:
+        site = _sites[frame.number()]
+        # Copied: whoever is handed an argument may keep it longer than this call.
+        operands = [np.array(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        results = [frame.result(k, *one) for k, one in enumerate(site.results)]
+        whole = functools.partial(site.function, *operands)
+        found = whole() if site.quick else Later(whole)
+        if isinstance(found, Later):
+            _threads.run(Call(found.rest, results, frame.begin()).run)
+        else:
+            _put(found, results)
+    except BaseException as error:
+        return frame.error(in_words(error), code_of(error))
+    return None
+
+
+def in_words(error: BaseException) -> str:
+    """An error with its notes: of an exception in compiled code, JAX keeps the text alone."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def code_of(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return CANCELLED
+    if isinstance(error, TimeoutError):
+        return DEADLINE_EXCEEDED
+    return UNAVAILABLE if isinstance(error, ConnectionError) else INTERNAL
+
+
+run_programs_where_they_are_called()
+_handler = abi.handler(_handle)
+jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)

@@ -1,0 +1,66 @@
+"""Whether saved values and states fit those that are there, and how they come to be like them: pure."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.rpc import trees
+
+NUMBERS = {bool, int, float, complex}
+
+
+def difference(found: Any, known: Any) -> str | None:
+    """The first difference in structure, shapes or dtypes, in words."""
+    ours, theirs = _by_path(known), _by_path(found)
+    for path, expected in ours.items():
+        if path not in theirs:
+            return f"{path} is missing, expected {_kind(expected)}"
+        if not _fits(theirs[path], expected):
+            return f"{path} is {_kind(theirs[path])}, expected {_kind(expected)}"
+    for path, extra in theirs.items():
+        if path not in ours:
+            return f"{path} is not expected; it is {_kind(extra)}"
+    shown: list[Any] = [jax.tree.structure(tree) for tree in (found, known)]
+    return f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
+
+
+def brought_home(found: Any, known: Any) -> Any:
+    """What fits, as what is known: arrays of this worker that nobody else writes to, dicts in the known order."""
+    leaves = trees.leaves(found)
+    return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _fits(found: Any, expected: Any) -> bool:
+    """Files give Python's numbers back as arrays without dimensions."""
+    if type(expected) in NUMBERS and _is_array(found):
+        plain = isinstance(found.dtype, np.dtype) and found.ndim == 0
+        return plain and np.can_cast(found.dtype, type(expected), "same_kind")
+    return _kind(found) == _kind(expected)
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else f"a {type(leaf).__name__}"
+
+
+def _at_home(found: Any, known: Any) -> Any:
+    if isinstance(known, jax.Array):  # what was restored from a file may be bound to another worker's device
+        return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else jnp.array(np.asarray(found))
+    if isinstance(known, np.ndarray):
+        return np.array(found)
+    return type(known)(found.item()) if type(known) in NUMBERS and _is_array(found) else found
+
+
+def _key(found: Any) -> jax.Array:
+    """A random key of this worker: what NumPy can see of one is its data."""
+    data = jnp.array(np.asarray(jax.random.key_data(found)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))

@@ -1,0 +1,64 @@
+"""What the processes of a world must have alike: functions travel by name, arrays by their type."""
+
+import hashlib
+import pathlib
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from jdistgrad._version import __version__
+from jdistgrad.config import settings
+from jdistgrad.errors import WorldError
+
+SCRIPT, X64, CODE = "the script", "jax_enable_x64", "allow_code"
+REMEDIES = {
+    SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
+    "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
+    X64: 'Set jax.config.update("jax_enable_x64", True) on every rank before init, or on none.',
+    CODE: "Give init the same allow_code on every rank.",
+}
+SAME_INSTALLATION = "Start every rank with the same installation."
+
+
+def of_this_process() -> dict[str, str]:
+    """What is compared between processes of an MPI job. Workers that share one need not compare it."""
+    import mpi4py
+
+    found = {
+        "jdistgrad": __version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),  # within one of these, code and pickles are the same
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "numpy": np.__version__,
+        "mpi4py": mpi4py.__version__,
+        X64: str(jax.dtypes.canonicalize_dtype(np.float64) == np.float64),
+    }
+    script = _script() if settings.same_script else None
+    return found if script is None else {**found, SCRIPT: script}
+
+
+def _script() -> str | None:
+    """The program that runs here; None in a notebook and the like, which has no file."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None or not pathlib.Path(file).is_file():
+        return None
+    digest = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+    return f"{pathlib.Path(file).name} (sha256 {digest[:12]})"
+
+
+def check(facts: Sequence[Mapping[str, str]]) -> None:
+    """Raise WorldError where ranks differ in something; what a rank does not tell is not compared."""
+    for what in dict.fromkeys(what for told in facts for what in told):
+        values = {rank: told[what] for rank, told in enumerate(facts) if what in told}
+        first, expected = next(iter(values.items()))
+        for rank, value in values.items():
+            if value != expected:
+                raise WorldError(
+                    f"init: the workers disagree on {what}: rank {first} has {expected}, rank {rank} has {value}. "
+                    f"{REMEDIES.get(what, SAME_INSTALLATION)}",
+                    what=what,
+                )

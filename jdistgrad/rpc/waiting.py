@@ -1,0 +1,71 @@
+"""For what the end of a world waits, in words, and when to say so: pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdistgrad.rpc.quiet import Report, Serving
+
+SHOWN = 3  # calls of one worker
+
+
+def describe(workers: Sequence[Any], reports: Mapping[int, Report]) -> str:
+    """Which workers keep a world open, and by what, as far as their reports tell."""
+    whole = [(worker, _which(worker.rank, workers, reports)) for worker in workers]
+    return "; ".join(f"for {worker}, which {which}" for worker, which in whole if which) or "for messages on their way"
+
+
+def _which(rank: int, workers: Sequence[Any], reports: Mapping[int, Report]) -> str:
+    report = reports.get(rank)
+    if report is None:
+        return "does not answer"
+    doing = [] if report.closing else ["has not called shutdown"]
+    if report.serving:
+        doing.append(_serves(report.serving, workers))
+    elif report.closing and report.busy and not any(rank in _callers(other) for other in reports.values()):
+        doing.append("has calls in flight")
+    return " and ".join(doing)
+
+
+def _callers(report: Report) -> set[int]:
+    return {call.caller for call in report.serving}
+
+
+def _serves(calls: Sequence[Serving], workers: Sequence[Any]) -> str:
+    told = [f"{call.function}, for {workers[call.caller]}, since {call.seconds:.0f} s" for call in calls[:SHOWN]]
+    more = len(calls) - SHOWN
+    return "serves " + ", and ".join(told) + (f", and {more} more calls" if more > 0 else "")
+
+
+class Patience:
+    """When to say for what is being waited: when nothing has moved for so many seconds, then after twice as many.
+
+    A worker that serves is in ``shutdown`` for as long as the others need it. Programs in which it is still for a while
+    now and then are told so a few times, not for ever.
+    """
+
+    def __init__(self, seconds: float, now: float):
+        self._seconds, self._started = seconds, now
+        self._next_look, self._enough, self._still_since = now + seconds, seconds, now
+        self._before: Any = None
+
+    def waited(self, now: float) -> float:
+        return now - self._started
+
+    def wants_to_look(self, now: float) -> bool:
+        """Whether it is time to ask for reports again."""
+        if now < self._next_look:
+            return False
+        self._next_look = now + self._seconds
+        return True
+
+    def ends(self, reports: Mapping[int, Report], now: float) -> bool:
+        """Whether to speak, of these reports. Where all want to close, whatever moves."""
+        moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
+        if moved != self._before and not all(report.closing for report in reports.values()):
+            self._still_since = now
+        self._before = moved
+        still = now - self._still_since
+        if still < self._enough:
+            return False
+        self._enough = 2 * still
+        return True

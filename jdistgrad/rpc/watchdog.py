@@ -1,0 +1,164 @@
+"""What this worker does together with others, and whether they still come to it.
+
+A call has a timeout and somebody who waits for its answer. In a collective each waits for all others, often inside MPI,
+where nothing reaches it. So whoever takes part says so here. Those it needs are asked for a sign of life as peers with
+calls are; after a while they are also asked where they are. One that is lost, or is shutting down, will never come:
+waits that can be ended end with an error that says so, and for those inside MPI the job is ended.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Collection
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from jdistgrad import errors
+from jdistgrad.config import settings
+from jdistgrad.rpc.current import current_worker, within
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
+
+ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
+ANSWER_SECONDS = 1.0
+
+Occasion = tuple[str, int]  # what is done together, and the how manyth time it is done
+
+
+@dataclasses.dataclass(eq=False)
+class Engagement:
+    """One collective this worker is in. ``blocking``: inside MPI, where only the end of the job ends it."""
+
+    occasion: Occasion
+    peers: frozenset[int]
+    blocking: bool
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    asked: float = 0.0
+    error: errors.DistgradError | None = None
+    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # peers, and since when they are
+
+    def check(self) -> None:
+        """Raise where somebody will never come."""
+        if self.error is not None:
+            raise self.error
+
+
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """What a worker says of itself. ``there``: whether it takes part in what it is asked about."""
+
+    there: bool
+    closing: bool
+    place: str
+
+
+class Watchdog:
+    """The collectives one worker is in."""
+
+    def __init__(self, worker: "Worker"):
+        self._worker = worker
+        self._engaged: dict[int, Engagement] = {}
+
+    def begin(self, occasion: Occasion, peers: Collection[int], *, blocking: bool) -> Engagement:
+        """Take part in something with other workers, until ``end``. Raises where one of them is lost already."""
+        one = Engagement(occasion, frozenset(peers) - {self._worker.rank}, blocking)
+        self._engaged[id(one)] = one
+        if self._worker.peers.lost:
+            for peer, why in list(self._worker.peers.lost.items()):
+                self.lost(peer, why)
+            if one.error is not None:
+                self.end(one)
+            one.check()
+        return one
+
+    def end(self, engagement: Engagement) -> None:
+        self._engaged.pop(id(engagement), None)
+
+    def awaited(self) -> set[int]:
+        """Whose silence would keep this worker waiting."""
+        return set().union(*(one.peers for one in list(self._engaged.values())))
+
+    def lost(self, peer: int, why: str) -> None:
+        """A worker will not come any more."""
+        for one in list(self._engaged.values()):
+            if peer in one.peers:
+                self._give_up(one, peer, why)
+
+    def _give_up(self, one: Engagement, peer: int, why: str) -> None:
+        worker = self._worker
+        text = f"{worker.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion[0]}): {why}"
+        if one.blocking:
+            worker.process.end_job(text)
+        elif one.error is None:
+            one.error = errors.WorkerLostError(text, worker=worker.directory.workers[peer])
+
+    def look(self, now: float) -> None:
+        """Ask the others where they are, now and then."""
+        for one in list(self._engaged.values()):
+            if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
+                one.asked = now
+                self._worker.run(functools.partial(self._ask, one))
+
+    def _ask(self, one: Engagement) -> None:
+        for peer, found in self.ask(one.peers, one.occasion).items():
+            if found.there:
+                one.elsewhere.pop(peer, None)
+                continue
+            reason = self._reason(one, peer, found)
+            if reason is not None and id(one) in self._engaged:
+                self._give_up(one, peer, reason)
+
+    def _reason(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
+        """Why a worker that is elsewhere will not come; None: it still may.
+
+        Who has passed on much data may be done with a collective long before the others are.
+        """
+        info, now = self._worker.directory.workers[peer], time.monotonic()
+        away = now - one.elsewhere.setdefault(peer, now)
+        if one.blocking:
+            left = f"{info} came to its beginning and is elsewhere now, at {found.place}"
+            return left if away >= settings.silence_seconds else None
+        gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
+        return gone if found.closing and away >= ASK_SECONDS else None
+
+    def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
+        """Where those who answer are."""
+        worker = self._worker
+        with within(None):
+            asked = {
+                peer: worker.rpc_async(peer, whereabouts, (worker.rank, occasion), {}, ANSWER_SECONDS)
+                for peer in peers
+                if peer not in worker.peers.lost
+            }
+        return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
+
+    def whereabouts(self, asker: int, occasion: Occasion) -> Whereabouts:
+        there = any(one.occasion == occasion and asker in one.peers for one in list(self._engaged.values()))
+        return Whereabouts(there, self._worker.closing.wanted, where(self._worker.home))
+
+
+def whereabouts(asker: int, occasion: Occasion) -> Whereabouts:
+    """Served by every worker."""
+    return current_worker().watchdog.whereabouts(asker, occasion)
+
+
+def where(thread: int) -> str:
+    """The innermost line of the user's program that a thread is in: not of this package, nor of installed ones."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    innermost = frame
+    while frame is not None and _is_installed(frame):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "its end"
+    name = pathlib.Path(found.f_code.co_filename).name
+    return f"{name}:{found.f_lineno}, in {found.f_code.co_qualname}"
+
+
+def _is_installed(frame: FrameType) -> bool:
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    library = "site-packages" in file or file.startswith((sys.base_prefix, "<frozen"))
+    return library or module.partition(".")[0] == "jdistgrad"

@@ -1,0 +1,114 @@
+"""Ranks that are stopped, stuck or gone while the others are in a collective: the job ends, and says who and where."""
+
+import pytest
+
+pytestmark = pytest.mark.one_process
+
+PROGRAM = """
+import os, signal, sys, threading
+import jax, jax.numpy as jnp
+import jdistgrad as jd
+
+me = jd.init()
+dp = jd.DataParallel(timeout={timeout})
+tree = {{"w": jnp.ones(1 << 23)}}
+step = {wrap}(dp.average)
+for number in range(10_000):
+    if me.rank == 1 and number == 3:
+        {act}
+    jax.block_until_ready(step(tree))
+    if me.rank == 0 and number == 2:
+        print("begun", flush=True)
+jd.shutdown()
+"""
+
+STOP = "threading.Timer({delay}, os.kill, [os.getpid(), signal.SIGSTOP]).start()"
+COMPILED = pytest.mark.parametrize("wrap", ["", "jax.jit"], ids=["called", "compiled"])
+SOON = {"JDISTGRAD_SILENCE": "4", "JDISTGRAD_HEARTBEAT": "0.5"}
+
+
+@COMPILED
+@pytest.mark.parametrize("delay", [0.0, 0.017])
+def test_a_rank_that_is_stopped_while_all_average(mpi_job, wrap, delay):
+    """Before, in or behind a reduction: what waits for it is bounded by the silence that is allowed."""
+    job = mpi_job(3, PROGRAM.format(timeout=300, wrap=wrap, act=STOP.format(delay=delay)), **SOON)
+    job.expect("begun", "worker1 (rank 1) is lost: it gave no sign of life for 4 s", status=None)
+
+
+@COMPILED
+def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(mpi_job, wrap):
+    job = mpi_job(3, PROGRAM.format(timeout=4, wrap=wrap, act="threading.Event().wait()"))
+    job.expect("begun", "rank 1 has not come within 4 s (rank 1 is at program.py:12, in <module>)", status=None)
+
+
+@COMPILED
+def test_a_rank_that_shuts_down_while_others_average(mpi_job, wrap):
+    job = mpi_job(3, PROGRAM.format(timeout=300, wrap=wrap, act="break"))
+    job.expect("begun", "worker1 (rank 1) will not come, it is in jdistgrad.shutdown(), at program.py:16", status=None)
+
+
+@COMPILED
+def test_a_rank_that_raises_before_it_shuts_down(mpi_job, wrap):
+    """``try: ... finally: shutdown()``: its traceback comes first, and nobody waits for it."""
+    job = mpi_job(
+        3,
+        f"""
+        import jax, jax.numpy as jnp
+        import jdistgrad as jd
+
+        me = jd.init()
+        try:
+            step = {wrap}(jd.DataParallel().average)
+            for number in range(1000):
+                if me.rank == 1 and number == 3:
+                    raise ValueError("boom")
+                jax.block_until_ready(step(jnp.ones(3)))
+        finally:
+            jd.shutdown()
+        """,
+    )
+    job.expect('raise ValueError("boom")', "ValueError: boom", "worker1 (rank 1) failed", status=None)
+    assert job.output.index("ValueError: boom") < job.output.index("ending the job"), job.output
+    assert job.output.count('    raise ValueError("boom")') == 1, job.output
+
+
+def test_a_rank_that_raises_while_another_waits_for_its_answer(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import threading
+        import jdistgrad as jd
+
+        def never():
+            threading.Event().wait()
+
+        me = jd.init(timeout=200)
+        try:
+            if me.rank == 2:
+                raise RuntimeError("no data")
+            jd.rpc_sync(2, never)
+        finally:
+            jd.shutdown()
+        """,
+    )
+    job.expect("RuntimeError: no data", "worker2 (rank 2) failed", status=None)
+
+
+def test_an_exit_without_an_error_shuts_down_as_ever(mpi_job):
+    mpi_job(
+        3,
+        """
+        import operator, sys, time
+        import jdistgrad as jd
+
+        me = jd.init()
+        try:
+            if me.rank != 1:
+                sys.exit(0)
+            time.sleep(0.5)
+            assert jd.rpc_sync(0, operator.add, args=(1, 2)) == 3
+            print("served", flush=True)
+        finally:
+            jd.shutdown()
+        """,
+    ).expect("served")

@@ -1,0 +1,187 @@
+"""XLA has as many threads as cores. However many programs wait for other workers, none of them may hold one."""
+
+import pytest
+
+pytestmark = pytest.mark.one_process
+
+ON_TWO_CORES = """
+import os
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import jax, jax.numpy as jnp, numpy as np, optax
+import jdistgrad as jd
+
+def big(x):
+    return sum(jnp.sin(x * k) for k in range(12))  # small programs run at once, whatever threads there are
+"""
+
+
+def on_two_cores(program):
+    import textwrap
+
+    return ON_TWO_CORES + textwrap.dedent(program)
+
+
+@pytest.mark.parametrize("workers", [3, 4, 8])
+def test_collectives_in_compiled_code_of_more_workers_than_cores(mpi_job, workers):
+    mpi_job(
+        1,
+        on_two_cores(
+            f"""
+            def main():
+                me, c = jd.init(), jd.collectives.of_this_world()
+
+                def f(x):
+                    parts = [jnp.sin(x * k) for k in range(12)]
+                    total = c.allreduce(jnp.stack([p.sum() for p in parts]))
+                    return sum(jnp.cos(p) * total[k] for k, p in enumerate(parts))
+
+                x = jnp.full((300, 300), 1.0 + me.rank)
+                for _ in range(3):
+                    found = jax.block_until_ready(jax.jit(f)(x))
+                sums = [sum(float(jnp.sin((1.0 + r) * k)) for r in range({workers})) * 90000 for k in range(12)]
+                expected = sum(np.cos(np.sin((1.0 + me.rank) * k)) * sums[k] for k in range(12))
+                np.testing.assert_allclose(found[0, 0], expected, rtol=1e-3)
+                jd.shutdown()
+
+            jd.spawn(main, {workers})
+            print("done", flush=True)
+            """
+        ),
+    ).expect("done")
+
+
+def test_a_sharded_optimizer_in_compiled_code_of_more_workers_than_cores(mpi_job):
+    mpi_job(
+        1,
+        on_two_cores(
+            """
+            def main():
+                me = jd.init()
+                tx, serial = jd.shard_state(optax.adan(1e-2)), optax.adan(1e-2)
+                params = {"w": jnp.ones((300, 300)), "b": jnp.ones(7)}
+                state, plain = tx.init(params), serial.init(params)
+                update = jax.jit(tx.update)
+                for k in range(3):
+                    gradients = jax.tree.map(lambda p: jnp.sin(p * (k + 1)), params)
+                    updates, state = update(gradients, state, params)
+                    expected, plain = serial.update(gradients, plain, params)
+                    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), updates, expected)
+                jd.shutdown()
+
+            jd.spawn(main, 3)
+            print("done", flush=True)
+            """
+        ),
+    ).expect("done")
+
+
+NESTED = """
+@jax.jit
+def leaf(x): return big(x)
+@jax.jit
+def c(x): return big(jd.rpc_sync(1, leaf, args=(big(x),)))
+@jax.jit
+def b(x): return big(jd.rpc_sync(0, c, args=(big(x),)))
+
+def differentiate():
+    x = jnp.linspace(0, 1, 90000).reshape(300, 300)
+    with jd.context():
+        found = jax.grad(lambda x: (jd.rpc_sync(0, b, args=(x,)) ** 2).sum())(x)
+    expected = jax.grad(lambda x: (big(big(big(big(big(x))))) ** 2).sum())(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * float(abs(expected).max()))
+    print("done", flush=True)
+"""
+
+
+def test_jitted_functions_of_ranks_that_call_each_other(mpi_job):
+    mpi_job(
+        2,
+        on_two_cores(
+            NESTED
+            + """
+me = jd.init(timeout=40)
+if me.rank == 0:
+    differentiate()
+jd.shutdown()
+"""
+        ),
+    ).expect("done")
+
+
+@pytest.mark.parametrize("workers", [3, 4, 8])
+def test_jitted_functions_of_local_workers_that_call_each_other(mpi_job, workers):
+    """Called by all of them at once."""
+    mpi_job(
+        1,
+        on_two_cores(
+            NESTED
+            + f"""
+def around(k, x):
+    return big(jd.rpc_sync((k + 1) % {workers}, leaf, args=(x,)))
+
+with jd.local_workers({workers}, timeout=50):
+    differentiate()
+    x = jnp.ones((300, 300))
+    futures = [jd.rpc_async(k, jax.jit(around, static_argnums=0), args=(k, x)) for k in range({workers})]
+    for future in futures:
+        np.testing.assert_allclose(future.result(), big(big(x)), rtol=1e-4)
+    print("all done", flush=True)
+"""
+        ),
+    ).expect("done", "all done")
+
+
+def test_a_program_that_comes_back_to_its_own_worker_of_several_devices(mpi_job):
+    mpi_job(
+        1,
+        """
+        import jax
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jax.numpy as jnp, numpy as np
+        import jdistgrad as jd
+
+        inner = jax.jit(jnp.tanh)
+        outer = jax.jit(lambda x: jd.rpc_sync("worker1", inner, args=(x,)))
+        with jd.local_workers(3):
+            for k in range(5):
+                found = jd.rpc_sync("worker1", outer, args=(jnp.arange(3.0) + k,))
+                np.testing.assert_allclose(found, np.tanh(np.arange(3.0) + k), rtol=1e-6)
+        print("done", flush=True)
+        """,
+    ).expect("done")
+
+
+def test_compiled_code_finds_its_context_in_a_world_of_several_devices(mpi_job):
+    mpi_job(
+        1,
+        """
+        import jax
+        jax.config.update("jax_num_cpu_devices", 8)
+        import jax.numpy as jnp, numpy as np
+        import jdistgrad as jd
+
+        def same(x): return x
+        f1 = jax.jit(jnp.tanh)
+        f = jax.jit(lambda x: jd.rpc_sync(0, same, args=(jd.remote(2, f1, args=(x,)),)))
+        x = jnp.arange(3.0)
+        with jd.local_workers(4), jd.context():
+            np.testing.assert_allclose(jd.rpc_sync(2, f, args=(x,)), np.tanh(x), rtol=1e-6)
+        print("done", flush=True)
+        """,
+    ).expect("done")
+
+
+def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_job):
+    """JAX was started first: nothing can be changed any more, but said."""
+    mpi_job(
+        1,
+        """
+        import os
+        os.environ["NPROC"] = "1"
+        import jax, jax.numpy as jnp
+        x = jnp.ones(3)
+        import jdistgrad as jd
+        with jd.local_workers(2):
+            print(jax.jit(lambda x: jd.rpc_sync(1, jnp.add, args=(x, 1)))(x), flush=True)
+        """,
+    ).expect("[2. 2. 2.]", "XLA has no more threads here", "before the first array")

@@ -1,0 +1,82 @@
+"""One random program in a world: run by worker 0 or by all, compared with the serial one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jdistgrad as jd
+from jdistgrad.rpc.current import current_worker
+from torture import interpreter, judging, steps
+from torture.judging import CRASH, Problem
+from torture.programs import ParallelProgram, Program
+
+MODES: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "jd.jit": jd.jit, "jax.jit": jax.jit}
+
+
+def check(program: Program | ParallelProgram, timeout: float) -> list[Problem]:
+    """Run a program as one worker of a new world; what is wrong. Every worker calls it.
+
+    Arguments:
+      timeout: seconds for each call and each collective. The end of the world has none: the others wait there.
+    """
+    me = jd.init(timeout=timeout)
+    told, problems = may_fail(program), []
+    try:
+        problems += on_worker(program, me.rank, timeout)
+        jd.shutdown()
+    except Exception as error:
+        problems += [] if told and not problems else [judging.failure(error)]
+        leave()
+    return problems
+
+
+def may_fail(program: Program | ParallelProgram) -> bool:
+    """Whether the world may come to a bad end: that of ranks that do not do the same."""
+    return isinstance(program, ParallelProgram) and not program.agreed(jd.world_size())
+
+
+def leave() -> None:
+    """Let the others go on without this worker."""
+    try:
+        jd.shutdown(graceful=False)
+    except jd.DistgradError:
+        return
+
+
+def on_worker(program: Program | ParallelProgram, rank: int, timeout: float) -> list[Problem]:
+    if isinstance(program, ParallelProgram):
+        return steps.run(program, rank, jd.world_size(), timeout)
+    return compare_rounds(program) if program.crowd or rank == 0 else []
+
+
+def compare_rounds(program: Program) -> list[Problem]:
+    """Compiled programs run twice: the second time nothing is traced."""
+    try:
+        remotely = MODES[program.mode](interpreter.derivative(program, interpreter.Remote()))
+        serially = interpreter.derivative(program, interpreter.Serial())
+        problems = [
+            p for k in range(1 if program.mode == "eager" else 2) for p in compare(program, k, remotely, serially)
+        ]
+    except Exception as error:
+        return [judging.failure(error)]
+    scopes = [] if program.crowd else current_worker().scopes.identifiers()
+    return problems + ([Problem(CRASH, f"contexts left open: {scopes}")] if scopes else [])
+
+
+def compare(program: Program, round_: int, remotely: Callable[..., Any], serially: Callable[..., Any]) -> list[Problem]:
+    given = interpreter.arguments(program, round_)
+    expected = serially(given, interpreter.parameter(program, interpreter.Serial()))
+    with jd.context():
+        found = remotely(given, interpreter.parameter(program, interpreter.Remote()))
+        found = jax.block_until_ready(fetched(found))
+    exactly = program.order == 0 and program.mode == "eager"
+    least = 2 if program.weak else jnp.result_type(float).itemsize
+    return judging.compare(found, expected, exactly=exactly, least_bytes=least)
+
+
+def fetched(tree: Any) -> Any:
+    """Gradients that lie with their values, brought here."""
+    remote = lambda leaf: isinstance(leaf, jd.RemoteGradient)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.to_here() if remote(leaf) else leaf, tree, is_leaf=remote)

@@ -1,0 +1,152 @@
+"""A program from a seed. Pure: the same seed and features give the same program everywhere."""
+
+import dataclasses
+import random
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torture import containers, palette
+from torture.programs import FEATURES, Node, ParallelProgram, Program, Step
+
+SMALL = ((3,), (2, 3), (4, 1))
+LARGE = (300, 300)
+BODIES = 6  # jitted functions that call others: few, since each is compiled on each worker
+
+TREES = ("one", "two", "three", "deep")
+KINDS = ("compiled", "python", "average", "sums", "optimizer", "sharded")
+AGREED_ON = ("compiled", "average", "optimizer")  # what ranks may come to in different orders: DataParallel's steps
+
+
+class Chance:
+    """Random choices for one program, out of what the features allow."""
+
+    def __init__(self, seed: Any, features: Collection[str]):
+        self._random, self.features = random.Random(str(seed)), frozenset(features)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+    def wants(self, feature: str, share: float) -> bool:
+        """Whether this program has the feature: never, where it is switched off."""
+        found = self._random.random() < share
+        return found and self.has(feature)
+
+    def one(self, choices: Sequence[Any]) -> Any:
+        return self._random.choice(choices)
+
+    def number(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def several(self, low: int, high: int, count: int) -> tuple[int, ...]:
+        return tuple(self.number(low, high) for _ in range(count))
+
+
+def draw(seed: int, features: Collection[str] = tuple(FEATURES)) -> Program | ParallelProgram:
+    """The program of a seed. Every fifth is data parallel."""
+    unknown = set(features) - set(FEATURES)
+    if unknown:
+        raise ValueError(f"unknown features {sorted(unknown)}; there are {', '.join(FEATURES)}")
+    chance = Chance(seed, features)
+    if chance.has("parallel") and seed % 5 == 4:
+        return draw_parallel(seed, chance)
+    return draw_program(seed, chance)
+
+
+def draw_program(seed: int, chance: Chance) -> Program:
+    large = chance.wants("large", 0.2)
+    order = chance.one((2, 2, 3, 3)) if chance.wants("high", 0.4) else chance.one((0, 1, 1))
+    mode = chance.one(("jd.jit", "jax.jit")) if chance.wants("compiled", 0.5) else "eager"
+    body = Drawing(chance, large=large, compiled=mode != "eager")
+    count = chance.number(1, 3 if large or order > 1 else 6)
+    return Program(
+        seed=seed,
+        shape=LARGE if large else chance.one(SMALL),
+        weak=chance.wants("weak", 0.2) and not large,
+        held=chance.number(0, 3) if chance.wants("held", 0.3) else None,
+        nodes=tuple(body.nodes(count)),
+        used=chance.several(0, 20, chance.number(1, count + 2)),
+        order=min(order, 2) if large else order,
+        mode=mode,
+        crowd=chance.wants("crowd", 0.2),
+    )
+
+
+class Drawing:
+    """Draws the calls of a program, or of a function that is called.
+
+    Arguments:
+      large: whether there shall be work for XLA's threads.
+      compiled: whether all is traced: a value can be made a reference where it has data only.
+    """
+
+    def __init__(self, chance: Chance, *, large: bool, compiled: bool):
+        self._chance, self._large, self._compiled = chance, large, compiled
+
+    def nodes(self, count: int) -> Iterator[Node]:
+        for _ in range(count):
+            deep = self._chance.wants("nested", 0.5 if self._large else 0.25)
+            yield self._nested(2) if deep else self._node()
+
+    def _node(self) -> Node:
+        """A call, or a reference: how it is made, and of which function."""
+        chance, pack, function = self._chance, "", self._function()
+        how = chance.one(("sync", "sync", "eventually"))
+        if chance.wants("remote", 0.5):
+            how = chance.one(("remote", "remote", "fetched", "handed", "kept", "remote" if self._compiled else "own"))
+        elif chance.wants("vmap", 0.15):
+            how = "mapped"
+        if how in ("sync", "eventually", "fetched", "handed"):
+            function, pack = self._with_other_results(function)
+        return Node(how, function, chance.number(0, 3), chance.several(0, 20, 2), pack)
+
+    def _function(self) -> str:
+        chance, names = self._chance, palette.PLAIN
+        if self._large:
+            names = (*names, "many", "many")
+        if chance.wants("odd_rules", 0.25):
+            names = palette.ODD_RULES
+        elif chance.wants("weak", 0.25):
+            names = palette.OF_TYPES
+        return self._jitted(chance.one(names))
+
+    def _with_other_results(self, function: str) -> tuple[str, str]:
+        """Perhaps a function whose results are no single array, and the container for its arguments."""
+        if self._chance.wants("containers", 0.25):
+            return self._jitted("inside"), self._chance.one(tuple(containers.MAKERS))
+        return (self._jitted("noisy") if self._chance.wants("keys", 0.15) else function), ""
+
+    def _jitted(self, name: str) -> str:
+        return f"fast_{name}" if self._chance.wants("jitted", 0.5) else name
+
+    def _nested(self, depth: int) -> Node:
+        """A call of a function that makes calls itself; a jitted one is one of a few."""
+        chance, to, arguments = self._chance, self._chance.number(0, 3), self._chance.several(0, 20, 2)
+        if chance.wants("jitted", 0.5):
+            name = f"body {chance.number(0, BODIES - 1)} of depth {depth}, large: {self._large}"
+            drawing = Drawing(Chance(name, chance.features), large=self._large, compiled=True)
+            return Node("fast_nested", "", to, arguments, body=drawing.body(depth))
+        return Node("nested", "", to, arguments, body=self.body(depth))
+
+    def body(self, depth: int) -> tuple[Node, ...]:
+        """What a function does that makes calls itself."""
+        found = [self._node() for _ in range(self._chance.number(1, 2))]
+        if depth > 1 and self._chance.wants("nested", 0.5):
+            found.append(self._nested(depth - 1))
+        return tuple(found)
+
+
+def draw_parallel(seed: int, chance: Chance) -> ParallelProgram:
+    odd = chance.wants("orders", 0.5)
+    trees = TREES if chance.has("large") else TREES[:-1]
+    drawn = [Step(chance.one(AGREED_ON if odd else KINDS), chance.one(trees)) for _ in range(chance.number(2, 4))]
+    steps = tuple(dict.fromkeys(drawn)) if len(set(drawn)) > 1 else (Step("compiled", "one"), Step("compiled", "two"))
+    order = (*range(len(steps)), *chance.several(0, len(steps) - 1, 2))
+    program = ParallelProgram(seed, steps, order, None, order, warm=chance.one((True, True, False)))
+    return dataclasses.replace(program, **disagreement(chance, order)) if odd else program
+
+
+def disagreement(chance: Chance, order: tuple[int, ...]) -> dict[str, Any]:
+    """One rank that takes two steps in the other order, or leaves out the last."""
+    k = chance.number(0, len(set(order)) - 2)  # the first are all different
+    swapped = (*order[:k], order[k + 1], order[k], *order[k + 2 :])
+    return {"odd_rank": chance.number(0, 3), "odd_order": chance.one((swapped, swapped, order[:-1]))}

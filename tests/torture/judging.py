@@ -1,0 +1,74 @@
+"""Whether two runs of a program found the same, and what is wrong where they did not."""
+
+import re
+import traceback
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad import errors
+
+MISMATCH, CRASH, HANG = "mismatch", "crash", "hang"
+TIMED_OUT = ("CallTimeoutError", "MissingRanksError", "no sign of life")
+
+JAX_SAYS = (
+    "--------------------\nFor simplicity, JAX has removed its internal frames from the traceback of the following "
+    "exception. Set JAX_TRACEBACK_FILTERING=off to include these.\n"
+)
+
+ROUNDING = {2: 4e-2, 4: 2e-4, 8: 1e-10}  # by bytes: what sums and compiled code may differ by, of the largest number
+
+
+class Problem(NamedTuple):
+    """What is wrong: a mismatch, a crash or a hang, and its description."""
+
+    kind: str
+    text: str
+
+
+def compare(found: Any, expected: Any, *, exactly: bool, least_bytes: int) -> list[Problem]:
+    """Structures, shapes, dtypes, and values but for the rounding of numbers of so many bytes."""
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        return [Problem(MISMATCH, f"structure: {jax.tree.structure(found)}, not {jax.tree.structure(expected)}")]
+    problems = []
+    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, one), other in pairs:
+        text = difference(one, other, 0.0 if exactly else ROUNDING[least_bytes])
+        if text:
+            problems.append(Problem(MISMATCH, f"result{jax.tree_util.keystr(path)}: {text}"))
+    return problems
+
+
+def difference(one: Any, other: Any, rounding: float) -> str:
+    """What two arrays differ in; empty where they do not."""
+    for what in (jnp.shape, jnp.result_type):
+        if what(one) != what(other):
+            return f"{what.__name__} {what(one)}, not {what(other)}"
+    if jnp.result_type(other) == jax.dtypes.float0:
+        return ""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    if not np.isfinite(other).all():
+        return "" if np.array_equal(one, other, equal_nan=True) else "other numbers that are not finite"
+    largest = float(np.max(np.abs(other), initial=0.0))
+    off = float(np.max(np.abs(one - other), initial=0.0))
+    if off <= rounding * (largest + rounding):
+        return ""
+    return f"off by {off:.3g}, where the largest number is {largest:.3g}: {one.ravel()[:4]}, not {other.ravel()[:4]}"
+
+
+OURS = tuple(name for name, value in vars(errors).items() if isinstance(value, type))
+
+
+def names_an_error(text: str) -> bool:
+    """Whether one of the project's own errors is among what was said; JAX puts them into errors of its own."""
+    return any(name in text for name in OURS)
+
+
+def failure(error: BaseException) -> Problem:
+    """An exception, as a crash or, where somebody was waited for in vain, as a hang; its cause comes first."""
+    trace = "".join(traceback.format_exception(error, limit=-6)).replace(JAX_SAYS, "")
+    causes = re.findall(r"^[\w.]*(?:Error|Exception|Exit)\b.*", trace, re.MULTILINE)
+    text = "\n".join([*dict.fromkeys(causes), trace])
+    return Problem(HANG if any(word in trace for word in TIMED_OUT) else CRASH, text)

@@ -1,0 +1,172 @@
+"""The generator draws everything, the same each time; what compares and what judges can find fault."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from torture import containers, generator, interpreter, judging, palette, steps
+from torture.programs import FEATURES, Node, ParallelProgram, Program
+from torture.watching import Ended, World, judged
+
+pytestmark = pytest.mark.one_process
+
+MANY = range(400)
+
+
+def all_nodes(nodes):
+    for node in nodes:
+        yield node
+        yield from all_nodes(node.body)
+
+
+@functools.cache
+def drawn(features=tuple(FEATURES)):
+    return [generator.draw(seed, features) for seed in MANY]
+
+
+def test_a_seed_is_a_program():
+    assert drawn() == [generator.draw(seed) for seed in MANY]
+    assert len(set(drawn())) == len(MANY)
+
+
+def test_everything_is_drawn():
+    programs = [one for one in drawn() if isinstance(one, Program)]
+    nodes = list(all_nodes(node for one in programs for node in one.nodes))
+    names = (*palette.PLAIN, *palette.ODD_RULES, *palette.OF_TYPES, "many", "inside", "noisy")
+    ways = {name for name in vars(interpreter.Serial) | vars(interpreter.Remote) if name[0] != "_"} - {"local"}
+    assert {node.how for node in nodes} == ways
+    assert {node.function for node in nodes} - {""} == {part + name for name in names for part in ("", "fast_")}
+    assert {node.pack for node in nodes} - {""} == set(containers.MAKERS)
+    assert {(one.order, one.mode) for one in programs} == {
+        (k, m) for k in range(4) for m in ("eager", "jd.jit", "jax.jit")
+    }
+    assert {one.crowd for one in programs} == {one.weak for one in programs} == {True, False}
+
+
+def test_every_step_is_drawn():
+    programs = [one for one in drawn() if isinstance(one, ParallelProgram)]
+    assert {step.kind for one in programs for step in one.steps} == set(generator.KINDS)
+    assert {step.tree for one in programs for step in one.steps} == set(steps.SHAPES)
+    for program in programs:
+        odd = program.odd_rank is not None
+        assert odd == (program.order_of(1, 2) != program.order_of(0, 2)) == (not program.agreed(2))
+
+
+SIGNS = {
+    "remote": "how='remote'",
+    "held": "held=1",
+    "jitted": "fast_",
+    "compiled": "jax.jit",
+    "high": "order=2",
+    "odd_rules": "turned",
+    "weak": "weak=True",
+    "keys": "noisy",
+    "containers": "inside",
+    "large": "(300, 300)",
+    "nested": "nested",
+    "vmap": "mapped",
+    "crowd": "crowd=True",
+    "parallel": "ParallelProgram",
+    "orders": "odd_rank=0",
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_can_be_switched_off(feature):
+    assert SIGNS[feature] in repr(drawn())
+    assert SIGNS[feature] not in repr(drawn(tuple(name for name in FEATURES if name != feature)))
+
+
+def test_a_feature_that_is_unknown_is_named():
+    with pytest.raises(ValueError, match="oder"):
+        generator.draw(0, ["oder"])
+
+
+def test_arguments_of_a_program_are_its_own():
+    one, other = (interpreter.arguments(generator.draw(seed, ["weak"]), 0) for seed in (1, 2))
+    assert not np.array_equal(one[0], other[0])
+
+
+def test_no_two_elements_count_alike():
+    for shape in generator.SMALL:
+        assert len(np.unique(interpreter.weights(shape))) == np.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"a": jnp.array([1.0, 2.001]), "n": 3}, "off by"),
+        ({"a": jnp.array([1.0, jnp.nan]), "n": 3}, "off by"),
+        ({"a": jnp.array([1.0, 2.0], jnp.float16), "n": 3}, "result_type"),
+        ({"a": jnp.array([[1.0, 2.0]]), "n": 3}, "shape"),
+        ({"a": jnp.array([1.0, 2.0]), "n": 4}, "off by"),
+        ({"a": jnp.array([1.0, 2.0])}, "structure"),
+    ],
+)
+def test_what_differs_is_found(found, text):
+    expected = {"a": jnp.array([1.0, 2.0]), "n": 3}
+    (problem,) = judging.compare(found, expected, exactly=False, least_bytes=4)
+    assert problem.kind == judging.MISMATCH
+    assert text in problem.text
+
+
+def test_the_last_digit_counts_where_the_same_operations_run():
+    one, other = jnp.float32(1.0), jnp.float32(1.0 + 2**-23)
+    assert judging.compare(one, other, exactly=False, least_bytes=4) == []
+    assert judging.compare(one, other, exactly=True, least_bytes=4) != []
+
+
+def ended(folder, status, *notes, output=""):
+    for rank, entries in enumerate(notes):
+        (folder / f"notes-{rank}").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (folder / "output").write_text(output)
+    return Ended(folder, status, len(notes))
+
+
+def done(seed, *problems):
+    return {"ends": seed, "problems": problems}
+
+
+def test_what_any_rank_found_counts(tmp_path):
+    left = ended(tmp_path, 0, [done(1), done(2)], [done(1, ["mismatch", "of rank 1"]), done(2)])
+    first, second = judged(World("mpi-2"), [1, 2], list(FEATURES), left)
+    assert (first.kind, first.text, second.kind) == ("mismatch", "of rank 1", "")
+
+
+@pytest.mark.parametrize(("status", "kind"), [(None, "hang"), (134, "crash"), (0, "crash")])
+def test_a_batch_that_stops_at_a_program(tmp_path, status, kind):
+    """One rank has not come to the end of the second program; the third has not begun."""
+    left = ended(tmp_path, status, [done(1), done(2)], [done(1)], output="the last words")
+    first, second = judged(World("mpi-2"), [1, 2, 3], list(FEATURES), left)
+    assert (first.kind, second.kind) == ("", kind)
+    assert second.before == (1,)
+    assert "the last words" in second.text
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"), [("CollectiveError: rank 1 is elsewhere", ""), ("Segmentation fault", "crash")]
+)
+def test_ranks_that_do_not_agree_may_be_ended_with_a_message(tmp_path, output, kind):
+    seed = next(one.seed for one in drawn() if isinstance(one, ParallelProgram) and one.odd_rank is not None)
+    (verdict,) = judged(World("mpi-2"), [seed], list(FEATURES), ended(tmp_path, 1, [], [], output=output))
+    assert verdict.kind == kind
+
+
+def test_the_serial_program_needs_no_world():
+    for program in drawn():
+        if isinstance(program, Program) and program.order == 0 and program.shape != generator.LARGE:
+            calls = interpreter.Serial()
+            given, held = interpreter.arguments(program, 0), interpreter.parameter(program, calls)
+            assert jax.tree.leaves(interpreter.derivative(program, calls)(given, held))
+            break
+
+
+def test_a_call_without_references_needs_no_world_either():
+    node = Node("sync", "fast_inside", 1, (0, 1), pack="deep")
+    a, b = jnp.array([0.3, 0.4]), jnp.array([1.0, -1.0])
+    found = interpreter.run([node], [a, b], interpreter.Serial())[-1]
+    np.testing.assert_allclose(found, palette.mix(a, b) + 1.5 * palette.bend(b, a), rtol=1e-6)
