@@ -11,7 +11,7 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
+CROSSED_SECONDS = 6.0  # how long two workers wait for each other in different places, until that is an error
 
-Occasion = tuple[str, int]  # what is done together, and the how manyth time it is done
+
+@dataclasses.dataclass(frozen=True)
+class Occasion:
+    """What workers do together. They are in the same where group and turn are; each has words of its own for it."""
+
+    what: str = dataclasses.field(compare=False)
+    group: Hashable
+    turn: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,6 +47,7 @@ class Engagement:
     asked: float = 0.0
     error: errors.DistgradError | None = None
     elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # peers, and since when they are
+    crossed: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # peers, and since when
 
     def check(self) -> None:
         """Raise where somebody will never come."""
@@ -48,11 +57,22 @@ class Engagement:
 
 @dataclasses.dataclass(frozen=True)
 class Whereabouts:
-    """What a worker says of itself. ``there``: whether it takes part in what it is asked about."""
+    """What a worker says of itself.
+
+    Attributes:
+      there: whether it takes part in what it is asked about.
+      closing: whether it is shutting down.
+      place: the line of the user's program that it is in.
+      awaits: where it waits for whoever asks.
+    """
 
     there: bool
     closing: bool
     place: str
+    awaits: frozenset[Occasion]
+
+
+Crossing = tuple[frozenset[Occasion], str, str]  # where another waits for this worker, and the lines they are in
 
 
 class Watchdog:
@@ -89,7 +109,7 @@ class Watchdog:
 
     def _give_up(self, one: Engagement, peer: int, why: str) -> None:
         worker = self._worker
-        text = f"{worker.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion[0]}): {why}"
+        text = f"{worker.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion.what}): {why}"
         if one.blocking:
             worker.process.end_job(text)
         elif one.error is None:
@@ -106,9 +126,11 @@ class Watchdog:
         for peer, found in self.ask(one.peers, one.occasion).items():
             if found.there:
                 one.elsewhere.pop(peer, None)
+                one.crossed.pop(peer, None)
                 continue
             reason = self._reason(one, peer, found)
-            if reason is not None and id(one) in self._engaged:
+            if reason is not None and one.error is None and id(one) in self._engaged:
+                self._tell_those_crossed(one)
                 self._give_up(one, peer, reason)
 
     def _reason(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
@@ -121,8 +143,47 @@ class Watchdog:
         if one.blocking:
             left = f"{info} came to its beginning and is elsewhere now, at {found.place}"
             return left if away >= settings.silence_seconds else None
-        gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
-        return gone if found.closing and away >= ASK_SECONDS else None
+        if found.closing:
+            gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
+            return gone if away >= ASK_SECONDS else None
+        return self._crossed(one, peer, found)
+
+    def _crossed(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
+        """Why two workers that wait for each other never meet; None: one of them may still come to the other.
+
+        A thread of theirs that computes may do so: then the lines they are in change, if only now and then.
+        """
+        here = {each.occasion for each in list(self._engaged.values())}
+        crossing = found.awaits - here, found.place, where(self._worker.home)
+        before, since = one.crossed.get(peer, (None, 0.0))
+        now = time.monotonic()
+        if crossing != before:
+            one.crossed[peer] = crossing, now
+            return None
+        if not crossing[0] or now - since < CROSSED_SECONDS:
+            return None
+        return self._waits_elsewhere(peer, crossing[0], found.place)
+
+    def _waits_elsewhere(self, peer: int, awaited: Collection[Occasion], place: str) -> str:
+        return (
+            f"{self._worker.directory.workers[peer]} will not come, it waits for this worker elsewhere "
+            f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
+            "DataParallels and collectives in one order."
+        )
+
+    def _tell_those_crossed(self, one: Engagement) -> None:
+        """Who is found here to wait in vain is told so: asked later, this worker will be somewhere else."""
+        place = where(self._worker.home)
+        with within(None):
+            for peer, ((awaited, _, _), _) in one.crossed.items():
+                if awaited:
+                    args = self._worker.rank, one.occasion, awaited, place
+                    self._worker.rpc_async(peer, crossed, args, {}, ANSWER_SECONDS)
+
+    def told_crossed(self, peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
+        for one in list(self._engaged.values()):
+            if one.occasion in mine and one.error is None:
+                self._give_up(one, peer, self._waits_elsewhere(peer, [occasion], place))
 
     def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
         """Where those who answer are."""
@@ -136,13 +197,20 @@ class Watchdog:
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
     def whereabouts(self, asker: int, occasion: Occasion) -> Whereabouts:
-        there = any(one.occasion == occasion and asker in one.peers for one in list(self._engaged.values()))
-        return Whereabouts(there, self._worker.closing.wanted, where(self._worker.home))
+        shared = [one for one in list(self._engaged.values()) if asker in one.peers]
+        awaits = frozenset(one.occasion for one in shared if not one.blocking)
+        there = any(one.occasion == occasion for one in shared)
+        return Whereabouts(there, self._worker.closing.wanted, where(self._worker.home), awaits)
 
 
 def whereabouts(asker: int, occasion: Occasion) -> Whereabouts:
     """Served by every worker."""
     return current_worker().watchdog.whereabouts(asker, occasion)
+
+
+def crossed(peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
+    """Served by every worker: what it waits in never comes about, another waits for it elsewhere."""
+    current_worker().watchdog.told_crossed(peer, occasion, mine, place)
 
 
 def where(thread: int) -> str:

@@ -10,7 +10,7 @@ from models import SMALL, batch, close, loss, on_all, parameters, serial
 
 import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import DisagreementError, MissingRanksError
+from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError
 
 TOLD = (jax.errors.JaxRuntimeError, DisagreementError)  # the type that compiled code has for errors; or Python's own
 
@@ -105,5 +105,22 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world):
         expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
         for each in (dp, quiet):
             close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
+
+    on_all(big_world, body)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["compiled", "called"])
+def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeout(big_world, wrap):
+    """Each waits in a meeting of its own, to which the others never come: nobody's words differ."""
+
+    def body(rank, size):
+        one, two = (wrap(DataParallel(timeout=300).average) for _ in range(2))
+        x = {"w": jnp.full((2, 3), 1.0 + rank)}
+        jax.block_until_ready((one(x), two(x)))
+        first, other = (one, "worker1") if rank != 1 else (two, r"worker[02]")
+        told = rf"{other} \(rank \d\) will not come, it waits for this worker elsewhere \(.*\), at .*one order"
+        with pytest.raises((jax.errors.JaxRuntimeError, WorkerLostError), match=told):
+            jax.block_until_ready(first(x))
+        jd.collectives.of_this_world().allreduce(x["w"])  # nobody leaves until all have been told
 
     on_all(big_world, body)

@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
-from jdistgrad.data_parallel.world import Seat, Together, seat
+from jdistgrad.data_parallel.world import Occasion, Seat, Together, seat
 from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
@@ -44,7 +44,8 @@ class Local(HostCollectives):
         with _lock:
             turns = _made.setdefault(place.owner, collections.Counter())
             turns[workers] += 1
-            self._board = _boards.setdefault((place.world, workers, turns[workers]), Board(self.size))
+            self._group = (workers, turns[workers])
+            self._board = _boards.setdefault((place.world, *self._group), Board(self.size))
 
     def __repr__(self) -> str:
         return f"Local(rank={self.rank}, size={self.size})"
@@ -66,7 +67,8 @@ class Local(HostCollectives):
 
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
         """Everybody's value of a round."""
-        with Together(self._seat.owner, (what, turn), self._workers, blocking=False) as together:
+        occasion = Occasion(what, self._group, turn)
+        with Together(self._seat.owner, occasion, self._workers, blocking=False) as together:
 
             def check() -> None:
                 self._seat.check()

@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.world import Together, refuse_forked_process
+from jdistgrad.data_parallel.world import Occasion, Together, refuse_forked_process
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Later
@@ -44,23 +44,28 @@ class MPI(HostCollectives):
         from mpi4py import MPI as mpi  # noqa: N811
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
-        self.comm = self._duplicate(whole)
+        self.comm, self._name = self._duplicate(whole)
         self.rank, self.size = self.comm.rank, self.comm.size
         self._ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
         self.has_room = has_room(_neighbours_cores(self.comm), self.size)
         self._compiled = _Compiled(self)
         self._met: Any = None
 
-    def _duplicate(self, comm: Any) -> Any:
+    def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
+        """Another communicator of the same ranks, and a name for it that all of them know."""
         twin, request = comm.Idup()
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
-        return twin
+        name = bytearray(os.urandom(8))
+        if not poll(twin.Ibcast(name).Test, self.timeout):
+            raise CollectiveError(f"MPI: a duplicate of the communicator was given no name within {self.timeout:g} s")
+        return twin, bytes(name)
 
-    def on_communicator(self, comm: Any) -> "MPI":
-        """The same ranks over another communicator of theirs."""
+    def duplicate(self) -> "MPI":
+        """The same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
-        other.comm, other.turn, other.apart = comm, 0, None
+        other.comm, other._name = self._duplicate(self.comm)
+        other.turn, other.apart = 0, None
         return other
 
     @staticmethod
@@ -74,7 +79,7 @@ class MPI(HostCollectives):
         return f"MPI(rank={self.rank}, size={self.size})"
 
     def twin(self) -> "MPI":
-        other = self.on_communicator(self._duplicate(self.comm))
+        other = self.duplicate()
         other._compiled = _Compiled(other)
         return other
 
@@ -101,7 +106,7 @@ class MPI(HostCollectives):
     def _together(self, what: str, *, blocking: bool = True) -> Together:
         refuse_forked_process(what)
         self.turn += 1
-        return Together(find_worker(), (what, self.turn), self._ranks, blocking=blocking)
+        return Together(find_worker(), Occasion(what, self._name, self.turn), self._ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
         """Who else waits, by asking everybody to say so: those who do not are missing."""
@@ -207,7 +212,7 @@ class _Compiled:
     """
 
     def __init__(self, collectives: MPI):
-        self.collectives = collectives.on_communicator(collectives._duplicate(collectives.comm))
+        self.collectives = collectives.duplicate()
         self._inside: Together | None = None
 
     def agree(self, what: str, timeout: float) -> np.ndarray:
