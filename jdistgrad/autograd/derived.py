@@ -19,7 +19,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.methods import ByReference
 from jdistgrad.rpc.owner import Owned
 from jdistgrad.rpc.references import HANDLE, RRef
@@ -33,7 +33,7 @@ def is_compiled(function: Any) -> bool:
     """Whether a function is pure by contract: jitted, one of JAX's own, derived from one that is, or says ``pure``."""
     if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
         return is_compiled(function.function)
-    if getattr(function, "pure", False) is True:
+    if isinstance(function, ServedFunction) and function.pure:
         return True
     return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
 
@@ -64,7 +64,7 @@ def differentiable(result: Any) -> tuple[list[Any], Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PullbackOf:
+class PullbackOf(ServedFunction):
     """The pullback of a function: for the outermost of the derivatives that are taken of it.
 
     ``orders``: with respect to what, as numbers of the leaves of its arguments; ``live``: numbers of its results, among
@@ -101,7 +101,7 @@ def pulled_back(
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchedOf:
+class BatchedOf(ServedFunction):
     """A function over a batch. ``batched``: the paths of the leaves that have a batch dimension, the first.
 
     References among its arguments are delivered: the numbers of leaves are not what its caller has counted.
@@ -131,7 +131,7 @@ class BatchedOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Publishing:
+class Publishing(ServedFunction):
     """A function whose result stays on the worker that runs it, under an id its caller has chosen."""
 
     function: Any
@@ -163,7 +163,7 @@ class Publishing:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapesOf:
+class ShapesOf(ServedFunction):
     """What a function's results look like, found by tracing it where it would run. Takes references as they are."""
 
     function: Any

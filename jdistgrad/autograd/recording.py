@@ -19,7 +19,7 @@ from jdistgrad.autograd.order import Place, next_place
 from jdistgrad.autograd.results import as_jax
 from jdistgrad.autograd.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.methods import ByReference
 from jdistgrad.rpc.references import HANDLE, RRef
 
@@ -40,7 +40,7 @@ class Lane:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class Recorded(ServedFunction):
     """A function whose pullbacks are kept, to the leaves of its arguments that its orders name by their numbers.
 
     It takes references as they are: gradients of their values go to their owners.
@@ -57,8 +57,12 @@ class Recorded:
     def label(self) -> str:
         return describe(self.function)
 
+    @property
+    def recorded_as(self) -> int:
+        return self.message
+
     def failed(self, error: BaseException) -> None:
-        if isinstance(self.function, Publishing):
+        if isinstance(self.function, ServedFunction):
             self.function.failed(error)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +180,7 @@ class Recording:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pulled:
+class Pulled(ServedFunction):
     """A pullback of a recorded call, called with the cotangents of its live results."""
 
     what: str
@@ -187,11 +191,18 @@ class Pulled:
     last: bool
     maps: tuple[Map, ...]
     place: Place
-    served_as = events.PULLBACK
 
     @property
     def label(self) -> str:
         return f"the pullback of {self.what}"
+
+    @property
+    def served_as(self) -> str:
+        return events.PULLBACK
+
+    @property
+    def recorded_as(self) -> int:
+        return self.message
 
     def __call__(self, cotangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):

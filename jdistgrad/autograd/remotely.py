@@ -17,7 +17,7 @@ from jdistgrad.autograd.tape import current_tape, replaying_number
 from jdistgrad.autograd.values import Take
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references import HANDLE
 from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.wire.ids import as_token
@@ -67,7 +67,7 @@ class CallRemote(Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class PullbackAtOwner:
+class PullbackAtOwner(ServedFunction):
     """The pullback of a function whose result stayed here; its cotangent comes from those who used the reference."""
 
     function: Any

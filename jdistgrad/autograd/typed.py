@@ -12,7 +12,7 @@ import jax
 from jdistgrad._compat import weakly_typed
 from jdistgrad.autograd.layout import arrays_of, is_key
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 
 WEAK = "weak"
 
@@ -20,7 +20,7 @@ Types = tuple[tuple[tuple[int, ...], str], ...]  # by paths of leaves: WEAK, or 
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed:
+class Typed(ServedFunction):
     """A function of plain arrays, which it is given as what they were."""
 
     function: Any
@@ -77,7 +77,7 @@ def _kind(leaf: Any) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArraysOf:
+class ArraysOf(ServedFunction):
     """A function that returns the arrays of its result alone, and random keys among them as numbers."""
 
     function: Any

@@ -14,12 +14,12 @@ from jdistgrad.autograd.whole import at_once
 from jdistgrad.rpc.codec import OWN
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.frozen import Frozen
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.telling import task_served
 from jdistgrad.wire.bare import Bare
 
 
-class Visit:
+class Visit(ServedFunction):
     """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
     it brings."""
 
@@ -56,7 +56,7 @@ class Visit:
         return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
 
     @property
-    def message(self) -> int | None:
+    def recorded_as(self) -> int | None:
         """The id by which its context knows it, if it is one thing."""
         return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
 

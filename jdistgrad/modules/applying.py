@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from jdistgrad.modules.blueprint import Blueprint
+from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references import RRef
 
 Made = tuple[Any, Any]  # parameters, and the arrays that are none
 
 
-class Apply:
+class Apply(ServedFunction):
     """A module's application, as a function of its parameters. It travels as the blueprint of the module.
 
     ``stateful``: behind the parameters come the module's other arrays. They are read, never changed.

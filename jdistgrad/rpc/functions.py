@@ -5,12 +5,48 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from jdistgrad import events
 from jdistgrad.errors import FunctionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
+
+
+class ServedFunction:
+    """A function made by this package, of which the serving worker knows more than of a user's.
+
+    A base class and not a set of attributes: a user's callable object may have fields of any name.
+
+    Attributes:
+      takes_references: whether references among its arguments stay references, instead of becoming their values.
+      pure: whether it may be compiled, called less often than the program says, or called again.
+    """
+
+    takes_references = False
+    pure = False
+
+    @property
+    def label(self) -> str:
+        """Its name, for people."""
+        return type(self).__name__
+
+    @property
+    def served_as(self) -> str:
+        """The kind of event that serving it is."""
+        return events.SERVE
+
+    @property
+    def recorded_as(self) -> int | None:
+        """The id under which a context knows what it records or pulls, if it does."""
+        return None
+
+    def failed(self, error: BaseException) -> None:
+        """Called with what it, or reading its arguments, raised."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 def register(function: F, name: str | None = None) -> F:
@@ -61,10 +97,9 @@ def qualified_name(function: Any) -> str | None:
 
 def describe(function: Any) -> str:
     """A function's name for messages: module and qualified name; or the label of one that is made of others."""
+    if isinstance(function, ServedFunction):
+        return function.label
     try:
-        label = getattr(function, "label", None)
-        if isinstance(label, str):
-            return label
         name = qualified_name(function)
         if name is not None:
             return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"

@@ -11,7 +11,7 @@ from jdistgrad.rpc.current import current_worker, within
 from jdistgrad.rpc.delivery import delivered
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import Failure, pack, spelled
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.telling import call_served
 from jdistgrad.wire.message import Kind, Message
 
@@ -51,8 +51,7 @@ class Served:
             result, error = None, raised
         self._end(result, error)
         del result, error
-        self.worker.serving.leave(self)
-        self.worker.traffic.served()
+        self._leave()
 
     def _called(self) -> Any:
         """What the function returned."""
@@ -60,15 +59,14 @@ class Served:
         self.message.body, self.function = None, function
         try:
             with within(self.worker.scopes.enter(*scope) if scope else None):
-                if not getattr(function, "takes_references", False):
+                if not (isinstance(function, ServedFunction) and function.takes_references):
                     args, kwargs = delivered(args, kwargs)
                 result = function(*args, **kwargs)
                 self.worker.finish_programs()
                 return result
         except BaseException as error:
-            failed = getattr(function, "failed", None)
-            if failed is not None:
-                failed(error)
+            if isinstance(function, ServedFunction):
+                function.failed(error)
             raise
 
     def __str__(self) -> str:
@@ -82,6 +80,9 @@ class Served:
             result, error = None, raised
         self._end(result, error)
         del result, error
+        self._leave()
+
+    def _leave(self) -> None:
         self.worker.serving.leave(self)
         self.worker.traffic.served()
 

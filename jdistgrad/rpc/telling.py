@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jdistgrad import events
 from jdistgrad.rpc.deadlines import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
 
 if TYPE_CHECKING:
@@ -24,22 +24,25 @@ def call_served(served: "Served", *, failed: bool) -> None:
     """On the callee, from its arrival to the sending of the answer."""
     if events.sink is not None:
         function, worker = served.function, served.worker.info
-        kind = getattr(function, "served_as", events.SERVE)
         details = {"call": spell(served.message.id), **message_of(function), **ending(failed)}
-        events.tell(kind, worker.rank, worker.name, str(served), served.since, **details)
+        events.tell(kind_of(function), worker.rank, worker.name, str(served), served.since, **details)
 
 
 def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
     """One of several functions that were called together."""
     if events.sink is not None:
-        kind = getattr(function, "served_as", events.SERVE)
-        events.tell(kind, worker.rank, worker.name, describe(function), since, **message_of(function), **ending(failed))
+        details = {**message_of(function), **ending(failed)}
+        events.tell(kind_of(function), worker.rank, worker.name, describe(function), since, **details)
+
+
+def kind_of(function: Any) -> str:
+    return function.served_as if isinstance(function, ServedFunction) else events.SERVE
 
 
 def message_of(function: Any) -> dict[str, str]:
     """The id under which a context knows what the call records or pulls, if it does."""
-    message = getattr(function, "message", None)
-    return {"message": spell(message)} if isinstance(message, int) else {}
+    message = function.recorded_as if isinstance(function, ServedFunction) else None
+    return {} if message is None else {"message": spell(message)}
 
 
 def ending(failed: bool) -> dict[str, bool]:

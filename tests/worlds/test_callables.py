@@ -6,6 +6,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from workers import apply
 
 import jdistgrad as jd
@@ -41,6 +42,23 @@ class Counter:
         return -self.start - x
 
 
+class WithFieldsOfItsOwn:
+    """A user's object: its fields may be called as they like."""
+
+    takes_references = pure = True
+    failed = False
+    served_as = label = "a field"
+    message = recorded_as = 7
+
+    def __call__(self, x):
+        if x < 0:
+            raise ValueError("negative")
+        return 2 * x
+
+    def __reduce__(self):
+        return WithFieldsOfItsOwn, ()
+
+
 CALLABLES = [
     (jnp.add, (1, 2), 3),
     (operator.add, (1, 2), 3),
@@ -51,6 +69,19 @@ CALLABLES = [
     (functools.partial(operator.sub, 10), (3,), 7),
     (jax.jit(jnp.add), (1, 2), 3),
 ]
+
+
+def test_fields_of_a_callable_object_mean_nothing_here(world):
+    """``failed`` was called, ``takes_references`` kept references: the call was never answered, and shutdown waited."""
+
+    def body():
+        function, to = WithFieldsOfItsOwn(), jd.world_size() - 1
+        assert jd.rpc_sync(to, function, args=(jd.RRef(4),)) == 8
+        with pytest.raises(ValueError, match="negative") as raised:
+            jd.rpc_sync(to, function, args=(-1,))
+        assert "WithFieldsOfItsOwn" in "".join(raised.value.__notes__)
+
+    world.drive(body)
 
 
 @jax.jit

@@ -7,6 +7,7 @@ from staged_functions import X, close
 from workers import last
 
 import jdistgrad as jd
+from jdistgrad.rpc.functions import ServedFunction
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -90,13 +91,19 @@ def change_mood(*new):
     moods[:] = new
 
 
-def moody(x):
-    if moods:
-        raise ValueError("no such luck")
-    return x
+class Moody(ServedFunction):
+    """Compiled, by contract: it raises while it is traced."""
+
+    pure = True
+    label = f"{__name__}.moody"
+
+    def __call__(self, x):
+        if moods:
+            raise ValueError("no such luck")
+        return x
 
 
-moody.pure = True
+moody = Moody()
 
 
 def refuse_negative(x):
