@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
+from jdistgrad import jaxprs
 from jdistgrad.autograd.primitive import untied_p, wire_p
 
 INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"} | {
@@ -43,9 +44,7 @@ class Equation:
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
         """Its outputs, where it sends nothing; as part of what JAX traces, if it does."""
-        primitive = self.eqn.primitive
-        results = primitive.bind(*values, **primitive.get_bind_params(self.eqn.params))
-        return results if primitive.multiple_results else [results]
+        return jaxprs.bind(self.eqn, values)
 
 
 def has_wire(jaxpr: Any) -> bool:
@@ -62,7 +61,7 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
 
     def walk(jaxpr: Any, known: dict[Any, Atom]) -> list[Atom]:
         def read(atom: Any) -> Atom:
-            return Constant(atom.val) if hasattr(atom, "val") else known[atom]
+            return Constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistgrad import jaxprs
 from jdistgrad.autograd.cutting import Node
 from jdistgrad.autograd.equations import Constant
 
@@ -56,6 +57,7 @@ def key(node: Node) -> Any:
         (
             equation.eqn.primitive,
             tuple(sorted(equation.eqn.params.items())),
+            jaxprs.surroundings(equation.eqn),
             tuple(map(spell, equation.inputs)),
             tuple(map(spell, equation.outputs)),
         )

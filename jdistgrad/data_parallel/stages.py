@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jdistgrad.data_parallel import tracing
+from jdistgrad import jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Staged:
             for var in piece.last_uses:
                 del values[var]
             computed(gradients)
-        return [tracing.read(values, var) for var in self._results]
+        return [jaxprs.read(values, var) for var in self._results]
 
 
 def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[Piece]:
@@ -126,10 +126,10 @@ def _compiled(
 
     def piece(*args: Any) -> tuple[list[Any], list[Any]]:
         values = dict(zip(inputs, args, strict=True))
-        tracing.run(equations, values)
+        jaxprs.run(equations, values)
         taken, gradients = set(shared), []
         for var in outputs:
-            value = tracing.read(values, var)
+            value = jaxprs.read(values, var)
             fresh = not isinstance(var, core.Literal) and var not in taken and not _eager()
             gradients.append(value if fresh else jax.numpy.copy(value))
             if fresh:

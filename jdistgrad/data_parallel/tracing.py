@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-_CALLS = ("jit", "pjit")
+from jdistgrad import jaxprs
 
 
 class Trace(NamedTuple):
@@ -35,39 +35,8 @@ def trace(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool,
         return [*flat, *rest]
 
     nested = jax.make_jaxpr(program)(*leaves)
-    closed = jax.make_jaxpr(lambda *xs: evaluate(nested.jaxpr, nested.consts, xs))(*leaves)
+    closed = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs))(*leaves)
     return Trace(closed, found["gradients"], found["results"], found["used"])
-
-
-def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr's equations one by one, and those of the jitted functions in it."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    run(jaxpr.eqns, values)
-    return [read(values, var) for var in jaxpr.outvars]
-
-
-def run(equations: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Run equations on the values there are; theirs are added."""
-    for equation in equations:
-        inputs = [read(values, var) for var in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner = equation.params["jaxpr"]
-            outputs: Sequence[Any] = evaluate(inner.jaxpr, inner.consts, inputs)
-        else:
-            outputs = _bind(equation, inputs)
-        values.update(zip(equation.outvars, outputs, strict=True))
-
-
-def _bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # a tuple before JAX 0.10
-    with equation.ctx.manager:
-        outputs = equation.primitive.bind(*functions, *inputs, **params)
-    return outputs if equation.primitive.multiple_results else [outputs]
-
-
-def read(values: dict[Any, Any], var: Any) -> Any:
-    return var.val if isinstance(var, core.Literal) else values[var]
 
 
 def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:

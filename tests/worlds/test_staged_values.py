@@ -131,3 +131,25 @@ def test_a_value_whose_creation_nobody_awaits_any_more_can_be_had(world):
         close(jd.jit(lambda value: value.to_here()["w"])(value), jnp.ones(3))
 
     world.drive(body)
+
+
+def test_surroundings_of_local_equations_are_kept(world):
+    """What JAX's context managers have set where the step was traced: here, which random bits a key gives."""
+    key = jax.random.key(7)
+
+    def noisy(partitionable):
+        def step(x):
+            with jax.threefry_partitionable(partitionable):
+                return jd.rpc_sync(last(), jnp.sin, args=(x,)), jax.random.bits(key, (2, 3)) >> 9
+
+        return step
+
+    def body():
+        found = {}
+        for partitionable in (True, False):  # steps that compute the same but for what surrounds it
+            _, found[partitionable] = jd.jit(noisy(partitionable))(X)
+            with jax.threefry_partitionable(partitionable):
+                np.testing.assert_array_equal(found[partitionable], jax.random.bits(key, (2, 3)) >> 9)
+        assert (found[True] != found[False]).any()
+
+    world.drive(body)
