@@ -113,6 +113,7 @@ def test_calls_with_an_effect_keep_their_order_and_none_is_left_out():
 
 
 def test_a_site_goes_with_its_program():
+    jax.clear_caches()  # those of the tests before
     gc.collect()
     before = len(sites._sites)
     run = calling(lambda x: [x])
