@@ -1,5 +1,6 @@
 """What ``import jdistgrad as jd`` offers: the table of contents."""
 
+from jdistgrad.autograd import traced_calls as _traced_calls
 from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
 from jdistgrad.autograd.gradients import (
     RemoteGradient as RemoteGradient,
@@ -7,8 +8,8 @@ from jdistgrad.autograd.gradients import (
     grad as grad,
     value_and_grad as value_and_grad,
 )
-from jdistgrad.autograd.graph import Graph as Graph
-from jdistgrad.autograd.staged import jit as jit
+from jdistgrad.autograd.graph.graph import Graph as Graph
+from jdistgrad.autograd.staged.jit import jit as jit
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
@@ -58,3 +59,5 @@ from jdistgrad.rpc.worlds import (
     worker_info as worker_info,
     world_size as world_size,
 )
+
+_traced_calls.install()  # from here on, calls inside grad and jit are differentiable

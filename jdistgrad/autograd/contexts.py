@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd import traced  # noqa: F401 installs what calls do inside grad and jit
-from jdistgrad.autograd.exchange import gradient_tree
-from jdistgrad.autograd.graph import Graph, gather
-from jdistgrad.autograd.primitive import settle
-from jdistgrad.autograd.tape import Tape
+from jdistgrad.autograd.graph.graph import Graph, gather
+from jdistgrad.autograd.tape.contributions import gradient_tree
+from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
 from jdistgrad.rpc.references import RRef

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.contexts import Context, find_context, some_context
-from jdistgrad.autograd.exchange import gradient_of
-from jdistgrad.autograd.layout import has_gradient, is_array, split
+from jdistgrad.autograd.tape.contributions import gradient_of
+from jdistgrad.autograd.values.holes import has_gradient, is_array, split
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.rpc.current import current_scope, current_worker, within
 from jdistgrad.rpc.directory import WorkerInfo

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from jdistgrad.autograd.contexts import Context, find_context
-from jdistgrad.autograd.exchange import value_gradient
-from jdistgrad.autograd.layout import has_gradient
-from jdistgrad.autograd.ledger import REFERENCE, Node
+from jdistgrad.autograd.tape.contributions import value_gradient
+from jdistgrad.autograd.tape.ledger import REFERENCE, Node
+from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.references import RRef

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen
 
-from jdistgrad.autograd.layout import is_array
+from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.applying import Apply, Made
 from jdistgrad.modules.blueprint import Blueprint, blueprint
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.autograd.derived import gradient_layout
-from jdistgrad.autograd.layout import Hole, Layout, has_gradient, only_floats
-from jdistgrad.autograd.tape import current_tape
+from jdistgrad.autograd.callee.functions import gradient_layout
+from jdistgrad.autograd.tape.tape import current_tape
+from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc.current import current_worker

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.compiling import differentiate
-from jdistgrad.autograd.layout import split
+from jdistgrad.autograd.callee.pullbacks import differentiate
+from jdistgrad.autograd.values.holes import split
 
 
 def differentiated(function, *args):

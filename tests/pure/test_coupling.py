@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.calls import Call
-from jdistgrad.autograd.convoys import Convoy
-from jdistgrad.autograd.cutting import cut
-from jdistgrad.autograd.filled import Filled
-from jdistgrad.autograd.layout import Hole, Layout
-from jdistgrad.autograd.primitive import wire_p
-from jdistgrad.autograd.results import Results
-from jdistgrad.autograd.routes import Made
+from jdistgrad.autograd.callee.batch import Made
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.staged.batches import Convoy
+from jdistgrad.autograd.staged.plan import cut
+from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.autograd.values.primitive import wire_p
+from jdistgrad.autograd.values.results import Results
+from jdistgrad.autograd.values.uniform import Filled
 
 X = np.ones(3, np.float32)
 

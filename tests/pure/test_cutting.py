@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.cutting import cut
-from jdistgrad.autograd.equations import has_wire
-from jdistgrad.autograd.primitive import wire_p
+from jdistgrad.autograd.staged.equations import has_wire
+from jdistgrad.autograd.staged.plan import cut
+from jdistgrad.autograd.values.primitive import wire_p
 
 X = np.ones(3, np.float32)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.ledger import CONTRIBUTION, REFERENCE, Contribution, Ledger, Node, total
+from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, Contribution, Ledger, Node, total
 
 NODE = Node(REFERENCE, 7)
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jdistgrad.autograd.recordings import Recordings
+from jdistgrad.autograd.tape.pullback_table import Recordings
 from jdistgrad.errors import ContextError
 
 

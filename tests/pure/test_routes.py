@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.layout import Hole, Layout
-from jdistgrad.autograd.routes import CallStop, Made, Route
-from jdistgrad.autograd.visits import Visit
+from jdistgrad.autograd.callee.batch import CallStop, Made, Route
+from jdistgrad.autograd.callee.run_batch import Visit
+from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.frozen import Frozen
 

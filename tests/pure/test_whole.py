@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.layout import Hole, Layout
-from jdistgrad.autograd.routes import CallStop, Made, PullStop, Route
-from jdistgrad.autograd.whole import KEPT, at_once
+from jdistgrad.autograd.callee.batch import CallStop, Made, PullStop, Route
+from jdistgrad.autograd.callee.compiled_batch import KEPT, at_once
+from jdistgrad.autograd.values.holes import Hole, Layout
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 ONE = Layout(((Hole(),), {}), ())

@@ -11,7 +11,7 @@ from programs import X, square
 from workers import owned_values
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape import Tape
+from jdistgrad.autograd.tape.tape import Tape
 
 pytestmark = pytest.mark.world(1, 3)
 

@@ -11,7 +11,7 @@ from participants import gradients_here, holders, make, relay, scaled, wait_unti
 from programs import X, square
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape import Tape
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import current_scope, current_worker, within
 
 pytestmark = pytest.mark.world(1, 3)

@@ -9,7 +9,7 @@ import pytest
 from oracles import rank, same
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape import Tape
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import current_worker
 
 X = jnp.arange(1.0, 4.0)

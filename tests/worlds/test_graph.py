@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.pairs import CALL, GRADIENT, RESULT, VALUE, Pair, pairs
-from jdistgrad.autograd.picture import LONGEST, draw, placed, short
-from jdistgrad.autograd.tape import Link
+from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, RESULT, VALUE, Pair, pairs
+from jdistgrad.autograd.graph.picture import LONGEST, draw, placed, short
+from jdistgrad.autograd.tape.tape import Link
 from jdistgrad.wire.ids import spell, worker_of
 
 

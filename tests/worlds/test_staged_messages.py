@@ -7,7 +7,7 @@ from staged_functions import X, close, mix
 from workers import last
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape import Tape
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import current_scope
 
 pytestmark = pytest.mark.world(1, 3)

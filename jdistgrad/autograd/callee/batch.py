@@ -1,0 +1,144 @@
+"""What one message asks of a worker: stops in turn, of which a later one may need what an earlier one makes.
+
+A route says everything that is the same each time a step runs. It is decoded once by those who get it often.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdistgrad import events
+from jdistgrad.autograd.callee.orders import Orders
+from jdistgrad.autograd.callee.pullbacks import Map
+from jdistgrad.autograd.callee.recording import Arguments, Lane, Pulled, Recorded, Recording
+from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.values.holes import Layout, is_array, split
+from jdistgrad.autograd.values.results import as_jax, changed_structure
+from jdistgrad.autograd.values.uniform import Filled, made
+from jdistgrad.rpc.delivery import delivered
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What an earlier stop makes: its turn, and the number of the array."""
+
+    turn: int
+    number: int
+
+
+Source = int | Made | Filled  # a number: of what the message brings
+
+
+@dataclasses.dataclass(eq=False)
+class CallStop:
+    """Call a function; ``orders``: record it, to be pulled back to these leaves of its arguments."""
+
+    arguments: Layout
+    orders: Orders
+    lanes: tuple[Lane, ...]
+    count: int  # arrays it returns
+    references: bool = False  # whether there may be any among its arguments
+    served_as = events.SERVE
+
+    def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
+        return Recorded(function, numbers[0], self.orders, place, self.lanes) if self.orders else function
+
+    def run(self, task: Any, items: list[Any]) -> list[Any]:
+        args, kwargs = self.arguments.fill(made(items))
+        if not self.orders:
+            args, kwargs = delivered(args, kwargs)
+        return self.arrays(task(*args, **kwargs))
+
+    def recorded(self, function: Any, items: list[Any]) -> Recording:
+        """The call with its pullback, for who keeps that himself."""
+        args, kwargs = self.arguments.fill(made(items))
+        return Recording(function, Arguments(args, kwargs, self.orders, self.lanes))
+
+    def arrays(self, result: Any) -> list[Any]:
+        """Those among a result."""
+        _, arrays = split(result, is_array)
+        if len(arrays) != self.count:
+            raise changed_structure(len(arrays), self.count)
+        return as_jax(arrays)
+
+
+@dataclasses.dataclass(eq=False)
+class PullStop:
+    """Pull a pullback of something recorded. ``order``: of which derivative; ``call``: the stop that records it, if
+    that is one of the same route."""
+
+    what: str
+    order: int
+    live: tuple[int, ...]
+    last: bool
+    maps: tuple[Map, ...]
+    call: int | None = None
+    served_as = events.PULLBACK
+
+    def task(self, function: None, numbers: Sequence[int], place: Place) -> Pulled:
+        message, number = numbers
+        return Pulled(self.what, message, number, self.order, self.live, self.last, self.maps, place)
+
+    def run(self, task: Pulled, items: list[Any]) -> list[Any]:
+        return task(items)
+
+
+@dataclasses.dataclass(eq=False)
+class Route:
+    """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
+
+    ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it;
+    ``wholes``: its compiled forms, by functions.
+    """
+
+    stops: list[CallStop | PullStop]
+    sources: list[list[Source]]
+    wanted: list[Made]
+    needed: frozenset[Made]
+    forgotten: list[list[int | Made]]
+    wholes: Any = None
+
+    def __reduce__(self) -> Any:
+        return Route.of, (self.stops, self.sources, self.wanted)
+
+    @classmethod
+    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Route":
+        last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Filled)}
+        forgotten: list[list[int | Made]] = [[] for _ in stops]
+        for one, turn in last.items():
+            if one not in wanted:
+                forgotten[turn].append(one)
+        needed = frozenset(one for one in (*last, *wanted) if isinstance(one, Made))
+        return cls(stops, sources, wanted, needed, forgotten)
+
+    @functools.cached_property
+    def is_closed(self) -> bool:
+        """Whether nothing stays of it and nothing but arrays comes and goes: what is recorded is pulled on the way."""
+        recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
+        pulls = [one for one in self.stops if isinstance(one, PullStop)]
+        return (
+            {one.call for one in pulls} == recorded
+            and all(one.last for one in pulls)
+            and not any(one.references for one in self.stops if isinstance(one, CallStop))
+        )
+
+    def walk(self, items: list[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
+        """The wanted arrays: ``run`` makes those of a stop, of its turn and items. What nobody needs is forgotten."""
+        before = dict[Made, Any]()
+
+        def found(source: Source) -> Any:
+            if isinstance(source, int):
+                return items[source]
+            return before[source] if isinstance(source, Made) else source
+
+        for turn, sources in enumerate(self.sources):
+            for number, array in enumerate(run(turn, [found(source) for source in sources])):
+                if Made(turn, number) in self.needed:
+                    before[Made(turn, number)] = array
+            for one in self.forgotten[turn]:
+                if isinstance(one, Made):
+                    del before[one]
+                else:
+                    items[one] = None
+        return [before[one] for one in self.wanted]

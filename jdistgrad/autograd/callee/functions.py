@@ -1,0 +1,204 @@
+"""Functions made of functions, run by the callee: a pullback, a batched function, one whose result stays there.
+
+Each is itself a function that can be called, recorded and derived from: that makes derivatives of any order.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad._compat import MODULES_OF_FUNCTIONS
+from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among
+from jdistgrad.autograd.tape.tape import replaying_number
+from jdistgrad.autograd.values.holes import Hole, Layout, ReferenceHole, has_gradient, is_array, split
+from jdistgrad.autograd.values.typed import ArraysOf, Typed
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.codec import hides_traced
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.methods import ByReference
+from jdistgrad.rpc.owner import Owned
+from jdistgrad.rpc.references import HANDLE, RRef
+from jdistgrad.rpc.tracing import is_traced
+
+JITTED = type(jax.jit(lambda: None))
+SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a function is pure by contract: jitted, one of JAX's own, derived from one that is, or says ``pure``."""
+    if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
+        return is_compiled(function.function)
+    if isinstance(function, ServedFunction) and function.pure:
+        return True
+    return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
+
+
+def delivered(tree: Any) -> Any:
+    """References replaced by their values, so that derivatives pass through."""
+
+    def deliver(leaf: Any) -> Any:
+        if isinstance(leaf, RRef):
+            return leaf.to_here()
+        return leaf.rref if isinstance(leaf, ByReference) else leaf
+
+    return trees.map_leaves(deliver, tree)
+
+
+def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
+    """Holes at the leaves with these numbers; of a reference, its handle is the operand."""
+    chosen, numbers = set(positions), iter(range(1 << 30))
+    return split(tree, lambda leaf: next(numbers) in chosen)
+
+
+def differentiable(result: Any) -> tuple[list[Any], Any]:
+    """The arrays of a result that have derivatives, in order (a reference's handle is one), and the whole of it."""
+    if isinstance(result, jax.Array):
+        return ([result] if jnp.issubdtype(result.dtype, jnp.inexact) else []), result
+    _, arrays = split(result, is_array)
+    return [one for one in arrays if jnp.issubdtype(one.dtype, jnp.inexact)], result
+
+
+@dataclasses.dataclass(frozen=True)
+class PullbackOf(ServedFunction):
+    """The pullback of a function: for the outermost of the derivatives that are taken of it.
+
+    ``orders``: with respect to what, as numbers of the leaves of its arguments; ``live``: numbers of its results, among
+    those that have derivatives.
+    """
+
+    function: Any
+    orders: Orders
+    live: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {describe(self.function)}"
+
+    def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
+        _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
+        with replaying_number(number):
+            return list(pullback(list(cotangents)))
+
+
+def pulled_back(
+    function: Any, orders: Orders, live: Sequence[int] | None, args: Any, kwargs: Any
+) -> tuple[list[Any], Any]:
+    """A function's live results (None: all that have derivatives), and the pullback for its outermost derivative."""
+    layout, operands = numbered((args, kwargs), {leaf for order in orders for leaf in order})
+
+    def primal(*variables: Any) -> tuple[list[Any], None]:
+        args, kwargs = delivered(layout.fill(variables))
+        results, _ = differentiable(function(*args, **kwargs))
+        return results if live is None else [results[k] for k in live], None
+
+    results, pullbacks, _ = differentiated(primal, operands, named_among(layout.positions, orders))
+    return results, pullbacks[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedOf(ServedFunction):
+    """A function over a batch. ``batched``: the paths of the leaves that have a batch dimension, the first.
+
+    References among its arguments are delivered: the numbers of leaves are not what its caller has counted.
+    """
+
+    function: Any
+    batched: tuple[tuple[int, ...], ...]
+    size: int
+
+    @property
+    def label(self) -> str:
+        return f"{describe(self.function)} in a batch of {self.size}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        positions = [number for number, path in enumerate(trees.paths((args, kwargs))) if path in self.batched]
+        layout, operands = numbered((args, kwargs), positions)
+        found: list[Layout] = []
+
+        def each(*operands: Any) -> list[Any]:
+            args, kwargs = layout.fill(operands)
+            results, arrays = split(self.function(*args, **kwargs), is_array)
+            found.append(results)
+            return arrays
+
+        arrays = jax.vmap(each, axis_size=self.size)(*operands)
+        return found[0].fill(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Publishing(ServedFunction):
+    """A function whose result stays on the worker that runs it, under an id its caller has chosen."""
+
+    function: Any
+    id: int
+    _announced: list[Owned] = dataclasses.field(default_factory=list, compare=False)
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    def owned(self) -> Owned:
+        """The promise of the value, announced once."""
+        if not self._announced:
+            self._announced.append(current_worker().owned.announce(self.id))
+        return self._announced[0]
+
+    def failed(self, error: BaseException) -> None:
+        """The call has failed, perhaps before the function ran: those who wait for the value must hear of it."""
+        promise = self.owned().value
+        if not promise.done():
+            promise.set_exception(error)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owned, value = self.owned(), self.function(*args, **kwargs)
+        if any(is_traced(leaf) for leaf in trees.leaves(value)):
+            raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
+        owned.value.set_result(value)
+        return HANDLE
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapesOf(ServedFunction):
+    """What a function's results look like, found by tracing it where it would run. Takes references as they are."""
+
+    function: Any
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return f"{describe(self.function)} (traced for the shapes of its results)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
+        layout, operands = split((args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        found: list[Layout] = []
+
+        def trace(*operands: Any) -> list[Any]:
+            args, kwargs = delivered(layout.fill(operands))
+            results, arrays = split(self.function(*args, **kwargs), is_array)
+            found.append(nothing_hidden(results, self.function))
+            return arrays
+
+        shapes = jax.eval_shape(trace, *operands)
+        return found[0], list(shapes)
+
+
+def nothing_hidden(results: Layout, function: Any) -> Layout:
+    """A function's results, if JAX can see everything in them that it traces."""
+    for leaf in trees.leaves(results.tree):
+        if not isinstance(leaf, SEEN_THROUGH) and hides_traced(leaf):
+            raise DifferentiationError(
+                f"{describe(function)} returned a {type(leaf).__name__} with an array inside. JAX does not look into "
+                "it, so there is no derivative. Return a container that JAX knows (jax.tree_util.register_dataclass "
+                "makes one of your class)."
+            )
+    return results
+
+
+def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
+    """A value's differentiable arrays: what its gradient is made of."""
+    return split(value, has_gradient)

@@ -1,0 +1,172 @@
+"""Pullbacks on the callee: compiled once per shape for functions that were jitted, run as written for all others."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from jdistgrad.autograd.callee.functions import differentiable, is_compiled, nothing_hidden
+from jdistgrad.autograd.callee.orders import Orders, differentiated
+from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
+from jdistgrad.autograd.values.uniform import made
+from jdistgrad.wire.arrays import adopted
+
+VARIABLE, ARRAY = "variable", "array"
+STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
+
+
+@dataclasses.dataclass
+class Differentiated:
+    """A function's result, and its pullbacks: one for each order."""
+
+    result: Any
+    pullbacks: list[Any]
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]  # of the differentiable results
+    compiled: bool
+
+    def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
+        """Cotangents of the operands of an order, from those of the live results; the others have none."""
+        pull = _compiled_pull if self.compiled else _pull
+        return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """A batch that a pullback is mapped over: which cotangents have it as a dimension, which one, and its size."""
+
+    flags: tuple[bool, ...]
+    axis: int
+    size: int
+
+
+def differentiate(
+    function: Any, layout: Layout, operands: Sequence[Any], orders: Orders, *, references: bool
+) -> Differentiated:
+    """Run a function on the arguments that the layout makes of the operands; its pullbacks are to those in each order.
+
+    ``references``: whether there are any among the arguments. What they stand for is known only when the function runs.
+    """
+    compiled = _compiled_for(function, layout, orders) if is_compiled(function) and not references else None
+    if compiled is not None:
+        result, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
+    else:
+        result, pullbacks = _as_written(function, layout, operands, orders)
+    found, _ = differentiable(result)
+    return Differentiated(result, pullbacks, tuple((one.shape, one.dtype) for one in found), compiled is not None)
+
+
+def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: Orders) -> tuple[Any, list[Any]]:
+    found: list[Layout] = []
+
+    def primal(*variables: Any) -> tuple[list[Any], list[Any]]:
+        args, kwargs = layout.fill(variables)
+        result = function(*args, **kwargs)
+        results, arrays = split(result, is_array)
+        found.append(nothing_hidden(results, function))
+        return differentiable(result)[0], arrays
+
+    _, pullbacks, arrays = differentiated(primal, operands, orders)
+    return found[0].fill(arrays), pullbacks
+
+
+def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
+    """All cotangents. Zeros are those that JAX does not compute with: times infinity they stay zero."""
+    known = dict(zip(live, cotangents, strict=True))
+    return [known[k] if k in known else ad.Zero(jax.core.ShapedArray(*shape)) for k, shape in enumerate(shapes)]
+
+
+def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
+    def pull(*cotangents: Any) -> Any:
+        return pullback(_with_zeros(live, cotangents, shapes))
+
+    cotangents = made(cotangents)
+
+    for one in maps:
+        axes = [one.axis if flag else None for flag in one.flags]
+        pull = jax.vmap(pull, axes, one.axis, axis_size=one.size)
+    return pull(*cotangents)
+
+
+_compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Outputs:
+    """What compiled code returns, without the inputs among it and without repetitions: XLA would copy these.
+
+    ``sources`` says where each leaf of the tree is found: among inputs followed by what was made.
+    """
+
+    made: list[Any]
+    sources: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, outputs: Any, inputs: Sequence[Any]) -> "Outputs":
+        leaves, tree = jax.tree.flatten(outputs)
+        places = {id(one): place for place, one in reversed([*enumerate(inputs)])}
+        made = [one for one in {id(one): one for one in leaves}.values() if id(one) not in places]
+        places |= {id(one): len(inputs) + k for k, one in enumerate(made)}
+        return cls(made, tuple(places[id(one)] for one in leaves), tree)
+
+    def filled(self, inputs: Sequence[Any]) -> Any:
+        found = [*inputs, *self.made]
+        return jax.tree.unflatten(self.tree, [adopted(found[place]) for place in self.sources])
+
+
+class Compiled:
+    """The compiled pullbacks of one function, for one structure of arguments."""
+
+    def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
+        self._structure, self._kinds = structure, kinds
+
+        def forward(variables: list[Any], constants: list[Any]) -> Outputs:
+            def primal(*variables: Any) -> tuple[list[Any], Any]:
+                args, kwargs = self._arguments(variables, constants)
+                return differentiable(function(*args, **kwargs))
+
+            _, pullbacks, result = differentiated(primal, variables, orders)
+            return Outputs.of((result, pullbacks), [*variables, *constants])
+
+        self._forward = jax.jit(forward)
+
+    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, list[Any]]:
+        """The function's result, and its pullbacks."""
+        outputs: Outputs = self._forward(variables, constants)
+        result, pullbacks = outputs.filled([*variables, *constants])
+        return result, pullbacks
+
+    def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
+        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
+        leaves = [next(parts[kind]) if kind in parts else value for kind, value in self._kinds]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def constants(self, layout: Layout) -> list[Any]:
+        leaves = jax.tree.leaves(layout.tree)
+        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
+
+
+_compiled = functools.lru_cache(maxsize=1024)(Compiled)
+_statics: dict[int, set[Hashable]] = {}
+
+
+def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | None:
+    """None where compiling makes no sense: arguments that are no arrays and ever different."""
+    try:
+        leaves, structure = jax.tree.flatten(layout.tree)
+        kinds = tuple(map(_kind, leaves))
+        seen = _statics.setdefault(id(function), set())
+        seen.add(kinds)
+    except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
+        return None
+    return _compiled(function, structure, kinds, orders) if len(seen) <= STATICS_COMPILED else None
+
+
+def _kind(leaf: Any) -> tuple[Any, Any]:
+    if isinstance(leaf, Hole):
+        return VARIABLE, None
+    return (ARRAY, None) if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)

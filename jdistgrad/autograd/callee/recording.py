@@ -1,0 +1,210 @@
+"""The callee's side: run a function and keep its pullback in the context; pull it when the cotangents come."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad import events
+from jdistgrad.autograd.callee.functions import Publishing, gradient_layout
+from jdistgrad.autograd.callee.orders import Orders, named_among
+from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
+from jdistgrad.autograd.tape.contributions import contribute
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Node, total
+from jdistgrad.autograd.tape.program_order import Place, next_place
+from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched, serving
+from jdistgrad.autograd.values.holes import Layout, split
+from jdistgrad.autograd.values.results import as_jax
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.methods import ByReference
+from jdistgrad.rpc.references import HANDLE, RRef
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A batch dimension that a leaf gets at the callee: the same in all of it, but with a cotangent for each."""
+
+    leaf: int
+    axis: int
+    size: int
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[: self.axis], self.size, *shape[self.axis :])
+
+    def insert(self, array: Any) -> Any:
+        return jnp.broadcast_to(jnp.expand_dims(array, self.axis), self.shape(array.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(ServedFunction):
+    """A function whose pullbacks are kept, to the leaves of its arguments that its orders name by their numbers.
+
+    It takes references as they are: gradients of their values go to their owners.
+    """
+
+    function: Any
+    message: int
+    orders: Orders
+    place: Place
+    lanes: tuple[Lane, ...] = ()  # to be given to wanted leaves, in this order
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    @property
+    def recorded_as(self) -> int:
+        return self.message
+
+    def failed(self, error: BaseException) -> None:
+        if isinstance(self.function, ServedFunction):
+            self.function.failed(error)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with serving(self.message, self.place):
+            tape = current_tape(lambda: self.label)
+            recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
+            tape.recordings.keep(self.message, recording)
+            if not isinstance(self.function, Publishing):
+                tape.link_answer(self.message, self.label)
+            return recording.result
+
+
+class Arguments:
+    """Arguments with references delivered, and the arrays of those leaves that some order names.
+
+    ``wanted``: for each order, the references among its leaves (None: an array), and how many arrays each has.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, orders: Orders, lanes: tuple[Lane, ...]):
+        leaves, self._orders = list(trees.leaves((args, kwargs))), orders
+        self.operands: list[Any] = []
+        self._leaf_of: list[int] = []  # of each operand
+        values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
+        self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
+        holed, noted = [], set[RRef]()
+        for number, leaf in enumerate(leaves):
+            item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
+            holed.append(self._take(number, leaf, item, lanes) if number in named else item)
+            if number in named and isinstance(leaf, RRef) and leaf not in noted:
+                noted.add(leaf)
+                note_fetched(leaf.id, leaf.owner.rank)
+        self.wanted = [[self._wanted(leaves[number], number) for number in order] for order in orders]
+        rest = iter(holed)
+        self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
+
+    def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
+        """Make operands of what is delivered for a leaf; what remains has holes in their places."""
+        layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
+        for lane in lanes:
+            operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
+        self.operands += operands
+        self._leaf_of += [number] * len(operands)
+        return layout.tree
+
+    def _wanted(self, leaf: Any, number: int) -> tuple[RRef | None, int]:
+        return leaf if isinstance(leaf, RRef) else None, self._leaf_of.count(number)
+
+    def differentiate(self, function: Any) -> Differentiated:
+        orders = named_among(self._leaf_of, self._orders)
+        return differentiate(function, self.layout, self.operands, orders, references=self._references)
+
+    def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
+        references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
+        return {reference: future.result() for reference, future in references.items()}
+
+
+class Recording:
+    """One recorded call: its result, and everything its pullbacks need."""
+
+    def __init__(self, function: Any, arguments: Arguments):
+        self._wanted = arguments.wanted
+        self._published = function.id if isinstance(function, Publishing) else None
+        inner = function.function if isinstance(function, Publishing) else function
+        if self._published is None:
+            self._derived = arguments.differentiate(inner)
+            self.result = self._derived.result
+        else:
+            owned, self._derived = function.owned(), arguments.differentiate(inner)
+            owned.value.set_result(self._derived.result)
+            self._derived.result, self.result = None, HANDLE
+
+    def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
+        """Cotangents of the wanted leaves the message asks for, from those of the live results."""
+        if self._published is None:
+            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
+        (count,) = cotangents
+        lanes = np.shape(count)
+        taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
+        sums = as_jax(total(taken, lanes))
+        live = tuple(k for k, one in enumerate(sums) if one is not None)
+        maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
+        return self._pull(pulled, live, [sums[k] for k in live], maps)
+
+    def cotangents(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
+        """The same, where no references are among the wanted leaves."""
+        return self._derived.pull(order, live, cotangents, maps)
+
+    def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
+        flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
+        lanes = tuple(one.size for one in reversed(maps))
+        gradients: dict[RRef, list[Any]] = {}
+        wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
+        found = [self._found(reference, part, lanes, gradients) for reference, part in wanted]
+        for reference, leaves in gradients.items():
+            contribution = Contribution(pulled.number, lanes, leaves, next_place())
+            contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+        return found
+
+    def _found(
+        self,
+        reference: RRef | None,
+        part: list[Any],
+        lanes: tuple[int, ...],
+        gradients: dict[RRef, list[Any]],
+    ) -> Any:
+        """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane.
+
+        A reference that was passed twice makes one contribution.
+        """
+        if reference is None:
+            return part[0]
+        before = gradients.get(reference)
+        gradients[reference] = [a + b for a, b in zip(before, part, strict=True)] if before else part
+        return np.full(lanes, before is None, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulled(ServedFunction):
+    """A pullback of a recorded call, called with the cotangents of its live results."""
+
+    what: str
+    message: int
+    number: int  # of the contributions it makes
+    order: int
+    live: tuple[int, ...]
+    last: bool
+    maps: tuple[Map, ...]
+    place: Place
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {self.what}"
+
+    @property
+    def served_as(self) -> str:
+        return events.PULLBACK
+
+    @property
+    def recorded_as(self) -> int:
+        return self.message
+
+    def __call__(self, cotangents: list[Any]) -> list[Any]:
+        with serving(self.message, self.place):
+            tape = current_tape(lambda: self.label)
+            return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)

@@ -1,0 +1,118 @@
+"""One run of a route on the worker it was sent to: as one compiled function where it can, else stop by stop."""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad import events
+from jdistgrad.autograd.callee.batch import Route
+from jdistgrad.autograd.callee.compiled_batch import at_once
+from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.tape.tape import Link, answer_link, current_tape, next_message
+from jdistgrad.autograd.values.results import as_jax, strong
+from jdistgrad.rpc.codec import OWN
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.frozen import Frozen
+from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.telling import task_served
+from jdistgrad.wire.bare import Bare
+
+
+class Visit(ServedFunction):
+    """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
+    it brings."""
+
+    takes_references = True
+
+    def __init__(
+        self,
+        route: Frozen[Route],
+        functions: list[Any],
+        numbers: list[tuple[int, ...]],
+        place: Place,
+        items: list[Any],
+    ):
+        self._route, self._functions, self._numbers = route, functions, numbers
+        self._place, self._items = place, items
+        self._running: int | None = None
+        self._looks_for_failure = False  # it failed as a whole: run again, stop by stop, it says which one fails
+
+    def __reduce__(self) -> Any:
+        items = Bare(self._items) if self._route.value.is_closed else self._items
+        return Visit, (self._route, self._functions, self._numbers, self._place, items)
+
+    @property
+    def label(self) -> str:
+        """What runs now; else all of it."""
+        running = self._running
+        if running is not None:
+            return describe(self._task(running))
+        names = [describe(self._task(turn)) for turn in range(len(self._functions))]
+        return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+    @property
+    def served_as(self) -> str:
+        return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
+
+    @property
+    def recorded_as(self) -> int | None:
+        """The id by which its context knows it, if it is one thing."""
+        return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
+
+    def __call__(self) -> list[Any]:
+        route = self._route.value
+        found = self._at_once() if route.is_closed else None
+        return Bare(self._by_turns() if found is None else found)
+
+    def _at_once(self) -> list[Any] | None:
+        try:
+            found = at_once(self._route.value, self._functions, self._items)
+            wait_for(found or ())
+        except Exception:
+            self._looks_for_failure = True
+            return None
+        if found is not None and any(self._numbers):
+            self._note_answers()
+        return found
+
+    def _note_answers(self) -> None:
+        """As if each of what was recorded had been answered by itself."""
+        each = zip(self._functions, self._numbers, strict=True)
+        answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
+        current_tape(lambda: self.label).link_later(functools.partial(_links, answers))
+
+    def _by_turns(self) -> list[Any]:
+        self._items = list(map(strong, as_jax(self._items)))
+        found = self._route.value.walk(self._items, self._stop)
+        self._running = None
+        return found
+
+    def _stop(self, turn: int, items: list[Any]) -> list[Any]:
+        self._running = turn
+        task, since, failed = self._task(turn), time.monotonic(), True
+        try:
+            arrays = self._route.value.stops[turn].run(task, items)
+            if self._looks_for_failure:
+                wait_for(arrays)
+            failed = False
+            return arrays
+        finally:
+            if len(self._functions) > 1:
+                task_served(task, current_worker().info, since, failed=failed)
+
+    def _task(self, turn: int) -> Any:
+        return self._route.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
+
+
+OWN.add(Visit)
+
+
+def wait_for(arrays: Sequence[Any]) -> None:
+    """Raises here what failed in making them."""
+    for array in arrays:
+        array.block_until_ready()
+
+
+def _links(answers: list[tuple[int, int, Any]]) -> list[Link]:
+    return [answer_link(message, call, describe(function)) for message, call, function in answers]

@@ -1,0 +1,77 @@
+"""Pairs of a send and a recv, made of what each worker knows it sent. Pure.
+
+Each crossing of the boundary is a send on one worker and a recv on another, under one message id: a call has a pair for
+its arguments and one for its results, fetching a value has one. In the backward pass a pair's roles swap. There is no
+common clock: pairs stand in the order of their causes, those of one worker in the order it sent them.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jdistgrad.autograd.tape.tape import Link
+
+ByReference = dict[tuple[int | None, int], list[Link]]
+
+CALL, RESULT, VALUE, GRADIENT = "call", "result", "value", "gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One crossing: sent by ``source``, received by ``target``. ``pulled``: how often a gradient came back along it.
+
+    ``kind``: a call's arguments, its result, a reference's value, or the gradient of one (which only goes back: from
+    ``target`` to ``source``). ``depth``: in how many calls it was sent.
+    """
+
+    message: int
+    source: int
+    target: int
+    what: str
+    kind: str
+    depth: int = 0
+    pulled: int = 0
+
+
+def pairs(links: Sequence[Link]) -> list[Pair]:
+    """The pairs that links tell of, causes before what they caused."""
+    forward = [link for link in links if not link.backward]
+    pulls = collections.Counter(link.message for link in links if link.backward and link.reference is None)
+    gradients = _by_reference(link for link in links if link.backward and link.reference is not None)
+    ordered = [_paired(link, depth, pulls, gradients) for link, depth in by_cause(forward)]
+    rest = [link for waiting in gradients.values() for link in waiting]
+    return ordered + [Pair(one.message, one.target, one.source, one.what, GRADIENT, pulled=1) for one in rest]
+
+
+def _by_reference(links: Iterable[Link]) -> ByReference:
+    """Gradients by the reference they are of and the worker that sends them; once where a pullback was run again."""
+    found: ByReference = {}
+    for link in dict.fromkeys(links):
+        found.setdefault((link.reference, link.source), []).append(link)
+    return found
+
+
+def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: ByReference) -> Pair:
+    kind = RESULT if link.answers is not None else CALL if link.reference is None else VALUE
+    if kind is VALUE:  # a gradient goes back the way that the value came
+        waiting = gradients.get((link.reference, link.target), [])
+        pulled = len(waiting[:1])
+        del waiting[:1]
+    else:
+        pulled = pulls.get(link.answers if link.answers is not None else link.message, 0)
+    return Pair(link.message, link.source, link.target, link.what, kind, depth, pulled)
+
+
+def by_cause(links: Iterable[Link]) -> Iterator[tuple[Link, int]]:
+    """Links in the order of their causes, each with the number of calls it is inside of."""
+    caused: dict[int | None, list[Link]] = {}
+    for link in links:
+        caused.setdefault(link.caused_by, []).append(link)
+    known = {link.message for group in caused.values() for link in group}
+    first = [link for cause in caused if cause not in known for link in caused[cause]]
+    stack = [(link, 0) for link in reversed(first)]
+    while stack:
+        link, depth = stack.pop()
+        yield link, depth
+        inside = caused.get(link.message, []) if link.answers is None else []
+        stack += [(one, depth + (one.answers is None)) for one in reversed(inside)]

@@ -1,0 +1,177 @@
+"""A picture of pairs: workers as lanes, time downwards, sends, recvs and functions as boxes. Pure: text in, SVG out.
+
+As in the figures of PyTorch's distributed autograd note: solid arrows go forward, dashed ones back.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, VALUE, Pair
+from jdistgrad.wire.ids import spell
+
+LETTER, PADDING, ARROW = 7.3, 16, 90  # widths: of a letter, around text, between lanes
+HEIGHT, ROW, TOP = 24, 36, 84  # of a box, from row to row, above the first row
+MARGIN = 44.0  # room for a lane's loops
+LONGEST = 40  # letters of a name
+FORWARD, BACKWARD = "#1f6fb4", "#d9480f"
+FILLS = {"send": "#e3effa", "recv": "#e8f5e9", "function": "#fff6d6", "value": "#f3e8fd"}
+
+STYLE = f"""
+.jdistgrad text {{ font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #222; text-anchor: middle; }}
+.jdistgrad .title, .jdistgrad .worker {{ font-weight: bold; }}
+.jdistgrad .lane {{ stroke: #bbb; stroke-width: 1.5; }}
+.jdistgrad rect {{ stroke: #777; }}
+.jdistgrad path {{ stroke-width: 1.6; }}
+.jdistgrad .forward {{ stroke: {FORWARD}; fill: none; marker-end: url(#forward); }}
+.jdistgrad .backward {{ stroke: {BACKWARD}; fill: none; stroke-dasharray: 5 3; marker-end: url(#backward); }}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """One event on one worker's lane."""
+
+    rank: int
+    row: int
+    text: str
+    kind: str
+    tooltip: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrow:
+    """A pair's message, from box to box."""
+
+    pair: Pair
+    send: Box
+    recv: Box
+
+
+def draw(title: str, workers: Mapping[int, str], pairs: Sequence[Pair]) -> str:
+    """An SVG of pairs among workers (names by rank)."""
+    boxes, arrows = placed(pairs)
+    lanes = _lanes(workers, boxes)
+    width = max(max(x + half for x, half in lanes.values()) + ARROW / 2, 520)
+    height = TOP + ROW * (1 + max((box.row for box in boxes), default=0)) + 8
+    body = [
+        *_head(title, width),
+        *(part for rank, name in workers.items() for part in _lane(name, *lanes[rank], height)),
+        *(part for arrow in arrows for part in _arrow(arrow, lanes)),
+        *(part for box in boxes for part in _box(box, lanes[box.rank][0])),
+    ]
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" class="jdistgrad" {size}>'
+    return "\n".join([opening, f"<style>{STYLE}</style>", *_markers(), *body, "</svg>"]) + "\n"
+
+
+def placed(pairs: Sequence[Pair]) -> tuple[list[Box], list[Arrow]]:
+    """Which box stands in which row. A row belongs to one pair, or to one function."""
+    boxes: list[Box] = []
+    arrows: list[Arrow] = []
+    row = 0
+    for pair in pairs:
+        if pair.kind in (VALUE, GRADIENT):
+            boxes.append(Box(pair.source, row, pair.what, "value", pair.what))
+            row += 1
+        below = row + (pair.source == pair.target)  # a worker's message to itself
+        send = Box(pair.source, row, f"send {spell(pair.message)}", "send", pair.what)
+        recv = Box(pair.target, below, f"recv {spell(pair.message)}", "recv", pair.what)
+        boxes += [send, recv]
+        arrows.append(Arrow(pair, send, recv))
+        row = below + 1
+        if pair.kind is CALL:
+            boxes.append(Box(pair.target, row, short(pair.what), "function", pair.what))
+            row += 1
+    return boxes, arrows
+
+
+def short(what: str) -> str:
+    """Names without their modules, and not too long."""
+    text = " ".join(word.rsplit(".", 1)[-1] for word in what.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _width(text: str) -> float:
+    return LETTER * len(text) + PADDING
+
+
+def _lanes(workers: Mapping[int, str], boxes: Sequence[Box]) -> dict[int, tuple[float, float]]:
+    """For each worker, where its lane is and half of how wide."""
+    lanes, left = {}, MARGIN
+    for rank, name in workers.items():
+        half = max(_width(text) for text in [name, *(box.text for box in boxes if box.rank == rank)]) / 2
+        lanes[rank] = left + half, half
+        left += 2 * half + ARROW
+    return lanes
+
+
+def _markers() -> Iterator[str]:
+    yield "<defs>"
+    for name, colour in (("forward", FORWARD), ("backward", BACKWARD)):
+        yield (
+            f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" fill="{colour}"/></marker>'
+        )
+    yield "</defs>"
+
+
+def _head(title: str, width: float) -> Iterator[str]:
+    yield f'<rect x="0" y="0" width="{width:.0f}" height="100%" style="fill: #fff; stroke: none"/>'
+    yield _text(MARGIN + LETTER * len(title) / 2, 24, title, "title")
+    for k, (name, label) in enumerate((("forward", "forward"), ("backward", "backward"))):
+        x = width - 250 + 120 * k
+        yield _line(name, f"M{x} 20H{x + 36}")
+        yield _text(x + 74, 24, label, "legend")
+
+
+def _lane(name: str, x: float, half: float, height: float) -> Iterator[str]:
+    yield f'<line class="lane" x1="{x:.1f}" y1="64" x2="{x:.1f}" y2="{height - 8}"/>'
+    yield f'<rect x="{x - half:.1f}" y="40" width="{2 * half:.1f}" height="{HEIGHT}" rx="3" style="fill: #eee"/>'
+    yield _text(x, 56, name, "worker")
+
+
+def _box(box: Box, x: float) -> Iterator[str]:
+    width, top = _width(box.text), TOP + ROW * box.row
+    yield f"<g><title>{escape(box.tooltip)}</title>"
+    yield (
+        f'<rect x="{x - width / 2:.1f}" y="{top}" width="{width:.1f}" height="{HEIGHT}" '
+        f'rx="{12 if box.kind in ("send", "recv") else 4}" style="fill: {FILLS[box.kind]}"/>'
+    )
+    yield _text(x, top + 16, box.text, box.kind)
+    yield "</g>"
+
+
+def _arrow(arrow: Arrow, lanes: Mapping[int, tuple[float, float]]) -> Iterator[str]:
+    """Forward where there is a message forward, and back where a gradient came."""
+    there, back = (_loops if arrow.send.rank == arrow.recv.rank else _straight)(arrow, lanes)
+    if arrow.pair.kind is not GRADIENT:
+        yield _line("forward", there)
+    if arrow.pair.pulled:
+        yield _line("backward", back)
+    if arrow.pair.pulled > 1:
+        x = (lanes[arrow.send.rank][0] + lanes[arrow.recv.rank][0]) / 2
+        yield _text(x, TOP + ROW * arrow.recv.row + 30, f"x{arrow.pair.pulled}", "times")
+
+
+def _straight(arrow: Arrow, lanes: Mapping[int, tuple[float, float]]) -> tuple[str, str]:
+    y, right = TOP + ROW * arrow.send.row + HEIGHT / 2, 1 if arrow.recv.rank > arrow.send.rank else -1
+    start = lanes[arrow.send.rank][0] + right * _width(arrow.send.text) / 2
+    end = lanes[arrow.recv.rank][0] - right * _width(arrow.recv.text) / 2
+    return f"M{start:.1f} {y - 5}H{end:.1f}", f"M{end:.1f} {y + 5}H{start:.1f}"
+
+
+def _loops(arrow: Arrow, lanes: Mapping[int, tuple[float, float]]) -> tuple[str, str]:
+    x, first = lanes[arrow.send.rank][0], TOP + ROW * arrow.send.row + HEIGHT / 2
+    half, last = _width(arrow.send.text) / 2, first + ROW
+    there = f"M{x + half:.1f} {first}C{x + half + 30:.1f} {first} {x + half + 30:.1f} {last} {x + half:.1f} {last}"
+    back = f"M{x - half:.1f} {last}C{x - half - 30:.1f} {last} {x - half - 30:.1f} {first} {x - half:.1f} {first}"
+    return there, back
+
+
+def _line(name: str, path: str) -> str:
+    return f'<path class="{name}" d="{path}"/>'
+
+
+def _text(x: float, y: float, text: str, name: str) -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y}">{escape(text)}</text>'

@@ -1,0 +1,132 @@
+"""A function called on another worker, recorded or not."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.callee.batch import CallStop
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
+from jdistgrad.autograd.callee.orders import Orders
+from jdistgrad.autograd.callee.recording import Lane, Recorded
+from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.tape import Link, current_tape, next_message
+from jdistgrad.autograd.values.holes import Layout, ReferenceHole
+from jdistgrad.autograd.values.operation import TAG, Batched, Shapes, Started
+from jdistgrad.autograd.values.results import Results
+from jdistgrad.autograd.values.typed import ArraysOf
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.delivery import standing_in
+from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.ids import as_token
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A function called on a worker. ``orders``: the operands to record a pullback for, for each derivative that is
+    taken of it; none: not recorded.
+
+    Outputs: the arrays among its results; before them, where it is recorded, the tag that the pullback is found by.
+    """
+
+    to: int
+    function: Any
+    arguments: Layout
+    results: Results
+    timeout: float | None = None
+    orders: Orders = ()
+    lanes: tuple[Lane, ...] = ()
+    where: str = ""  # in the user's program
+
+    def __str__(self) -> str:
+        return f"{describe(self.function)} to rank {self.to}{', recorded' if self.orders else ''}"
+
+    def recording(self, wanted: Sequence[int]) -> "Call":
+        """The same, with one more derivative: of what those before return."""
+        return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))))
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        plain = self.results.have_keys
+        function = ArraysOf(self.function) if plain else self.function
+        finish = self.results.arrived if plain else self.results.flatten
+        if not self.orders:
+            return Started(self.send(function, operands), finish)
+        recorded, tag = self.recorded(function)
+        return Started(self.send(recorded, operands), finish, [as_token(*tag)])
+
+    def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future:
+        args, kwargs = self.arguments.fill(operands)
+        return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
+
+    def recorded(self, function: Any) -> tuple[Recorded, tuple[int, int]]:
+        """The function to send where its pullback shall be kept; and where it will be: context and message."""
+        what = describe(self.function)
+        message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
+        tape.link(message, self.to, what)
+        scope = current_scope()
+        assert scope is not None
+        return Recorded(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
+
+    def leaves(self) -> Orders:
+        """The orders, as numbers of leaves of the arguments."""
+        return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
+
+    # As a stop of a route.
+
+    def stop(self) -> CallStop:
+        count, references = len(self.results.shapes), self.arguments.has_references
+        return CallStop(self.arguments.emptied(), self.leaves(), self.lanes, count, references)
+
+    def items(self) -> list[Any]:
+        return self.arguments.items()
+
+    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
+        """What the graph shows of it, where it went as a stop."""
+        what = describe(self.function)
+        return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
+
+    def patience(self, default: float) -> float:
+        return default if self.timeout is None else self.timeout
+
+    def handles(self) -> set[int]:
+        """Which operands are references' handles."""
+        return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
+
+    def pullback(self, live: tuple[int, ...]) -> Any:
+        """The pullback of its outermost derivative, as a function."""
+        return PullbackOf(self.function, self.leaves(), live)
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        if self.results.known is None:
+            args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
+            worker = current_worker()
+            time = max(worker.timeout, self.patience(worker.timeout))  # to trace may take longer than to run
+            self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
+        return [TAG, *self.results.shapes] if self.orders else self.results.shapes
+
+    def _with_lanes(self, operands: Shapes) -> Shapes:
+        found = list(operands)
+        for lane in self.lanes:
+            found = [
+                jax.ShapeDtypeStruct(lane.shape(one.shape), one.dtype) if where == lane.leaf else one
+                for where, one in zip(self.arguments.positions, found, strict=True)
+            ]
+        return found
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Of what is recorded, each lane has a pullback of its own: the wanted operands get lanes at the callee."""
+        positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
+        given = {positions[k] for k, flag in enumerate(batched) if flag}
+        spread = sorted({positions[k] for order in self.orders for k in {*order} - self.handles()} - given)
+        function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
+        behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
+        lanes = (*behind, *(Lane(where, 0, size) for where in spread))
+        call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
+        plain = 1 if self.orders else 0
+        return Batched(call, lambda count: [k >= plain for k in range(count)])

@@ -1,0 +1,201 @@
+"""Operations on values and their gradients: fetch one, publish one, put a contribution to a gradient, take their sum.
+
+``put`` and ``take`` are each other's derivatives, as ``fetch`` and ``put`` are, and ``publish`` and ``take``, through
+the owner's ledger. Each returns or needs a handle: a one for each contribution, which JAX adds up to the count that the
+owner has to wait for.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.autograd.operations.requests import Errand, send
+from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
+from jdistgrad.autograd.tape.ledger import Contribution
+from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
+from jdistgrad.autograd.values.holes import Layout
+from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done, nothing_more
+from jdistgrad.autograd.values.results import Results, as_jax
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.claims import Claim
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.references import HANDLE, by_reference
+from jdistgrad.wire.ids import as_token, from_token
+
+
+class _Unbatched:
+    """What is not changed by a batch."""
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        raise DifferentiationError(
+            f"{type(self).__name__.lower()} cannot be batched: a reference is one value, not a batch of them. Make it "
+            "outside jax.vmap."
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Fetch(_Unbatched):
+    """A reference's value. Operands: the reference's leaves. Outputs: the arrays of the value."""
+
+    reference: Any  # its tree structure
+    results: Results
+    timeout: float | None
+    recorded: bool = False
+
+    def __str__(self) -> str:
+        return "a fetch of a reference's value"
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        rref = jax.tree.unflatten(self.reference, operands)
+        self._note(rref._claim)
+
+        def finish(value: Any) -> list[Any]:
+            if isinstance(rref._claim, Claim):
+                rref._claim.arrived = True
+            return self.results.flatten(value)
+
+        if self.results.have_keys and isinstance(rref._claim, Claim):
+            owner = rref._claim.owner
+            arrays = current_worker().rpc_async(owner, arrays_of_value, (rref.id,), {}, self.timeout)
+            return Started(arrays, self.results.arrived)
+        return Started(rref.value_future(self.timeout), finish)
+
+    def errand(self, operands: Sequence[Any]) -> Errand | None:
+        """The same, where the value is known to be there and is nothing but arrays."""
+        claim = jax.tree.unflatten(self.reference, operands)._claim
+        at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.worker.rank
+        if not at_hand or self.timeout is not None or not self.results.are_arrays:
+            return None
+        self._note(claim)
+        return Errand(claim.owner, claim.id, None, self.results.counted, kept=claim)
+
+    def _note(self, claim: Any) -> None:
+        if self.recorded:
+            note_fetched(claim.id, claim.owner)
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        if self.results.known is None:
+            rref = jax.tree.unflatten(self.reference, operands)
+            args = (by_reference(rref),)
+            self.results.learn(current_worker().rpc_sync(rref.owner, value_layout, args, {}, self.timeout))
+        return self.results.shapes
+
+
+@dataclasses.dataclass(eq=False)
+class Publish(_Unbatched):
+    """Keep a value here, under an id that others know. Operands: the value's arrays. Output: its handle."""
+
+    value: Layout
+    id: int
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        owned = current_worker().owned.announce(self.id)
+        owned.value.set_result(self.value.fill(operands))
+        return done([HANDLE])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        raise DifferentiationError(
+            "a value is given to a reference inside jax.jit (or scan, checkpoint ...), where it has no data. Call "
+            "jdistgrad.RRef outside of it."
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Put:
+    """Add to the gradient of something. Operands: its token, and the leaves that are not zero (``live`` of ``count``).
+
+    Outputs: the handle, and the token of this contribution.
+    """
+
+    owner: int
+    kind: str
+    live: tuple[int, ...]
+    count: int
+    lanes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"a contribution to the gradient of a {self.kind} on rank {self.owner}"
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        errand = self.errand(operands)
+        if errand is not None:
+            return send([errand])[0]
+        identifier, contribution = self._contribution(operands)
+        accept(self.kind, identifier, contribution)
+        return done(self._known(contribution))
+
+    def errand(self, operands: Sequence[Any]) -> Errand | None:
+        """The same, where the gradient is another worker's."""
+        if self.owner == current_worker().rank:
+            return None
+        identifier, contribution = self._contribution(operands)
+        current_tape(lambda: "a gradient").link_gradient(contribution.number, self.owner, identifier)
+        return Errand(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
+
+    def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
+        (identifier,) = from_token(operands[0])
+        leaves: list[Any] = [None] * self.count
+        for k, leaf in zip(self.live, operands[1:], strict=True):
+            leaves[k] = leaf
+        return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
+
+    def _known(self, contribution: Contribution) -> list[Any]:
+        return [np.ones(self.lanes, np.float32), as_token(contribution.number)]
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [jax.ShapeDtypeStruct(self.lanes, np.float32), TOKEN]
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        put = dataclasses.replace(self, lanes=(size, *self.lanes))
+        return Batched(put, lambda count: [True, False], range(1, len(batched)))
+
+
+@dataclasses.dataclass(eq=False)
+class Take:
+    """The sum of the contributions to something. Operands: the handle, which says how many, and its token.
+
+    Outputs: the wanted leaves, and a token of what was taken.
+    """
+
+    owner: int
+    kind: str
+    wanted: tuple[int, ...]
+    count: int  # leaves in all
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # those wanted
+    lanes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"for the sum of contributions on rank {self.owner}"
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        count, (identifier,), taken = int(np.ravel(operands[0])[0]), from_token(operands[1]), next_number()
+        worker, args = current_worker(), (self.kind, identifier, count, self.lanes, taken)
+        future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
+        return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
+
+    def _wanted_of(self, leaves: list[Any]) -> list[Any]:
+        found = leaves or [None] * self.count  # none, where nobody contributes
+        return as_jax([self._leaf(found[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
+
+    def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN]
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        take = dataclasses.replace(self, lanes=(size, *self.lanes))
+        return Batched(take, lambda count: [True] * (count - 1) + [False])

@@ -1,0 +1,133 @@
+"""The pull of a recorded call's pullback."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.callee.batch import PullStop
+from jdistgrad.autograd.callee.pullbacks import Map
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.tape import Link, Tape, next_number
+from jdistgrad.autograd.values.holes import Hole, Layout, Operand
+from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done
+from jdistgrad.autograd.values.results import Results
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.ids import as_token, from_token
+
+
+@dataclasses.dataclass(eq=False)
+class Pull:
+    """The pullback of a recorded call, for the outermost of its derivatives; what was recorded may know of more.
+
+    Operands: the call's tag, its own operands, and the cotangents of those of its results (numbered among the
+    differentiable ones) that have any. Outputs: cotangents of the operands that the derivative is taken of.
+    """
+
+    call: Call
+    live: tuple[int, ...]
+    last: bool = False
+    maps: tuple[Map, ...] = ()
+    batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped)
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        worker, (context, message, *_) = current_worker(), from_token(operands[0])
+        scope = worker.scopes.find(context)
+        scope.content(Tape).link(message, self.call.to, describe(self.call.function), backward=True)
+        cotangents = list(operands[len(operands) - len(self.live) :])
+        with within(scope):
+            pulled = self.stop().task(None, (message, next_number()), next_place())
+            timeout = self.patience(worker.timeout)
+            return Started(worker.rpc_async(self.call.to, pulled, (cotangents,), {}, timeout), list)
+
+    def stop(self) -> PullStop:
+        return PullStop(describe(self.call.function), len(self.call.orders) - 1, self.live, self.last, self.maps)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return self.call.orders[-1]
+
+    def items(self) -> list[Operand]:
+        """The cotangents. Of its operands, ``needed`` has left these and the tag."""
+        return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
+
+    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
+        """What the graph shows of it, where it went as a stop."""
+        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), True, cause)]
+
+    def patience(self, default: float) -> float:
+        """That of the call; and it may have to wait for the call itself, which then has its own time."""
+        return 2 * self.call.patience(default)
+
+    def __str__(self) -> str:
+        return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
+
+    @property
+    def where(self) -> str:
+        return self.call.where
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return [operands[0], *operands[len(operands) - len(self.live) :]]
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        handles = self.call.handles()
+        return [self._cotangent(1 + k, operands[1 + k], k in handles) for k in self.wanted]
+
+    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, is_handle: bool) -> jax.ShapeDtypeStruct:
+        """Every batch is a dimension of it, the latest first; of a handle's, only those that are mapped."""
+        own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
+        sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
+        return operand.update(shape=(*sizes, *own))
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Where operands are batched, so is what was recorded. Else the recorded pullback is mapped over a batch."""
+        first = len(batched) - len(self.live)
+        own = (False, *batched[1:first])
+        batches = (*self.batches, (size, own))
+        if any(own):
+            maps = tuple(dataclasses.replace(one, axis=one.axis + 1) for one in self.maps)
+            pull = dataclasses.replace(self, maps=maps, batches=batches)
+            handles = self.call.handles()
+            outputs = [k not in handles for k in self.wanted]
+            return Batched(pull, lambda count: outputs, tuple(range(first, len(batched))))
+        maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
+        pull = dataclasses.replace(self, maps=maps, batches=batches)
+        return Batched(pull, lambda count: [True] * count)
+
+    def functional(self) -> Call:
+        """The same as a call of a function of the tag, a number, and the operands: what derivatives are taken of.
+
+        References stand in its arguments by themselves: their values' gradients go to their owners inside. Run again
+        with the same number, it makes the same contributions: they count once.
+        """
+        arguments, count = self.call.arguments, len(self.live)
+        args, kwargs = arguments.by_reference()
+        first = 2 + len(list(trees.leaves(arguments.tree)))
+        tree: Any = ((Hole(), Hole(), args, kwargs, *(Hole() for _ in self.live)), {})
+        layout = Layout(tree, (0, 1, *(2 + k for k in arguments.positions), *range(first, first + count)))
+        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
+        return Call(self.call.to, self.call.pullback(self.live), layout, Results(), timeout)
+
+
+@dataclasses.dataclass(eq=False)
+class Number:
+    """A new number of this worker's. Its operands only say when it is made."""
+
+    def __str__(self) -> str:
+        return "nothing: a number"
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        return done([as_token(next_number())])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [TOKEN]
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        return Batched(self, lambda count: [False])

@@ -1,0 +1,87 @@
+"""Calls whose result stays on the callee, with a derivative: the owner pulls when the whole gradient has come."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.autograd.callee.functions import Publishing, pulled_back
+from jdistgrad.autograd.callee.orders import Orders
+from jdistgrad.autograd.operations import rules
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.owned_values import Take
+from jdistgrad.autograd.tape.ledger import REFERENCE
+from jdistgrad.autograd.tape.tape import current_tape, replaying_number
+from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, nothing_more
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.references import HANDLE
+from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.wire.ids import as_token
+
+REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
+HANDLE_SHAPE = jax.ShapeDtypeStruct((), np.float32)
+
+
+@dataclasses.dataclass(eq=False)
+class CallRemote(Call):
+    """A call that makes a reference. Outputs: its handle and its token; before them the tag, where it is recorded.
+
+    ``staged``: it runs in compiled code, where nobody holds the reference: the context does. ``results`` are those of
+    the function: the value's.
+    """
+
+    staged: bool = False
+    made: list[Any] = dataclasses.field(default_factory=list)  # shared with the recorded one
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        tape = None
+        if self.staged or self.orders:  # without one, nothing is claimed
+            tape = current_tape(lambda: f"{describe(self.function)}, called remotely{self.staged * ' in jax.jit'},")
+        claim = current_worker().claim_new(self.to)
+        if tape is not None and self.staged:
+            tape.kept.append(claim)
+        else:
+            self.made.append(claim)
+        function: Any = Publishing(self.function, claim.id)
+        known = [HANDLE, as_token(claim.id)]
+        if self.orders:
+            function, tag = self.recorded(function)
+            known = [as_token(*tag, claim.id), *known]
+        future = self.send(function, operands)
+        claim.add(WHOLE)
+        return Started(future, nothing_more, known)
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        super().shapes(operands)
+        return [*([REMOTE_TAG] if self.orders else []), HANDLE_SHAPE, TOKEN]
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
+
+    def pullback(self, live: tuple[int, ...]) -> Any:
+        return PullbackAtOwner(self.function, self.leaves())
+
+
+@dataclasses.dataclass(frozen=True)
+class PullbackAtOwner(ServedFunction):
+    """The pullback of a function whose result stayed here; its cotangent comes from those who used the reference."""
+
+    function: Any
+    orders: Orders
+
+    @property
+    def label(self) -> str:
+        return f"the pullback of {describe(self.function)}"
+
+    def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, handle: Any) -> list[Any]:
+        results, pullback = pulled_back(self.function, self.orders, None, args, kwargs)
+        shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
+        numbers = tuple(range(len(shapes)))
+        gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
+        with replaying_number(number):
+            *cotangents, _ = rules.take(gradient)(handle, tag[4:])
+            return list(pullback(cotangents))

@@ -1,0 +1,154 @@
+"""Operations that go to a worker in one message, as stops of one route."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.autograd.callee.batch import CallStop, Made, PullStop, Route, Source
+from jdistgrad.autograd.callee.run_batch import Visit
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number
+from jdistgrad.autograd.values.holes import Hole, Operand
+from jdistgrad.autograd.values.operation import Started
+from jdistgrad.autograd.values.uniform import Filled
+from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.frozen import Frozen, thawed
+from jdistgrad.wire.ids import as_token, from_token
+
+Numbers = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One operation of a convoy, and where its operands come from: numbers are those of the convoy's operands."""
+
+    operation: Call | Pull
+    sources: tuple[Source, ...]
+
+    @property
+    def records(self) -> bool:
+        """Whether its first output is a tag: known before it is sent."""
+        return isinstance(self.operation, Call) and bool(self.operation.orders)
+
+    def stop(self) -> CallStop | PullStop:
+        stop = self.operation.stop()
+        if isinstance(stop, PullStop) and isinstance(self.sources[0], Made):
+            return dataclasses.replace(stop, call=self.sources[0].turn)
+        return stop
+
+    def numbers(self, operands: Sequence[Any], before: Sequence[Numbers]) -> Numbers:
+        """The ids of what it records; or of what it pulls, and of the contributions that makes."""
+        if isinstance(self.operation, Call):
+            return (next_message(),) if self.records else ()
+        tag = self.sources[0]
+        assert not isinstance(tag, Filled)
+        return before[tag.turn][0] if isinstance(tag, Made) else from_token(operands[tag])[1], next_number()
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What is the same in every run of a convoy: its route, which operands it brings, and whose tags are wanted."""
+
+    route: Frozen[Route]
+    brought: list[Any]
+    tags: list[int]
+
+    @classmethod
+    def of(cls, members: Sequence[Member], wanted: Sequence[Made]) -> "Schedule":
+        brought, sources = list[Any](), list[list[Source]]()
+        for member in members:
+            sources.append([])
+            for item in member.operation.items():
+                source = _source(item, member.sources)
+                if not isinstance(source, Made | Filled):
+                    source = _place_among(brought, source)
+                sources[-1].append(_answered(source, members))
+        tags = [one.turn for one in wanted if _is_tag(one, members)]
+        answers = [_answered(one, members) for one in wanted if not _is_tag(one, members)]
+        route = Route.of([member.stop() for member in members], sources, answers)
+        return cls(thawed(Frozen(route).stream), brought, tags)  # the same for all that are equal
+
+    def items(self, operands: Sequence[Any]) -> list[Any]:
+        return [one.of(operands) if isinstance(one, Operand) else one for one in self.brought]
+
+
+@dataclasses.dataclass(eq=False)
+class Convoy:
+    """Operations on one worker, each of which needs the one before. Outputs: those of them that are wanted outside,
+    the known ones first."""
+
+    to: int
+    members: tuple[Member, ...]
+    wanted: tuple[Made, ...]
+
+    def __str__(self) -> str:
+        return "\n     then    ".join(str(member.operation) for member in self.members)
+
+    @property
+    def where(self) -> str:
+        return "; ".join(dict.fromkeys(member.operation.where for member in self.members))
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return Schedule.of(self.members, self.wanted)
+
+    @functools.cached_property
+    def functions(self) -> list[Any]:
+        return [getattr(member.operation, "function", None) for member in self.members]
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        worker, schedule = current_worker(), self.schedule
+        numbers = list[Numbers]()
+        for member in self.members:
+            numbers.append(member.numbers(operands, numbers))
+        if any(numbers):
+            tape = current_tape(lambda: str(self.members[0].operation))
+            tape.link_later(functools.partial(self._links, numbers, worker.rank, cause()))
+        visit = Visit(schedule.route, self.functions, numbers, next_place(), schedule.items(operands))
+        future = worker.rpc_async(self.to, visit, (), {}, self._patience(worker.timeout))
+        return Started(future, list, [_tag(numbers[turn][0]) for turn in schedule.tags])
+
+    def _patience(self, default: float) -> float:
+        return sum(member.operation.patience(default) for member in self.members)
+
+    def _links(self, numbers: list[Numbers], caller: int, cause: int | None) -> list[Link]:
+        each = zip(self.members, numbers, strict=True)
+        return [link for member, mine in each for link in member.operation.links(mine, caller, cause)]
+
+
+def _tag(message: int) -> Any:
+    scope = current_scope()
+    assert scope is not None
+    return as_token(scope.id, message)
+
+
+def _place_among(brought: list[Any], item: Any) -> int:
+    """Where an item is among those that are brought; an array that is used twice is brought once."""
+    if isinstance(item, Operand) and isinstance(item.hole, Hole):
+        for place, one in enumerate(brought):
+            if isinstance(one, Operand) and isinstance(one.hole, Hole) and one.numbers == item.numbers:
+                return place
+    brought.append(item)
+    return len(brought) - 1
+
+
+def _source(item: Any, sources: Sequence[Source]) -> Any:
+    """An item of an operation, of the operands of the whole convoy."""
+    if not isinstance(item, Operand):
+        return item
+    found = [sources[k] for k in item.numbers]
+    if isinstance(item.hole, Hole) and not isinstance(found[0], int):
+        return found[0]
+    return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
+
+
+def _is_tag(one: Made, members: Sequence[Member]) -> bool:
+    return one.number == 0 and members[one.turn].records
+
+
+def _answered(source: Any, members: Sequence[Member]) -> Any:
+    """What the callee knows an output by: tags are no part of what it makes."""
+    return Made(source.turn, source.number - members[source.turn].records) if isinstance(source, Made) else source

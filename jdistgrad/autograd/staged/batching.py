@@ -1,0 +1,131 @@
+"""Which operations of a step go to a worker in one message: those that follow each other with nothing between.
+
+    y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
+
+f and g (jitted functions) and both pullbacks need nothing from here once x is known. So they are asked for together,
+and what one of them hands to the next never travels. Pure functions from equations to equations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from jdistgrad.autograd.callee.batch import Made, Source
+from jdistgrad.autograd.callee.functions import is_compiled
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.staged.batches import Convoy, Member
+from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
+
+LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
+
+
+def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
+    """The equations, with a convoy in the place of each row of operations that can go together."""
+    answers, taken = Answers.needed(equations), set[int]()
+    travellers = _travellers(equations)
+    convoys = []
+    for first in sorted(travellers):
+        if first not in taken:
+            members = _row(first, equations, answers, travellers)
+            taken.update(members)
+            convoys.append([equations[k] for k in members])
+    alone = [equation for k, equation in enumerate(equations) if k not in taken]
+    return in_order([*alone, *(_convoy(members, equations, outputs) for members in convoys)])
+
+
+def _travellers(equations: Sequence[Equation]) -> set[int]:
+    """The operations that can travel: calls that are plain, and pulls of calls of this step that are."""
+    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
+    tags = {equations[k].outputs[0] for k in calls}
+    return calls | {k for k, one in enumerate(equations) if isinstance(one.operation, Pull) and one.inputs[0] in tags}
+
+
+def _is_plain(call: Call) -> bool:
+    """Of a function that is pure by contract, on arguments of known types, without a time of its own.
+
+    Functions that run as written may wait for whatever they like: nobody shall wait with them. What makes or returns
+    references runs at its own time.
+    """
+    if not is_compiled(call.function) or call.timeout is not None or not call.arguments.is_plain:
+        return False
+    known = call.results.known
+    return known is not None and not known[0].has_references
+
+
+def target(operation: Any) -> int:
+    return operation.call.to if isinstance(operation, Pull) else operation.to
+
+
+def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers: set[int]) -> list[int]:
+    """A row of operations of which each needs the one before, and nothing else that is not known when the first goes.
+
+    Nobody waits longer for a row than for its members: where an operation, or a computation that may take long, could
+    start on what an early member answers, the row ends with that member.
+    """
+    to, known = target(equations[first].operation), answers.before[first]
+    row, made = [first], set(equations[first].outputs)
+    for k in range(first + 1, len(equations)):
+        equation = equations[k]
+        if k not in travellers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
+            continue
+        given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
+        if not answers.for_all(given) & ~known:
+            row.append(k)
+            made.update(equation.outputs)
+    while len(row) > 1 and (needed_early := _needed_early(row, equations, answers)) is not None:
+        row = row[: needed_early + 1]
+    return row
+
+
+def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
+    """The first member whose answer something outside waits for, but not for the last one's."""
+    outside = [
+        answers.before[k]
+        for k, equation in enumerate(equations)
+        if k not in row and not answers.before[k] >> row[-1] & 1 and _takes_time(equation)
+    ]
+    return next((turn for turn, k in enumerate(row[:-1]) if any(mask >> k & 1 for mask in outside)), None)
+
+
+def _takes_time(equation: Equation) -> bool:
+    return equation.operation is not None or _may_be_long(equation.eqn)
+
+
+def _may_be_long(eqn: Any) -> bool:
+    """Whether an equation may be more than one pass over its arrays."""
+    inner = list(jaxprs_in_params(eqn.params))
+    name = eqn.primitive.name
+    if inner and not name.startswith(("scan", "while")):
+        return any(_may_be_long(one) for jaxpr in inner for one in jaxpr.eqns)
+    return bool(inner) or "callback" in name or name in LONG
+
+
+def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
+    """One equation for a row of operations."""
+    sources, made = dict[Atom, Source](), dict[Atom, Made]()
+    inputs: list[Atom] = []
+    parts = []
+    for turn, equation in enumerate(members):
+        for atom in equation.inputs:
+            if atom not in sources and atom in equation.fills:
+                sources[atom] = equation.fills[atom]
+            elif atom not in sources:
+                sources[atom] = len(inputs)
+                inputs.append(equation.weaker.get(atom, atom))  # a visit makes it strong
+        parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
+        made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
+        sources |= made
+    used = {variable for one in equations if one not in members for variable in one.variables()}
+    used.update(atom for atom in outputs if isinstance(atom, int))
+    given = [output for equation in members for output in equation.outputs if output in used]
+    given.sort(key=lambda output: not _known(members, made[output]))
+    wanted = tuple(made[output] for output in given)
+    return Equation(inputs, given, None, Convoy(target(members[0].operation), tuple(parts), wanted))
+
+
+def _known(members: list[Equation], source: Made) -> bool:
+    """Whether it is known before any answer: the tag of what is recorded."""
+    call = members[source.turn].operation
+    return source.number == 0 and type(call) is Call and bool(call.orders)

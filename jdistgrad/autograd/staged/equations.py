@@ -1,0 +1,165 @@
+"""A traced step as equations over numbered variables, with everything that sends on the surface."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from jax.extend.core import Literal
+
+from jdistgrad import jaxprs
+from jdistgrad.autograd.values.primitive import has_wire, untied_p, wire_p
+
+INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"} | {
+    f"custom_{kind}_call{suffix}" for kind in ("jvp", "vjp") for suffix in ("", "_jaxpr")
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """An input that is known when the step is traced."""
+
+    value: Any
+
+
+Atom = int | Constant
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """One equation of the step, over numbered variables.
+
+    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere; ``weaker``: the
+    same arrays as they were before their types were made strong.
+    """
+
+    inputs: list[Atom]
+    outputs: list[int]
+    eqn: Any
+    operation: Any = None
+    fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
+    weaker: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
+
+    def variables(self) -> Iterator[int]:
+        return (atom for atom in self.inputs if isinstance(atom, int))
+
+    def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Its outputs, where it sends nothing; as part of what JAX traces, if it does."""
+        return jaxprs.bind(self.eqn, values)
+
+
+def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
+    """A jaxpr's equations, with inner jaxprs that send something in the place of their calls."""
+    equations: list[Equation] = []
+    count = iter(range(1 << 40))
+
+    def walk(jaxpr: Any, known: dict[Any, Atom]) -> list[Atom]:
+        def read(atom: Any) -> Atom:
+            return Constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            inner = _inlined(eqn)
+            if inner is not None:
+                body, constants = inner
+                given = dict(zip(body.constvars, map(Constant, constants), strict=True))
+                results = walk(body, given | dict(zip(body.invars, values, strict=True)))
+            elif eqn.primitive is untied_p:
+                results = values
+            else:
+                made = [next(count) for _ in eqn.outvars]
+                results = list[Atom](made)
+                operation = eqn.params["operation"] if eqn.primitive is wire_p else None
+                inputs = values if operation is None else list(operation.needed(values))
+                equations.append(Equation(inputs, made, eqn, operation))
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    inputs = [next(count) for _ in closed.jaxpr.invars]
+    known: dict[Any, Atom] = dict(zip(closed.jaxpr.constvars, map(Constant, closed.consts), strict=True))
+    outputs = walk(closed.jaxpr, known | dict(zip(closed.jaxpr.invars, inputs, strict=True)))
+    return equations, inputs, outputs, next(count)
+
+
+def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The body of a call that sends something, and its constants."""
+    if eqn.primitive.name not in INLINED:
+        return None
+    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    constants = getattr(body, "consts", ())
+    body = getattr(body, "jaxpr", body)
+    return (body, constants) if has_wire(body) else None
+
+
+def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:
+    """The equations that some output needs: unused calls are not made."""
+    live = {atom for atom in outputs if isinstance(atom, int)}
+    kept = []
+    for equation in reversed(equations):
+        if not live.isdisjoint(equation.outputs) or getattr(equation.eqn, "effects", None):
+            live.update(equation.variables())
+            kept.append(equation)
+    return kept[::-1]
+
+
+class Unit(Protocol):
+    """Something with inputs and outputs: an equation, or several of them."""
+
+    inputs: list[Atom]
+    outputs: list[int]
+
+
+U = TypeVar("U", bound=Unit)
+
+
+def in_order(nodes: Sequence[U]) -> list[U]:
+    """Each after those it needs; where there is a choice, as they come."""
+    producer = {output: node for node in nodes for output in node.outputs}
+    done: set[int] = set()
+    ordered: list[U] = []
+
+    def visit(node: U) -> None:
+        stack = [(node, iter([atom for atom in node.inputs if isinstance(atom, int)]))]
+        while stack:
+            current, rest = stack[-1]
+            if id(current) in done:
+                stack.pop()
+                continue
+            before = next((producer[v] for v in rest if v in producer and id(producer[v]) not in done), None)
+            if before is None:
+                done.add(id(current))
+                ordered.append(current)
+                stack.pop()
+            else:
+                stack.append((before, iter([atom for atom in before.inputs if isinstance(atom, int)])))
+
+    for node in nodes:
+        visit(node)
+    return ordered
+
+
+@dataclasses.dataclass
+class Answers:
+    """Which operations must have answered before: as the bits of a number, by the places of the equations.
+
+    ``before``: an equation can run; ``of``: a variable is known. What an operation makes counts as its answer.
+    """
+
+    before: list[int]
+    of: dict[int, int]
+
+    @classmethod
+    def needed(cls, equations: Sequence[Equation]) -> "Answers":
+        found = cls([], {})
+        for number, equation in enumerate(equations):
+            mask = found.for_all(equation.variables())
+            found.before.append(mask)
+            if equation.operation is not None:
+                mask |= 1 << number
+            found.of.update(dict.fromkeys(equation.outputs, mask))
+        return found
+
+    def for_all(self, variables: Iterable[int]) -> int:
+        mask = 0
+        for variable in variables:
+            mask |= self.of.get(variable, 0)
+        return mask

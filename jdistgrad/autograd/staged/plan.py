@@ -1,0 +1,180 @@
+"""Cutting a traced step at the wire: pure functions from a jaxpr to a plan of local pieces and operations.
+
+Equations that depend on the answers of the same operations can run together, as soon as these are there. Of them, those
+that some next message needs run first, in a piece of their own: it goes out before the rest is computed.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.staged.batching import coupled
+from jdistgrad.autograd.staged.constants import constants_known
+from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
+from jdistgrad.wire.arrays import ALIAS_FROM
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A unit of the plan: an operation, or a piece of equations compiled together."""
+
+    equations: list[Equation]
+    inputs: list[Atom]
+    outputs: list[int]
+    urgency: float
+    operation: Any = None
+
+
+@dataclasses.dataclass
+class Plan:
+    """A step, cut: ``inputs`` and ``outputs`` of the whole, and the nodes in an order in which they could run."""
+
+    inputs: list[int]
+    outputs: list[Atom]
+    nodes: list[Node]
+    size: int
+
+    @property
+    def operations(self) -> list[Any]:
+        return [node.operation for node in self.nodes if node.operation is not None]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{number:>3}  {_spelled(node)}" for number, node in enumerate(self.nodes))
+
+
+def cut(closed: Any) -> Plan:
+    """The plan of a closed jaxpr."""
+    equations, inputs, outputs, size = flatten(closed)
+    equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
+    copies, outputs = answers_copied(equations, outputs, size)
+    equations = needed(coupled([*equations, *copies], outputs), outputs)
+    return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
+
+
+def answers_copied(
+    equations: Sequence[Equation], outputs: Sequence[Atom], size: int
+) -> tuple[list[Equation], list[Atom]]:
+    """Equations that make arrays of the step's own of what comes from elsewhere: beside others, in one piece.
+
+    One by one this takes longer than the rest of a small piece. Large arrays are taken as they come.
+    """
+    shapes = {
+        output: variable.aval
+        for one in equations
+        if one.operation is not None
+        for output, variable in zip(one.outputs, one.eqn.outvars, strict=True)
+    }
+    copies: dict[Atom, Equation] = {}
+    for atom in outputs:
+        if atom in shapes and atom not in copies and _is_small(shapes[atom]):
+            copies[atom] = Equation([atom], [size + len(copies)], _copying(shapes[atom]))
+    return list(copies.values()), [copies[atom].outputs[0] if atom in copies else atom for atom in outputs]
+
+
+def _is_small(shape: Any) -> bool:
+    return isinstance(shape.dtype, np.dtype) and shape.size * shape.dtype.itemsize < ALIAS_FROM
+
+
+def _copying(shape: Any) -> Any:
+    """An equation of JAX's that copies an array."""
+    (equation,) = jax.make_jaxpr(jax.numpy.copy)(shape).eqns
+    return equation
+
+
+def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
+    """What is pulled once in the whole step need not be kept after that."""
+    users = collections.Counter(variable for equation in equations for variable in equation.variables())
+    users.update(atom for atom in outputs if isinstance(atom, int))
+    made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
+
+    def marked(equation: Equation) -> Equation:
+        operation, tag = equation.operation, equation.inputs[0] if equation.inputs else None
+        if not isinstance(operation, Pull) or tag not in made or users[tag] != 1:
+            return equation
+        return dataclasses.replace(equation, operation=dataclasses.replace(operation, last=True))
+
+    return list(map(marked, equations))
+
+
+def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
+    """Put equations that can run at the same time for the same reason together; in order."""
+    after = Answers.needed(equations).before
+    urgency = _urgencies(equations, after)
+    keys = [
+        (after[number], urgency[number]) if equation.operation is None else number
+        for number, equation in enumerate(equations)
+    ]
+    _join_users(equations, keys)
+    groups: dict[Any, list[Equation]] = {}
+    for key, equation in zip(keys, equations, strict=True):
+        groups.setdefault(key, []).append(equation)
+    place = {id(equation): number for number, equation in enumerate(equations)}
+    used = {atom for atom in outputs if isinstance(atom, int)}
+    users: dict[int, set[Any]] = collections.defaultdict(set)
+    for key, members in groups.items():
+        for equation in members:
+            for variable in equation.variables():
+                users[variable].add(key)
+    nodes = [_node(key, members, users, used, urgency[place[id(members[0])]]) for key, members in groups.items()]
+    return in_order(sorted(nodes, key=lambda node: node.urgency))
+
+
+def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
+    """What is one number everywhere is made where it is used, if that is one piece (whose key is a tuple)."""
+    users: dict[int, set[Any]] = collections.defaultdict(set)
+    for number in reversed(range(len(equations))):
+        equation = equations[number]
+        if equation.operation is None and equation.eqn.primitive.name == "broadcast_in_dim":
+            found = users[equation.outputs[0]]
+            if not list(equation.variables()) and len(found) == 1 and isinstance(min(found), tuple):
+                (keys[number],) = found
+        for variable in equation.variables():
+            users[variable].add(keys[number])
+
+
+def _node(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Node:
+    made = [output for equation in members for output in equation.outputs]
+    if members[0].operation is not None:
+        return Node(members, members[0].inputs, made, urgency, members[0].operation)
+    inputs = dict.fromkeys(v for equation in members for v in equation.variables())
+    for output in made:
+        inputs.pop(output, None)
+    outputs = [output for output in made if output in used or users[output] - {key}]
+    return Node(members, list(inputs), outputs, urgency)
+
+
+def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[float]:
+    """For each equation, how early the first message is that needs it: the number of rounds of messages before."""
+    rounds = [0.0] * len(equations)
+    level: dict[int, int] = {}
+    for number, equation in enumerate(equations):
+        before = max((level.get(variable, 0) for variable in equation.variables()), default=0)
+        rounds[number] = before
+        level.update(dict.fromkeys(equation.outputs, before + (equation.operation is not None)))
+    wanted: dict[int, float] = {}
+    urgency = [math.inf] * len(equations)
+    for number in reversed(range(len(equations))):
+        equation = equations[number]
+        mine = min((wanted.get(output, math.inf) for output in equation.outputs), default=math.inf)
+        urgency[number] = rounds[number] if equation.operation is not None else mine
+        for variable in equation.variables():
+            wanted[variable] = min(wanted.get(variable, math.inf), urgency[number])
+    return urgency
+
+
+def _spelled(node: Node) -> str:
+    needs = ", ".join(f"v{atom}" for atom in node.inputs if isinstance(atom, int)) or "nothing"
+    gives = ", ".join(f"v{output}" for output in node.outputs) or "nothing"
+    if node.operation is None:
+        names = collections.Counter(equation.eqn.primitive.name for equation in node.equations)
+        what = "compute " + ", ".join(f"{name} x{count}" if count > 1 else name for name, count in names.items())
+    else:
+        what = f"send    {node.operation}"
+    return f"{what}\n       needs {needs}; gives {gives}"

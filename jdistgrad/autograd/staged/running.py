@@ -1,0 +1,171 @@
+"""Running a step: pieces and messages as a dataflow, each as soon as what it needs is there."""
+
+import collections
+import concurrent.futures
+import heapq
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jdistgrad import events
+from jdistgrad.autograd.operations.owned_values import Fetch, Put
+from jdistgrad.autograd.operations.requests import Errand, send
+from jdistgrad.autograd.staged.equations import Constant
+from jdistgrad.autograd.tape import program_order
+from jdistgrad.autograd.values.operation import Started
+from jdistgrad.autograd.values.primitive import as_array
+from jdistgrad.rpc.current import current_worker, find_worker
+from jdistgrad.wire.arrays import ALIAS_FROM, adopted
+
+if TYPE_CHECKING:
+    from jdistgrad.autograd.staged.steps import Step
+
+
+class Run:
+    """One run of a step: what is known so far, what is ready, what is under way."""
+
+    def __init__(self, step: "Step", leaves: Sequence[Any]):
+        self._step, self._plan = step, step.plan
+        self._values: dict[int, Any] = dict(zip(step.plan.inputs, leaves, strict=True))
+        self._missing, self._uses = list(step.missing), dict(step.uses)
+        self._place = program_order.next_place()
+        self._sends: collections.deque[int] = collections.deque()
+        self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
+        self._under_way: dict[concurrent.futures.Future, list[tuple[int, Started]]] = {}
+        for number, missing in enumerate(self._missing):
+            if not missing:
+                self._ready(number)
+
+    def outputs(self) -> list[Any]:
+        """Run everything. A failure ends the run; calls still under way are not waited for."""
+        try:
+            while self._sends or self._pieces or self._under_way:
+                self._advance()
+        except BaseException:
+            for future in self._under_way:
+                future.cancel()
+            raise
+        return _as_jax(
+            [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
+        )
+
+    def _advance(self) -> None:
+        if self._sends:
+            self._send()
+        elif self._pieces:
+            self._compute(heapq.heappop(self._pieces))
+        else:
+            self._receive()
+
+    def _compute(self, number: int) -> None:
+        start = time.monotonic()
+        outputs = self._step.functions[number](*self._take(number))
+        if events.sink is not None:
+            tell_piece(number, start, outputs)
+        self._done(number, outputs)
+
+    def _ready(self, number: int) -> None:
+        if self._plan.nodes[number].operation is None:
+            heapq.heappush(self._pieces, number)
+        else:
+            self._sends.append(number)
+
+    def _take(self, number: int) -> list[Any]:
+        """A node's inputs. What nobody needs any more is forgotten."""
+        node = self._plan.nodes[number]
+        taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in node.inputs]
+        for variable in self._step.variables[number]:
+            self._uses[variable] -= 1
+            if not self._uses[variable]:
+                del self._values[variable]
+        return taken
+
+    def _send(self) -> None:
+        """Start what is ready; errands for one worker together."""
+        errands: dict[int, list[tuple[int, Errand]]] = {}
+        while self._sends:
+            number = self._sends.popleft()
+            operation, operands = self._plan.nodes[number].operation, [as_array(one) for one in self._take(number)]
+            with _explained(operation), program_order.at((*self._place, number)):
+                errand = operation.errand(operands) if isinstance(operation, Fetch | Put) else None
+                if errand is None:
+                    self._started(number, operation.start(operands))
+                else:
+                    errands.setdefault(errand.to, []).append((number, errand))
+        for group in errands.values():
+            with _explained(self._plan.nodes[group[0][0]].operation):
+                sent = send([errand for _, errand in group])
+            for (number, _), started in zip(group, sent, strict=True):
+                self._started(number, started)
+
+    def _started(self, number: int, started: Started) -> None:
+        self._done(number, started.known)
+        if started.future.done():
+            self._finish(started.future, [(number, started)])
+        else:
+            self._under_way.setdefault(started.future, []).append((number, started))
+
+    def _receive(self) -> None:
+        futures = list(self._under_way)
+        if len(futures) > 1:
+            current_worker().transport.wait_for(futures, None)
+            futures = [future for future in futures if future.done()]
+        for future in futures:
+            self._finish(future, self._under_way.pop(future))
+
+    def _finish(self, future: concurrent.futures.Future, asked: Sequence[tuple[int, Started]]) -> None:
+        with _explained(self._plan.nodes[asked[0][0]].operation):
+            answer = future.result()
+            outputs = [started.finish(answer) for _, started in asked]
+        for (number, started), mine in zip(asked, outputs, strict=True):
+            self._done(number, mine, first=len(started.known))
+
+    def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
+        """So many outputs of a node are there; who needed nothing else is ready."""
+        variables = self._plan.nodes[number].outputs[first : first + len(outputs)]
+        for variable, value in zip(variables, outputs, strict=True):
+            if variable in self._uses:
+                self._values[variable] = value
+            for user in self._step.users.get(variable, ()):
+                self._missing[user] -= 1
+                if not self._missing[user]:
+                    self._ready(user)
+
+
+_together = jax.jit(lambda arrays: arrays)
+
+
+def _as_jax(arrays: list[Any]) -> list[Any]:
+    """All of them as JAX arrays; small ones are made by compiled code: one by one takes three times as long."""
+    arrays = [adopted(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
+    others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
+    if others:
+        for k, one in zip(others, _together(list(others.values())), strict=True):
+            arrays[k] = one
+    return arrays
+
+
+def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:
+    worker = find_worker()
+    rank, name = (0, "") if worker is None else (worker.rank, worker.info.name)
+    events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
+
+
+class _explained:  # noqa: N801 used like a function
+    """A block in which the failure of an operation says where in the user's program it stands."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Any):
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        where = getattr(self._operation, "where", None) if isinstance(error, Exception) else None
+        if error is not None and where:
+            error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")

@@ -1,0 +1,91 @@
+"""Gradients that go to the owners of values, and come from there."""
+
+import concurrent.futures
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad.autograd.tape.ledger import Contribution, Node, total
+from jdistgrad.autograd.tape.tape import current_tape
+from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
+from jdistgrad.rpc.current import current_worker
+
+
+def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
+    """Add to a gradient where its value lives; return when it is there."""
+    worker = current_worker()
+    if owner == worker.rank:
+        accept(kind, identifier, contribution)
+        return
+    current_tape(lambda: "a gradient").link_gradient(contribution.number, owner, identifier)
+    worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
+
+
+def accept(kind: str, identifier: int, contribution: Contribution) -> None:
+    """Somebody adds to a gradient that is kept here."""
+    current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
+
+
+def take(kind: str, identifier: int, count: int, lanes: tuple[int, ...], taken: int) -> concurrent.futures.Future:
+    """The sum of so many contributions to something here, when they have come; remembered under ``taken``."""
+    tape = current_tape(lambda: "a gradient")
+    summed: concurrent.futures.Future = concurrent.futures.Future()
+    before = tape.taken_before(taken)
+    if before is not None:
+        summed.set_result(total(before, lanes))
+        return summed
+
+    def add_up(contributions: concurrent.futures.Future) -> None:
+        try:
+            found = contributions.result()
+            tape.taken(taken, found)
+            summed.set_result(total(found, lanes))
+        except BaseException as error:
+            summed.set_exception(error)
+
+    tape.ledger.take(Node(kind, identifier), count, lanes).add_done_callback(add_up)
+    return summed
+
+
+def gradient_of(identifier: int) -> Any:
+    """The gradient of a value owned here, in the context this code runs in: zero where nothing was contributed."""
+    return gradient_tree(identifier, current_tape(lambda: "a gradient").gradient(identifier))
+
+
+def value_gradient(identifier: int) -> Any | None:
+    """Like ``gradient_of``; None where nothing was contributed."""
+    leaves = current_tape(lambda: "a gradient").gradient(identifier)
+    return None if leaves is None else gradient_tree(identifier, leaves)
+
+
+def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
+    """A gradient in the structure of the value it is of, with None in the place of what has no derivative."""
+    value = current_worker().owned.value(identifier).result()
+    layout, arrays = split(only_floats(value), has_gradient)
+    found = leaves or [None] * len(arrays)
+    return layout.fill([_or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
+
+
+def _or_zero(leaf: Any, array: Any) -> Any:
+    return jnp.zeros_like(array) if leaf is None else jnp.asarray(leaf)
+
+
+def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
+    """What the value of a reference, owned here, looks like."""
+    layout, arrays = split(rref.local_value(), is_array)
+    return layout, [shape_of(one) for one in arrays]
+
+
+def arrays_of_value(identifier: int) -> concurrent.futures.Future:
+    """The arrays of a value owned here, when there is one."""
+    arrays: concurrent.futures.Future = concurrent.futures.Future()
+
+    def take_apart(value: concurrent.futures.Future) -> None:
+        try:
+            arrays.set_result(arrays_of(value.result()))
+        except BaseException as error:
+            arrays.set_exception(error)
+
+    current_worker().owned.value(identifier).add_done_callback(take_apart)
+    return arrays

@@ -1,0 +1,84 @@
+"""Calls of which JAX traces something: what ``rpc_sync`` and the others do inside grad, vmap, jit."""
+
+import concurrent.futures
+import traceback
+from typing import Any
+
+import jax
+
+from jdistgrad.autograd.operations import rules
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.owned_values import Fetch, Publish
+from jdistgrad.autograd.operations.remote_calls import CallRemote
+from jdistgrad.autograd.values.holes import is_array, split
+from jdistgrad.autograd.values.results import Results
+from jdistgrad.autograd.values.typed import plain
+from jdistgrad.rpc import tracing
+from jdistgrad.rpc.claims import StandIn
+from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.references import RRef, made_when_run
+from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.wire.ids import as_token
+
+
+class TracedCalls:
+    """The ``Boundary`` that the layer of calls hands over to."""
+
+    def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+        peer, results = current_worker().directory.find(to), Results()
+        function, args, kwargs = plain(function, args, kwargs)
+        arguments, operands = split((args, kwargs))
+        operation = Call(peer.rank, function, arguments, results, timeout, where=where())
+        return results.rebuild(rules.call(operation)(*operands))
+
+    def rpc_async(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+        """Traced code has no time of its own: the future is done. The staged step sends calls out together."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        try:
+            future.set_result(self.rpc_sync(to, function, args, kwargs, timeout))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+        peer, results = current_worker().directory.find(to), Results()
+        function, args, kwargs = plain(function, args, kwargs)
+        arguments, operands = split((args, kwargs))
+        staged = tracing.staging()
+        operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
+        handle, token = rules.call(operation)(*operands)
+        if operation.made:  # run at once: the reference is known
+            return RRef._of(operation.made.pop(), handle)
+        return made_when_run(peer.rank, results, handle, token)
+
+    def fetch(self, rref: RRef, timeout: float | None) -> Any:
+        children, structure = jax.tree.flatten(rref)
+        key: Any = rref._claim.key
+        results = Results() if rref.token is None else key.results
+        if isinstance(rref._claim, StandIn):
+            results.learn((rref._claim.layout, rref._claim.shapes))
+        token = as_token(rref.id) if rref.token is None else None
+        operation = Fetch(structure, results, timeout)
+        return results.rebuild(rules.fetch(operation, rref.owner.rank, token)(*children))
+
+    def own(self, value: Any) -> RRef:
+        worker = current_worker()
+        layout, operands = split(value, is_array)
+        claim = worker.claim_new(worker.rank)
+        rule = rules.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
+        (handle,) = rule(*operands)
+        claim.add(WHOLE)
+        return RRef._of(claim, handle)
+
+
+def where() -> str:
+    """Where the user's program is, for errors that come when traced code runs."""
+    for frame, line in traceback.walk_stack(None):
+        if not str(frame.f_globals.get("__name__", "")).startswith(("jdistgrad.", "jax.", "contextlib", "functools")):
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return "an unknown place"
+
+
+def install() -> None:
+    """Let rpc hand over the calls of which JAX traces something."""
+    tracing.install(TracedCalls())

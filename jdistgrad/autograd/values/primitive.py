@@ -1,0 +1,138 @@
+"""The one JAX primitive of the wire: it performs an operation.
+
+Run at once where everything is concrete, batched by the operation itself, and a host callback in compiled code. It has
+no side effect in JAX's eyes: what nobody uses may be dropped, and ``jax.checkpoint`` may repeat it.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive, jaxprs_in_params
+from jax.interpreters import ad, batching, mlir
+
+from jdistgrad._compat import shaped, trace_state_clean
+from jdistgrad.autograd.values.operation import Operation
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.ffi.lowering import lower
+from jdistgrad.ffi.sites import in_words
+from jdistgrad.rpc import current
+from jdistgrad.wire.arrays import as_numpy
+
+wire_p = Primitive("wire")
+wire_p.multiple_results = True
+
+# An integer, for JAX to see that it has no tangent. All results of a custom_vjp get one, integers one of float0: a scan
+# that is differentiated again adds these up, which JAX refuses.
+untied_p = Primitive("untied")
+
+
+def untied(array: Any) -> Any:
+    """An integer result of a differentiated function."""
+    return untied_p.bind(array) if isinstance(array, jax.core.Tracer) else array
+
+
+def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """An operation's outputs: now, or as part of what JAX traces."""
+    if trace_state_clean() and not any(isinstance(one, jax.core.Tracer) for one in operands):
+        return tuple(run(*operands, operation=operation))
+    return tuple(wire_p.bind(*operands, operation=operation))
+
+
+def run(*operands: Any, operation: Operation) -> list[Any]:
+    """Perform an operation on concrete operands."""
+    return operation.start([as_array(one) for one in operands]).outputs()
+
+
+_compiled = threading.Event()  # something of the wire has been compiled
+
+
+def settle() -> None:
+    """Wait for compiled code that may still be making calls. What fails there is raised where its results are used."""
+    if _compiled.is_set():
+        for array in jax.live_arrays():
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+
+
+def as_array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.asarray(value)
+
+
+def has_wire(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr is sent."""
+    return any(
+        eqn.primitive is wire_p or any(has_wire(inner) for inner in jaxprs_in_params(eqn.params)) for eqn in jaxpr.eqns
+    )
+
+
+def _shapes(*operands: Any, operation: Operation) -> list[Any]:
+    shapes = operation.shapes([jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in operands])
+    return [shaped(one.shape, one.dtype, weak=one.weak_type) for one in shapes]
+
+
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
+    (size,) = {one.shape[dim] for one, dim in zip(operands, dims, strict=True) if dim is not None}
+    batch = operation.batched(size, [dim is not None for dim in dims])
+    first = [
+        _batch_first(one, dim, size, k in batch.spread) for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
+    ]
+    outputs = wire_p.bind(*first, operation=batch.operation)
+    return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
+
+
+def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
+    if dim is not None:
+        return jnp.moveaxis(operand, dim, 0)
+    return jnp.broadcast_to(operand, (size, *jnp.shape(operand))) if spread else operand
+
+
+def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
+    """No thread of XLA's waits for the answer."""
+    _compiled.set()
+    perform = functools.partial(_perform, operation, current.place())
+    return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
+
+
+def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
+    """Elsewhere JAX brings the operands to the host and the results back."""
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
+    _compiled.set()
+
+    def call_back(*operands: Any) -> tuple[Any, ...]:
+        callback = functools.partial(_called_back, operation, place)
+        return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
+
+    place = current.place()
+    return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
+
+
+def _perform(operation: Operation, place: Any, *operands: np.ndarray) -> list[Any]:
+    with current.at(place), as_numpy():
+        return operation.start(operands).outputs()
+
+
+def _called_back(operation: Operation, place: Any, *operands: Any) -> list[np.ndarray]:
+    """On a thread of XLA's. No JAX here: it can deadlock."""
+    try:
+        return [np.asarray(one) for one in _perform(operation, place, *map(np.asarray, operands))]
+    except Exception as error:
+        raise DifferentiationError(in_words(error)) from error
+
+
+untied_p.def_impl(lambda array: array)
+untied_p.def_abstract_eval(lambda array: array)
+ad.defjvp(untied_p, None)
+batching.defvectorized(untied_p)
+mlir.register_lowering(untied_p, lambda _, array: [array])
+
+wire_p.def_impl(run)
+wire_p.def_abstract_eval(_shapes)
+batching.primitive_batchers[wire_p] = _batched
+mlir.register_lowering(wire_p, _lowered)
+mlir.register_lowering(wire_p, _lowered_for_cpus, platform="cpu")
