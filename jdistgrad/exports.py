@@ -50,9 +50,9 @@ from jdistgrad.optim.sharding import shard_state as shard_state
 from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
-from jdistgrad.rpc.inprocess import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
-from jdistgrad.rpc.references import RRef as RRef, by_reference as by_reference
-from jdistgrad.rpc.worlds import (
+from jdistgrad.rpc.references.rref import RRef as RRef, by_reference as by_reference
+from jdistgrad.rpc.worlds.local import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
+from jdistgrad.rpc.worlds.worlds import (
     init as init,
     launched as launched,
     shutdown as shutdown,

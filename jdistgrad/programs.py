@@ -94,7 +94,7 @@ def no_module(name: str) -> LauncherError:
 def run_local(n: int, arguments: Sequence[str]) -> int:
     """Run a program as ``n`` workers that are threads of this process; the exit status."""
     from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
-    from jdistgrad.rpc.inprocess import checked_size, spawn
+    from jdistgrad.rpc.worlds.local import checked_size, spawn
 
     try:
         checked_size(n)

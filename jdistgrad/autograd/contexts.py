@@ -11,7 +11,7 @@ from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.ids import spell

@@ -13,7 +13,7 @@ from jdistgrad.autograd.values.holes import has_gradient, is_array, split
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.rpc.current import current_scope, current_worker, within
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.ids import spell
 

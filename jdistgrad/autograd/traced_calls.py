@@ -13,11 +13,11 @@ from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.values.holes import is_array, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
-from jdistgrad.rpc import tracing
-from jdistgrad.rpc.claims import StandIn
+from jdistgrad.rpc import traced_hook
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.references import RRef, made_when_run
-from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.rpc.references.claims import StandIn
+from jdistgrad.rpc.references.rref import RRef, made_when_run
+from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.wire.ids import as_token
 
 
@@ -44,7 +44,7 @@ class TracedCalls:
         peer, results = current_worker().directory.find(to), Results()
         function, args, kwargs = plain(function, args, kwargs)
         arguments, operands = split((args, kwargs))
-        staged = tracing.staging()
+        staged = traced_hook.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
         handle, token = rules.call(operation)(*operands)
         if operation.made:  # run at once: the reference is known
@@ -81,4 +81,4 @@ def where() -> str:
 
 def install() -> None:
     """Let rpc hand over the calls of which JAX traces something."""
-    tracing.install(TracedCalls())
+    traced_hook.install(TracedCalls())

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.rpc.tracing import staging
+from jdistgrad.rpc.traced_hook import staging
 
 
 def is_key(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Node
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 
 
 def read(ctx: Context | int, rrefs: Sequence[RRef]) -> list[Any]:

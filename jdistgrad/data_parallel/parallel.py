@@ -23,7 +23,7 @@ from jdistgrad.data_parallel.rolls import Joining
 from jdistgrad.data_parallel.rules import Rules, paths_of
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 
 
 class DataParallel:

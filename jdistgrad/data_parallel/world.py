@@ -7,7 +7,7 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.current import current_worker, left_behind
-from jdistgrad.rpc.watchdog import Engagement, Occasion as Occasion
+from jdistgrad.rpc.members.watchdog import Engagement, Occasion as Occasion
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 

@@ -8,7 +8,7 @@ import jax
 
 from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.functions import ServedFunction
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 
 Made = tuple[Any, Any]  # parameters, and the arrays that are none
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calling import Target
+from jdistgrad.rpc.calls.caller import Target
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 
 
 @jax.tree_util.register_pytree_node_class

@@ -8,7 +8,7 @@ import jax
 from jdistgrad.modules.applying import Apply, apply_of, make
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calling import Target
+from jdistgrad.rpc.calls.caller import Target
 
 
 @jax.tree_util.register_pytree_node_class

@@ -14,7 +14,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references import RRef, by_reference
+from jdistgrad.rpc.references.rref import RRef, by_reference
 
 
 class DistributedOptimizer:

@@ -17,7 +17,7 @@ from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_flo
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
 LEAF = jax.tree.structure(0)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.rpc import references
-from jdistgrad.rpc.calling import Target
+from jdistgrad.rpc.calls.caller import Target
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references import rref
+from jdistgrad.rpc.references.rref import RRef
 
 
 def rpc_sync(
@@ -38,7 +38,7 @@ def rpc_sync(
     Example:
       >>> jd.rpc_sync("worker1", jnp.add, args=(x, 1))
     """
-    return references.rpc_sync(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return rref.rpc_sync(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
 def rpc_async(
@@ -58,7 +58,7 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    return references.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
 def remote(
@@ -78,7 +78,7 @@ def remote(
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))
     """
-    return references.remote(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return rref.remote(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
 def checked(fn: Callable[..., Any], args: Any) -> tuple[Any, ...]:

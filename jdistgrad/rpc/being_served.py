@@ -3,10 +3,10 @@
 import time
 from typing import TYPE_CHECKING
 
-from jdistgrad.rpc.quiet import Serving
+from jdistgrad.rpc.members.termination import Serving
 
 if TYPE_CHECKING:
-    from jdistgrad.rpc.serving import Served
+    from jdistgrad.rpc.calls.server import Served
 
 
 class BeingServed:

@@ -14,21 +14,21 @@ import jax
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices
 from jdistgrad.rpc.being_served import BeingServed
-from jdistgrad.rpc.calling import Caller, Target
-from jdistgrad.rpc.claims import Claim, ClaimTable, Key
-from jdistgrad.rpc.closing import Closing
-from jdistgrad.rpc.deadlines import Pending
+from jdistgrad.rpc.calls.caller import Caller, Target
+from jdistgrad.rpc.calls.pending import Pending
+from jdistgrad.rpc.calls.server import Served, creation_of, value_of
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.letting_go import LettingGo
-from jdistgrad.rpc.owner import OwnerTable
-from jdistgrad.rpc.peers import Peers
+from jdistgrad.rpc.members.closing import Closing
+from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.members.watchdog import Watchdog
+from jdistgrad.rpc.members.work_count import Traffic
+from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key
+from jdistgrad.rpc.references.in_messages import claims_of
+from jdistgrad.rpc.references.owned import OwnerTable
+from jdistgrad.rpc.references.releasing import LettingGo
+from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.serving import Served, creation_of, value_of
-from jdistgrad.rpc.shipments import claims_of
-from jdistgrad.rpc.traffic import Traffic
-from jdistgrad.rpc.watchdog import Watchdog
-from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt

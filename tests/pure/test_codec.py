@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jdistgrad.rpc.cached import Frozen
 from jdistgrad.rpc.codec import Codec
-from jdistgrad.rpc.frozen import Frozen
 
 LARGE = 100_000
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from jdistgrad.rpc.deadlines import Pending, PendingCalls
+from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
 
 

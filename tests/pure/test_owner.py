@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from jdistgrad.rpc.claims import ClaimTable
-from jdistgrad.rpc.owner import OwnerTable
-from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.rpc.references.claims import ClaimTable
+from jdistgrad.rpc.references.owned import OwnerTable
+from jdistgrad.rpc.references.weights import WHOLE
 
 
 def test_a_value_lives_until_all_weight_is_home():

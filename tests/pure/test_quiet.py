@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdistgrad.rpc.quiet import Report, Serving, Survey
+from jdistgrad.rpc.members.termination import Report, Serving, Survey
 
 
 def conclude(survey, *reports):

@@ -14,8 +14,8 @@ import jdistgrad as jd
 from jdistgrad.autograd.callee.batch import CallStop, Made, Route
 from jdistgrad.autograd.callee.run_batch import Visit
 from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.rpc.cached import Frozen
 from jdistgrad.rpc.codec import Codec
-from jdistgrad.rpc.frozen import Frozen
 
 X = np.ones(3, np.float32)
 STOP = CallStop(Layout(((Hole(),), {}), ()), (), (), 1)

@@ -9,8 +9,8 @@ import time
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc import closing
 from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.members import closing
 
 released = [threading.Event() for _ in range(4)]
 promised = []

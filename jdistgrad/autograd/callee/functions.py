@@ -20,10 +20,10 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.methods import ByReference
-from jdistgrad.rpc.owner import Owned
-from jdistgrad.rpc.references import HANDLE, RRef
-from jdistgrad.rpc.tracing import is_traced
+from jdistgrad.rpc.references.methods import ByReference
+from jdistgrad.rpc.references.owned import Owned
+from jdistgrad.rpc.references.rref import HANDLE, RRef
+from jdistgrad.rpc.traced_hook import is_traced
 
 JITTED = type(jax.jit(lambda: None))
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None

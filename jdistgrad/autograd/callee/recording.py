@@ -20,8 +20,8 @@ from jdistgrad.autograd.values.holes import Layout, split
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.methods import ByReference
-from jdistgrad.rpc.references import HANDLE, RRef
+from jdistgrad.rpc.references.methods import ByReference
+from jdistgrad.rpc.references.rref import HANDLE, RRef
 
 
 @dataclasses.dataclass(frozen=True)

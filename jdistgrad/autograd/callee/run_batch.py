@@ -11,11 +11,11 @@ from jdistgrad.autograd.callee.compiled_batch import at_once
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.tape.tape import Link, answer_link, current_tape, next_message
 from jdistgrad.autograd.values.results import as_jax, strong
+from jdistgrad.rpc.cached import Frozen
+from jdistgrad.rpc.calls.events import task_served
 from jdistgrad.rpc.codec import OWN
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.frozen import Frozen
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.telling import task_served
 from jdistgrad.wire.bare import Bare
 
 

@@ -19,8 +19,8 @@ from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, current_worker
-from jdistgrad.rpc.delivery import standing_in
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references.arguments import standing_in
 from jdistgrad.wire.ids import as_token
 
 

@@ -21,9 +21,9 @@ from jdistgrad.autograd.values.holes import Layout
 from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.claims import Claim
 from jdistgrad.rpc.current import current_worker
-from jdistgrad.rpc.references import HANDLE, by_reference
+from jdistgrad.rpc.references.claims import Claim
+from jdistgrad.rpc.references.rref import HANDLE, by_reference
 from jdistgrad.wire.ids import as_token, from_token
 
 

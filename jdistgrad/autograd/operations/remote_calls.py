@@ -18,8 +18,8 @@ from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started,
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references import HANDLE
-from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.rpc.references.rref import HANDLE
+from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.wire.ids import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)

@@ -14,8 +14,8 @@ from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.uniform import Filled
+from jdistgrad.rpc.cached import Frozen, thawed
 from jdistgrad.rpc.current import current_scope, current_worker
-from jdistgrad.rpc.frozen import Frozen, thawed
 from jdistgrad.wire.ids import as_token, from_token
 
 Numbers = tuple[int, ...]

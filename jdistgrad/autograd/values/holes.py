@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.methods import ByReference
-from jdistgrad.rpc.references import RRef
-from jdistgrad.rpc.tracing import is_traced, staging
+from jdistgrad.rpc.references.methods import ByReference
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.traced_hook import is_traced, staging
 
 
 class Hole:

@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 from jdistgrad.errors import EncodingError
-from jdistgrad.rpc.claims import Claim, ClaimTable
-from jdistgrad.rpc.weights import Weight
+from jdistgrad.rpc.references.claims import Claim, ClaimTable
+from jdistgrad.rpc.references.weights import Weight
 from jdistgrad.wire import plain
 from jdistgrad.wire.message import Parcel
 

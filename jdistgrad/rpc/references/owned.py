@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from jdistgrad.rpc.futures import Promise
-from jdistgrad.rpc.weights import WHOLE, Weight
+from jdistgrad.rpc.references.weights import WHOLE, Weight
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc import current, devices, forks, likeness
+from jdistgrad.rpc import current, devices, likeness
+from jdistgrad.rpc.calls.failures import spelled
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.directory import Hello, agree
-from jdistgrad.rpc.failures import spelled
 from jdistgrad.rpc.worker import Process, Worker
+from jdistgrad.rpc.worlds import forks
 from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
@@ -43,20 +44,20 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
-    from jdistgrad.rpc import job
+    from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import rollcall
     from jdistgrad.wire.mpi import MPITransport, abort_job, require_threads
 
     require_threads()
     comm = MPI.COMM_WORLD
     if comm.size > 1:
-        job.guard(comm.rank)
+        mpi_exit.guard(comm.rank)
     devices.take_process_device(environment.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
     hellos = rollcall.gather(comm, _hello(name, comm.rank, facts), timeout)
     transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
-    worker = _open(hellos, comm.rank, transport, allow_code, timeout, Process(abort_job, job.report))
-    job.joined(worker)
+    worker = _open(hellos, comm.rank, transport, allow_code, timeout, Process(abort_job, mpi_exit.report))
+    mpi_exit.joined(worker)
     return worker
 
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
-from jdistgrad.rpc import shipments, tracing, trees
-from jdistgrad.rpc.claims import Claim, Key, Missing, RuntimeKey, StandIn
+from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.current import current_worker, find_worker, left_behind
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.methods import ByReference, MethodCaller
+from jdistgrad.rpc.references import in_messages
+from jdistgrad.rpc.references.claims import Claim, Key, Missing, RuntimeKey, StandIn
+from jdistgrad.rpc.references.methods import ByReference, MethodCaller
 from jdistgrad.wire import ids
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T):
         worker = current_worker()
-        boundary = tracing.boundary_for(value)
+        boundary = traced_hook.boundary_for(value)
         made = self if boundary is None else boundary.own(value)
         self._claim = worker.own(value) if made is self else made._claim
         self.handle: Any = HANDLE if made is self else made.handle
@@ -87,7 +88,7 @@ class RRef(Generic[T]):
           Exception: what ``remote``'s function raised.
         """
         self._worker("to_here")
-        boundary = tracing.boundary_for(self)
+        boundary = traced_hook.boundary_for(self)
         if boundary is not None:
             return boundary.fetch(self, timeout)
         return self.value_future(timeout).result()
@@ -179,7 +180,7 @@ class RRef(Generic[T]):
         self._worker("sending")
         if isinstance(self._claim, StandIn):
             return RRef._of, (self._claim,)
-        return _arrived, (shipments.ship(self._claim),)
+        return _arrived, (in_messages.ship(self._claim),)
 
 
 def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
@@ -209,7 +210,7 @@ trees.WHOLE.add(RRef)
 
 
 def _arrived(number: int) -> RRef:
-    return RRef._of(shipments.arrived(number))
+    return RRef._of(in_messages.arrived(number))
 
 
 def by_reference(rref: RRef) -> Any:
@@ -229,10 +230,10 @@ def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
     if trace_state_clean():
         return None
     functions = [function, *(leaf for leaf in trees.leaves((args, kwargs)) if callable(leaf))]
-    if tracing.holds_traced(functions):
+    if traced_hook.holds_traced(functions):
         what = f"cannot call {describe(function)}: it, or a function among its arguments, holds an array"
-        raise tracing.refuse_traced(what)
-    return tracing.boundary_for(args, kwargs)
+        raise traced_hook.refuse_traced(what)
+    return traced_hook.boundary_for(args, kwargs)
 
 
 def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:

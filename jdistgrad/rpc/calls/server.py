@@ -7,12 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
+from jdistgrad.rpc.calls.events import call_served
+from jdistgrad.rpc.calls.failures import Failure, pack, spelled
 from jdistgrad.rpc.current import current_worker, within
-from jdistgrad.rpc.delivery import delivered
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.failures import Failure, pack, spelled
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.telling import call_served
+from jdistgrad.rpc.references.arguments import delivered
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:

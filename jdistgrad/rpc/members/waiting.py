@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdistgrad.rpc.quiet import Report, Serving
+from jdistgrad.rpc.members.termination import Report, Serving
 
 SHOWN = 3  # calls of one worker
 

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad import events
-from jdistgrad.rpc.deadlines import Pending
+from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
 
 if TYPE_CHECKING:
-    from jdistgrad.rpc.serving import Served
+    from jdistgrad.rpc.calls.server import Served
 
 
 def call_ended(call: Pending, *, failed: bool) -> None:

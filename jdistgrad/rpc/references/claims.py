@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.weights import Weight
+from jdistgrad.rpc.references.weights import Weight
 
 if TYPE_CHECKING:
     from jdistgrad.rpc.worker import Worker

@@ -7,11 +7,11 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calling import checked_timeout
+from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.calls.failures import add_note, spelled
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.failures import add_note, spelled
-from jdistgrad.rpc.opening import open_local, refuse_second_world
-from jdistgrad.rpc.worlds import shutdown, take_seat
+from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
+from jdistgrad.rpc.worlds.worlds import shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.local import Hub
 

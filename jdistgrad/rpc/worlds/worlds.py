@@ -8,12 +8,12 @@ import threading
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calling import checked_timeout
-from jdistgrad.rpc.closing import describe_leftovers, leftovers
+from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.calls.failures import spelled
 from jdistgrad.rpc.directory import WorkerInfo, checked_name
-from jdistgrad.rpc.failures import spelled
-from jdistgrad.rpc.opening import open_local, open_mpi, refuse_second_world
+from jdistgrad.rpc.members.closing import describe_leftovers, leftovers
 from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub
 

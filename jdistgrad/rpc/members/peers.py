@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from jdistgrad import errors
 from jdistgrad.config import settings
-from jdistgrad.rpc.deadlines import Pending
+from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.liveness import Liveness
+from jdistgrad.rpc.members.liveness import Liveness
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:

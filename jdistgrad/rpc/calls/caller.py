@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.calls.events import call_ended
+from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.deadlines import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.telling import call_ended
-from jdistgrad.rpc.tracing import is_traced, refuse_traced
+from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from jdistgrad import errors
-from jdistgrad.rpc.quiet import Report, Survey
-from jdistgrad.rpc.waiting import Patience, describe
+from jdistgrad.rpc.members.termination import Report, Survey
+from jdistgrad.rpc.members.waiting import Patience, describe
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.message import Kind, Message
 

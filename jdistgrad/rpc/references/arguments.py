@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.claims import StandIn
-from jdistgrad.rpc.methods import ByReference
-from jdistgrad.rpc.references import RRef
+from jdistgrad.rpc.references.claims import StandIn
+from jdistgrad.rpc.references.methods import ByReference
+from jdistgrad.rpc.references.rref import RRef
 
 
 def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import traceback
 from typing import Any
 
 from jdistgrad.errors import RemoteError
-from jdistgrad.rpc.shipments import encoding
+from jdistgrad.rpc.references.in_messages import encoding
 
 SHOWN = 20  # of a traceback's first and of its last frames: an endless recursion has a thousand between them
 
