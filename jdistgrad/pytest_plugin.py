@@ -134,7 +134,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
 def world(world_size: int, world_guard: None) -> Iterator[World]:
     """A world of workers, of the sizes that ``@pytest.mark.world`` names."""
     from jdistgrad import shutdown
-    from jdistgrad.rpc.current import find_worker
+    from jdistgrad.rpc.worker import find_worker
 
     yield World(world_size)
     if find_worker() is not None:  # a failed test left it open

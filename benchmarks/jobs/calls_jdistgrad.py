@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from measure import median, pipelined, report
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 CALLS = 100_000
 
@@ -47,7 +47,7 @@ def resident_mib():
 
 
 def owned():
-    return len(current_worker().owned)
+    return len(current_worker().references.owned)
 
 
 def call_and_refer(count):

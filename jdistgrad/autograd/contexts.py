@@ -10,10 +10,10 @@ from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.errors import ContextError
-from jdistgrad.rpc.current import current_scope, current_worker, find_worker, within
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.ids import spell
 
 
@@ -58,7 +58,7 @@ class Context:
 
     def close(self) -> None:
         """Let go of everything, on every worker. Done by the end of the block."""
-        self._worker.letting_go.close_scope(self.id)
+        self._worker.releasing.close_scope(self.id)
 
     def __repr__(self) -> str:
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
@@ -129,7 +129,7 @@ def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
     """
     found, worker = find_context(ctx), current_worker()
     gradients = found.tape.gradients()
-    claims = {identifier: worker.share(identifier) for identifier in gradients}
+    claims = {identifier: worker.references.share(identifier) for identifier in gradients}
     return {
         RRef._of(claim): gradient_tree(identifier, gradients[identifier])
         for identifier, claim in claims.items()
@@ -144,7 +144,7 @@ class Lease:
         self._worker, self._id = current_worker(), opened.id
 
     def __del__(self) -> None:
-        self._worker.letting_go.abandon_scope(self._id)
+        self._worker.releasing.abandon_scope(self._id)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.autograd.values.holes import has_gradient, is_array, split
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.rpc.current import current_scope, current_worker, within
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
 
 

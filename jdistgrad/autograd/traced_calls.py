@@ -14,10 +14,10 @@ from jdistgrad.autograd.values.holes import is_array, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.rref import RRef, made_when_run
 from jdistgrad.rpc.references.weights import WHOLE
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 
@@ -64,7 +64,7 @@ class TracedCalls:
     def own(self, value: Any) -> RRef:
         worker = current_worker()
         layout, operands = split(value, is_array)
-        claim = worker.claim_new(worker.rank)
+        claim = worker.references.claim_new(worker.rank)
         rule = rules.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
         (handle,) = rule(*operands)
         claim.add(WHOLE)

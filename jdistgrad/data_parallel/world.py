@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc.current import current_worker, left_behind
+from jdistgrad.rpc.current import left_behind
 from jdistgrad.rpc.members.watchdog import Engagement, Occasion as Occasion
+from jdistgrad.rpc.worker import current_worker
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 

@@ -64,7 +64,7 @@ def _lowered(
 def _site(context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False) -> Site:
     watch_for_interrupts(cancel_all)
     site = Site(function, operands, results, quick=quick)
-    context.module_context.add_keepalive(site)
+    context.module_context.add_host_callback(site)  # XLA keeps it as long as a run of the program is under way
     return site
 
 

@@ -43,7 +43,10 @@ class Later:
 
 
 class Site:
-    """One call in one compiled program. It must live as long as the program.
+    """One call in one compiled program. It must live as long as the program, and every run of the program.
+
+    The program may be under way when nobody has its function any more: JAX knows how to keep host callbacks until then.
+    This is one in its eyes, that is never called: XLA finds the site by its number.
 
     Arguments:
       function: of the operands as NumPy arrays of its own; returns the results, in order, or nothing.
@@ -56,6 +59,9 @@ class Site:
         self.operands, self.results = _described(operands), _described(results)
         self.number = np.uint64(next(_numbers))
         _sites[int(self.number)] = self
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
 
 
 def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:

@@ -16,9 +16,8 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worker import Worker, current_worker
 
 LEAF = jax.tree.structure(0)
 
@@ -53,7 +52,7 @@ class OwnedParameters:
     """Some references' values on their owner, and an optax transformation's state for them."""
 
     def __init__(self, packed: bytes, rrefs: Sequence[RRef]):
-        self._rrefs, self._owned = list(rrefs), current_worker().owned
+        self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
         transformation, values = cloudpickle.loads(packed), [Value.of(rref.local_value()) for rref in rrefs]
         self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
@@ -144,7 +143,7 @@ def own_parameters(packed: bytes, rrefs: Sequence[Any]) -> OwnedParameters:
 
 
 def _known(identifier: int) -> OwnedParameters:
-    found: OwnedParameters = current_worker().owned.value(identifier).result()
+    found: OwnedParameters = current_worker().references.owned.value(identifier).result()
     return found
 
 
@@ -165,4 +164,4 @@ def prepare(identifier: int, saved: Saved) -> Saved:
 
 
 def put_back(identifier: int, prepared: int) -> None:
-    _known(identifier).put_back(current_worker().owned.value(prepared).result())
+    _known(identifier).put_back(current_worker().references.owned.value(prepared).result())

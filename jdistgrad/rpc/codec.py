@@ -12,8 +12,8 @@ import numpy as np
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import functions, trees
 from jdistgrad.rpc.cached import Frozen
-from jdistgrad.rpc.calls.failures import spelled
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
+from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.wire import arrays
 from jdistgrad.wire.bare import Bare
 from jdistgrad.wire.frames import is_bulk

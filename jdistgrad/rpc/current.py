@@ -9,21 +9,32 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.scopes import Scope
 
-if TYPE_CHECKING:
-    from jdistgrad.rpc.scopes import Scope
-    from jdistgrad.rpc.worker import Worker
 
-_bound: contextvars.ContextVar["Worker | None"] = contextvars.ContextVar("jdistgrad_worker", default=None)
+class Resident(Protocol):
+    """What is known here of a worker that threads belong to."""
+
+    info: WorkerInfo
+    size: int
+    device: Any
+    slots: "Slots"
+    severed: bool
+
+    @property
+    def hands_over(self) -> bool: ...
+
+
+_bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistgrad_worker", default=None)
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
-_scope: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("jdistgrad_scope", default=None)
-_of_process: "Worker | None" = None
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
+_of_process: Resident | None = None
 _left_behind: str | None = None  # in a forked process: what it was forked from, and what to do
 
 # Part of JAX's trace key: a function traced on one worker is traced anew on another of the same process. The value is
@@ -45,7 +56,7 @@ class Place(NamedTuple):
     slot: int
 
 
-_workers: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
+_workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictionary()
 
 
 class Slots:
@@ -56,7 +67,7 @@ class Slots:
         self._threads: list[int] = []
         self._lock = threading.Lock()
 
-    def take(self, scope: "Scope") -> int:
+    def take(self, scope: Scope) -> int:
         with self._lock:
             slot = next((k for k, one in enumerate(self._scopes) if one is scope), None)
             if slot is None:
@@ -77,14 +88,14 @@ class Slots:
             if not self._threads[slot]:
                 self._scopes[slot] = None
 
-    def at(self, slot: int) -> "Scope | None":
+    def at(self, slot: int) -> Scope | None:
         with self._lock:
             return self._scopes[slot] if slot < len(self._scopes) else None
 
 
-def current_worker() -> "Worker":
+def current_resident() -> Resident:
     """The worker this code runs on. Raises NotInitializedError where there is none."""
-    worker = find_worker()
+    worker = find_resident()
     if worker is None:
         raise NotInitializedError(
             _left_behind
@@ -94,7 +105,7 @@ def current_worker() -> "Worker":
     return worker
 
 
-def find_worker() -> "Worker | None":
+def find_resident() -> Resident | None:
     """The worker this code runs on, if any."""
     worker = _bound.get()
     if worker is None and not _seated.get():
@@ -102,7 +113,7 @@ def find_worker() -> "Worker | None":
     return None if worker is None or worker.severed else worker
 
 
-def current_scope() -> "Scope | None":
+def current_scope() -> Scope | None:
     """The scope that calls made by this code belong to, if any."""
     return _scope.get()
 
@@ -112,13 +123,13 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
 
     __slots__ = ("_compiling", "_outer", "_outer_place", "_scope", "_slot", "_slots")
 
-    def __init__(self, scope: "Scope | None"):
+    def __init__(self, scope: Scope | None):
         self._scope = scope
         self._slots: Slots | None = None
 
     def __enter__(self) -> None:
         if self._scope is not None and self._scope is not _scope.get():
-            self._slots, key = current_worker().slots, place().key
+            self._slots, key = current_resident().slots, place().key
             self._slot = self._slots.take(self._scope)
             self._outer_place = _place.set(Place(key, self._slot))
             self._compiling = _slot_key(self._slot) if self._slot else None
@@ -165,10 +176,10 @@ def seat_thread() -> None:
     _seated.set(True)
 
 
-def bind_thread(worker: "Worker") -> None:
+def bind_thread(worker: Resident) -> None:
     """Let this thread, and contexts copied from it, belong to a worker."""
     _bound.set(worker)
-    if worker.transport.hands_over:
+    if worker.hands_over:
         key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
         _workers[key] = worker
         _place.set(Place(key, 0))
@@ -177,13 +188,13 @@ def bind_thread(worker: "Worker") -> None:
         jax.default_device(worker.device).__enter__()
 
 
-def bind_process(worker: "Worker") -> None:
+def bind_process(worker: Resident) -> None:
     """Let every thread that is not bound belong to a worker."""
     global _of_process
     _of_process = worker
 
 
-def unbind(worker: "Worker") -> None:
+def unbind(worker: Resident) -> None:
     """The worker has left its world."""
     global _of_process
     if _bound.get() is worker:

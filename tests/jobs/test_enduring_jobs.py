@@ -145,7 +145,7 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
         """
         import operator
         import jdistgrad as jd
-        from jdistgrad.rpc.current import current_worker
+        from jdistgrad.rpc.worker import current_worker
         from jdistgrad.wire import frames
         me = jd.init()
         if me.rank == 0:

@@ -123,3 +123,14 @@ def test_a_site_goes_with_its_program():
     jax.clear_caches()
     gc.collect()
     assert len(sites._sites) == before
+
+
+def test_a_program_under_way_keeps_its_sites_when_nobody_keeps_its_function():
+    """It runs when what it needs has been copied to its device: by then its function has been forgotten."""
+    large, device = jnp.ones((64, 1024, 1024)), jax.devices()[-1]
+    like = jax.ShapeDtypeStruct(large.shape, large.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+    program = jax.jit(lambda x: host_p.bind(x[0, :3, :3], function=lambda x: [2 * x])).lower(like).compile()
+    found = program(jax.device_put(large, device))
+    del program
+    gc.collect()
+    np.testing.assert_array_equal(found, np.full((3, 3), 2.0))

@@ -63,7 +63,7 @@ def test_any_order_of_messages_ends_with_an_empty_table(seed):
 
 
 def test_all_references_of_one_id_share_a_claim():
-    claims = ClaimTable(worker=None)
+    claims = ClaimTable(mailbox=None)
     first, second = claims.add(1, 0, WHOLE), claims.add(1, 0, WHOLE)
     assert first is second
     assert claims.dropped() == {}
@@ -74,7 +74,7 @@ def test_all_references_of_one_id_share_a_claim():
 
 
 def test_what_is_given_away_is_not_dropped():
-    claims, table = ClaimTable(worker=None), OwnerTable()
+    claims, table = ClaimTable(mailbox=None), OwnerTable()
     table.announce(7)
     claim = claims.add(7, 3, WHOLE)
     given = [claim.split() for _ in range(5)]
@@ -87,7 +87,7 @@ def test_what_is_given_away_is_not_dropped():
 
 
 def test_drops_are_sorted_by_owner():
-    claims = ClaimTable(worker=None)
+    claims = ClaimTable(mailbox=None)
     for identifier, owner in ((1, 0), (2, 1), (3, 0)):
         claims.add(identifier, owner, WHOLE)
     home = claims.dropped()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 from torture import interpreter, judging, steps
 from torture.judging import CRASH, Problem
 from torture.programs import ParallelProgram, Program

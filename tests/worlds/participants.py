@@ -6,7 +6,8 @@ import time
 import jax.numpy as jnp
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.worker import current_worker
 
 
 def scaled(p, x):

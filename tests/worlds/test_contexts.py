@@ -12,7 +12,8 @@ from programs import X, square
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.tape import Tape
-from jdistgrad.rpc.current import current_scope, current_worker, within
+from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.worker import current_worker
 
 pytestmark = pytest.mark.world(1, 3)
 

@@ -9,7 +9,7 @@ from damage import damaged
 from workers import last, needs_pickling, still_works, wire_world as wire_world
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.message import CALLS, WORK, Kind, Parcel
 

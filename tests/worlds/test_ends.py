@@ -9,8 +9,8 @@ import time
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.members import closing
+from jdistgrad.rpc.worker import current_worker
 
 released = [threading.Event() for _ in range(4)]
 promised = []
@@ -38,7 +38,7 @@ def release():
 def until_two_are_served():
     """This call, and one more."""
     end = time.monotonic() + 20
-    while len(current_worker().serving) < 2:
+    while len(current_worker().server.being_served) < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -176,7 +176,7 @@ def being_served():
     """The calls being served here. One that has been answered may be about to leave."""
     end = time.monotonic() + 20
     while True:
-        found = [call.function for call in current_worker().serving.shown()]
+        found = [call.function for call in current_worker().server.being_served.shown()]
         if len(found) == 1 or time.monotonic() > end:
             return found
         time.sleep(0.01)

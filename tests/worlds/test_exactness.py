@@ -10,7 +10,7 @@ from oracles import rank, same
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.tape import Tape
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 X = jnp.arange(1.0, 4.0)
 

@@ -9,7 +9,7 @@ from oracles import rank, same
 from programs import X, loss, square, still_differentiates
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from workers import nap
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 pytestmark = pytest.mark.one_process
 

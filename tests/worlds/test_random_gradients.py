@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from oracles import same
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 VALUES = st.integers(0, 20)  # which of the values so far; taken modulo their number
 RANKS = st.integers(0, 2)

@@ -7,7 +7,7 @@ from staged_functions import X, close, mix
 from workers import last
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 pytestmark = pytest.mark.world(1, 3)
 

@@ -7,7 +7,7 @@ from oracles import fetched, handed_on, rank, same, serial, sync
 from programs import fast_product, product, vector
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 
 def chain(call, x):

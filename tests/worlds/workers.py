@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import environment
 
 needs_pickling = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def make(n):
 
 def owned_values():
     """How many values this worker owns for others."""
-    return len(current_worker().owned)
+    return len(current_worker().references.owned)
 
 
 def owned_here():

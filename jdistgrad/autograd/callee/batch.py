@@ -16,7 +16,7 @@ from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure
 from jdistgrad.autograd.values.uniform import Filled, made
-from jdistgrad.rpc.references.arguments import delivered
+from jdistgrad.rpc.serving.arguments import delivered
 
 
 @dataclasses.dataclass(frozen=True)

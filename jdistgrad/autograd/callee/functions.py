@@ -18,12 +18,12 @@ from jdistgrad.autograd.values.typed import ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.methods import ByReference
 from jdistgrad.rpc.references.owned import Owned
 from jdistgrad.rpc.references.rref import HANDLE, RRef
 from jdistgrad.rpc.traced_hook import is_traced
+from jdistgrad.rpc.worker import current_worker
 
 JITTED = type(jax.jit(lambda: None))
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
@@ -145,7 +145,7 @@ class Publishing(ServedFunction):
     def owned(self) -> Owned:
         """The promise of the value, announced once."""
         if not self._announced:
-            self._announced.append(current_worker().owned.announce(self.id))
+            self._announced.append(current_worker().references.owned.announce(self.id))
         return self._announced[0]
 
     def failed(self, error: BaseException) -> None:

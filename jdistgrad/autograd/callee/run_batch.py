@@ -14,8 +14,8 @@ from jdistgrad.autograd.values.results import as_jax, strong
 from jdistgrad.rpc.cached import Frozen
 from jdistgrad.rpc.calls.events import task_served
 from jdistgrad.rpc.codec import OWN
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.bare import Bare
 
 

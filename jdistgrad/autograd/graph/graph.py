@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, RESULT, Pair, pairs
 from jdistgrad.autograd.graph.picture import draw
 from jdistgrad.autograd.tape.tape import Link, Tape
-from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.current import within
 from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
 
 

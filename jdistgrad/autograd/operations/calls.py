@@ -18,9 +18,10 @@ from jdistgrad.autograd.values.operation import TAG, Batched, Shapes, Started
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.arguments import standing_in
+from jdistgrad.rpc.serving.arguments import standing_in
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 

@@ -21,9 +21,9 @@ from jdistgrad.autograd.values.holes import Layout
 from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.references.claims import Claim
 from jdistgrad.rpc.references.rref import HANDLE, by_reference
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
 
@@ -70,7 +70,7 @@ class Fetch(_Unbatched):
     def errand(self, operands: Sequence[Any]) -> Errand | None:
         """The same, where the value is known to be there and is nothing but arrays."""
         claim = jax.tree.unflatten(self.reference, operands)._claim
-        at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.worker.rank
+        at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
         self._note(claim)
@@ -96,7 +96,7 @@ class Publish(_Unbatched):
     id: int
 
     def start(self, operands: Sequence[Any]) -> Started:
-        owned = current_worker().owned.announce(self.id)
+        owned = current_worker().references.owned.announce(self.id)
         owned.value.set_result(self.value.fill(operands))
         return done([HANDLE])
 

@@ -15,8 +15,9 @@ from jdistgrad.autograd.values.holes import Hole, Layout, Operand
 from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
 

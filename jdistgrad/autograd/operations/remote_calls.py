@@ -16,10 +16,10 @@ from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying_number
 from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, nothing_more
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.current import current_worker
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.rref import HANDLE
 from jdistgrad.rpc.references.weights import WHOLE
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
@@ -41,7 +41,7 @@ class CallRemote(Call):
         tape = None
         if self.staged or self.orders:  # without one, nothing is claimed
             tape = current_tape(lambda: f"{describe(self.function)}, called remotely{self.staged * ' in jax.jit'},")
-        claim = current_worker().claim_new(self.to)
+        claim = current_worker().references.claim_new(self.to)
         if tape is not None and self.staged:
             tape.kept.append(claim)
         else:

@@ -11,7 +11,8 @@ from jdistgrad.autograd.tape.contributions import accept
 from jdistgrad.autograd.tape.ledger import Contribution
 from jdistgrad.autograd.values.holes import arrays_of
 from jdistgrad.autograd.values.operation import Started
-from jdistgrad.rpc.current import current_scope, current_worker, within
+from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.bare import Bare
 
 Gift = tuple[str, int, Contribution]  # what kind of thing, which one, and what is added to its gradient
@@ -70,6 +71,6 @@ def run_errands(values: list[int], gifts: list[tuple[Any, ...]], parts: list[Any
     for kind, identifier, number, lanes, there, place in gifts:
         leaves = [next(rest) if one else None for one in there]
         accept(kind, identifier, Contribution(number, lanes, leaves, place))
-    owned = current_worker().owned
+    owned = current_worker().references.owned
     found = [arrays_of(owned.value(one).result()) for one in values]
     return [len(arrays) for arrays in found], Bare([array for arrays in found for array in arrays])

@@ -15,7 +15,8 @@ from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.uniform import Filled
 from jdistgrad.rpc.cached import Frozen, thawed
-from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
 Numbers = tuple[int, ...]

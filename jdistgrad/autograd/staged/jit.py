@@ -1,16 +1,21 @@
 """The staged step: trace once, compile the local pieces, and run pieces and messages as a dataflow from Python."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.staged.plan import Plan
-from jdistgrad.autograd.staged.steps import Step
-from jdistgrad.rpc.current import find_worker
+from jdistgrad.autograd.contexts import some_context
+from jdistgrad.autograd.gradients import hold
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.remote_calls import CallRemote
+from jdistgrad.autograd.staged.batches import Convoy
+from jdistgrad.autograd.staged.plan import Plan, cut
+from jdistgrad.autograd.staged.running import Prepared, Run
+from jdistgrad.rpc.worker import find_worker
 
 
 def jit(fun: Callable[..., Any]) -> "StagedFunction":
@@ -69,6 +74,31 @@ class StagedFunction:
         if step is None:
             step = self._steps[key] = Step(self._fun, leaves, structure)
         return step
+
+
+class Step:
+    """One function, traced for arguments of one kind."""
+
+    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any):
+        def flat(*leaves: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            results, self._result = jax.tree.flatten(fun(*args, **kwargs))
+            return results
+
+        self.plan = cut(jax.make_jaxpr(flat)(*leaves))
+        self._prepared = Prepared.of(self.plan)
+        self._records = any(_needs_context(operation) for operation in self.plan.operations)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        with some_context(needed=self._records) as lease:
+            outputs = Run(self._prepared, leaves).outputs()
+            return hold(jax.tree.unflatten(self._result, outputs), lease)
+
+
+def _needs_context(operation: Any) -> bool:
+    if isinstance(operation, Convoy):
+        return any(_needs_context(member.operation) for member in operation.members)
+    return isinstance(operation, CallRemote) or (isinstance(operation, Call) and bool(operation.orders))
 
 
 def _kind(leaf: Any) -> Any:

@@ -2,10 +2,11 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import heapq
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,23 +15,55 @@ from jdistgrad import events
 from jdistgrad.autograd.operations.owned_values import Fetch, Put
 from jdistgrad.autograd.operations.requests import Errand, send
 from jdistgrad.autograd.staged.equations import Constant
+from jdistgrad.autograd.staged.pieces import compiled
+from jdistgrad.autograd.staged.plan import Plan
 from jdistgrad.autograd.tape import program_order
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.primitive import as_array
-from jdistgrad.rpc.current import current_worker, find_worker
+from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM, adopted
 
-if TYPE_CHECKING:
-    from jdistgrad.autograd.staged.steps import Step
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A plan, ready to run any number of times.
+
+    Attributes:
+      functions: of each node that is a piece; None for operations.
+      variables: those that each node needs.
+      users: of each variable, the nodes that need it.
+      missing: how many variables of other nodes each node waits for.
+      uses: how often each variable is needed, by nodes and as an output.
+    """
+
+    plan: Plan
+    functions: Sequence[Callable[..., list[Any]] | None]
+    variables: Sequence[Sequence[int]]
+    users: Mapping[int, Sequence[int]]
+    missing: Sequence[int]
+    uses: Mapping[int, int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Prepared":
+        functions = [None if node.operation else compiled(node) for node in plan.nodes]
+        variables = [list(dict.fromkeys(a for a in node.inputs if isinstance(a, int))) for node in plan.nodes]
+        users: dict[int, list[int]] = {}
+        for number, needed in enumerate(variables):
+            for variable in needed:
+                users.setdefault(variable, []).append(number)
+        made = {output for node in plan.nodes for output in node.outputs}
+        uses = collections.Counter({variable: len(numbers) for variable, numbers in users.items()})
+        uses.update(atom for atom in plan.outputs if isinstance(atom, int))
+        return cls(plan, functions, variables, users, [len(made.intersection(one)) for one in variables], uses)
 
 
 class Run:
-    """One run of a step: what is known so far, what is ready, what is under way."""
+    """One run of a plan: what is known so far, what is ready, what is under way."""
 
-    def __init__(self, step: "Step", leaves: Sequence[Any]):
-        self._step, self._plan = step, step.plan
-        self._values: dict[int, Any] = dict(zip(step.plan.inputs, leaves, strict=True))
-        self._missing, self._uses = list(step.missing), dict(step.uses)
+    def __init__(self, prepared: Prepared, leaves: Sequence[Any]):
+        self._prepared, self._plan = prepared, prepared.plan
+        self._values: dict[int, Any] = dict(zip(prepared.plan.inputs, leaves, strict=True))
+        self._missing, self._uses = list(prepared.missing), dict(prepared.uses)
         self._place = program_order.next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
@@ -61,8 +94,9 @@ class Run:
             self._receive()
 
     def _compute(self, number: int) -> None:
-        start = time.monotonic()
-        outputs = self._step.functions[number](*self._take(number))
+        start, function = time.monotonic(), self._prepared.functions[number]
+        assert function is not None, "an operation is sent, not computed"
+        outputs = function(*self._take(number))
         if events.sink is not None:
             tell_piece(number, start, outputs)
         self._done(number, outputs)
@@ -77,7 +111,7 @@ class Run:
         """A node's inputs. What nobody needs any more is forgotten."""
         node = self._plan.nodes[number]
         taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in node.inputs]
-        for variable in self._step.variables[number]:
+        for variable in self._prepared.variables[number]:
             self._uses[variable] -= 1
             if not self._uses[variable]:
                 del self._values[variable]
@@ -129,7 +163,7 @@ class Run:
         for variable, value in zip(variables, outputs, strict=True):
             if variable in self._uses:
                 self._values[variable] = value
-            for user in self._step.users.get(variable, ()):
+            for user in self._prepared.users.get(variable, ()):
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jdistgrad.autograd.tape.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
-from jdistgrad.rpc.current import current_worker
+from jdistgrad.rpc.worker import current_worker
 
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
@@ -61,7 +61,7 @@ def value_gradient(identifier: int) -> Any | None:
 
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     """A gradient in the structure of the value it is of, with None in the place of what has no derivative."""
-    value = current_worker().owned.value(identifier).result()
+    value = current_worker().references.owned.value(identifier).result()
     layout, arrays = split(only_floats(value), has_gradient)
     found = leaves or [None] * len(arrays)
     return layout.fill([_or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
@@ -87,5 +87,5 @@ def arrays_of_value(identifier: int) -> concurrent.futures.Future:
         except BaseException as error:
             arrays.set_exception(error)
 
-    current_worker().owned.value(identifier).add_done_callback(take_apart)
+    current_worker().references.owned.value(identifier).add_done_callback(take_apart)
     return arrays

@@ -15,7 +15,8 @@ from jdistgrad.autograd.tape import program_order
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
 from jdistgrad.autograd.tape.pullback_table import Recordings
 from jdistgrad.errors import ContextError
-from jdistgrad.rpc.current import current_scope, current_worker
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import from_token, spell, worker_of
 
 _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)

@@ -4,14 +4,11 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from jdistgrad.data_parallel import rolls
 from jdistgrad.data_parallel.rolls import Act, Roll
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
-
-if TYPE_CHECKING:
-    from jdistgrad.data_parallel.collectives.host import HostCollectives
 
 
 class Meeting:
@@ -32,10 +29,21 @@ class Meeting:
         return True
 
 
+class Group(Protocol):
+    """The ranks that agree, as one of them has them. ``apart``: why they meet no more, if they do not."""
+
+    rank: int
+    apart: CollectiveError | None
+
+    def announce(self, word: bytes, what: str) -> Meeting: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
 class Agreeing:
     """One operation that this rank has come to. Every rank must make one, and call it."""
 
-    def __init__(self, collectives: "HostCollectives", text: str):
+    def __init__(self, collectives: Group, text: str):
         if collectives.apart is not None:
             raise collectives.apart
         self._collectives, self._text = collectives, text

@@ -20,7 +20,7 @@ from jdistgrad.data_parallel.world import Occasion, Together, refuse_forked_proc
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Later
-from jdistgrad.rpc.current import find_worker
+from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.pacing import nap
 from jdistgrad.wire.progress import pause
 

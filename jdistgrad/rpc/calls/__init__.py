@@ -1,4 +1,4 @@
-"""Calls: the caller and its table of pending calls, the server, the exceptions that travel back, and their events.
+"""The caller's side of calls: the table of those that are pending, their time limits, the events they are told as.
 
-Uses references. Used by the worker, and by members, who end the calls to those that are lost.
+Uses the mailbox. Used by references, whose values are fetched by calls, and by everything above.
 """

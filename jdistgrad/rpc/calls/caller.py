@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
@@ -15,11 +15,9 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
 
 Target = str | int | WorkerInfo
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -27,30 +25,52 @@ Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 
 class Caller:
-    """The calls of one worker that are in flight."""
+    """The calls of one worker that are in flight.
 
-    def __init__(self, worker: "Worker"):
-        self._worker = worker
+    Arguments:
+      check: raises where a call cannot be made: the world is closed or broken, the other worker lost.
+    """
+
+    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None]):
+        self._mailbox, self._check = mailbox, check
         self._calls = PendingCalls()
 
     def __len__(self) -> int:
         return len(self._calls)
 
+    def rpc_sync(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+        call = function, args, kwargs
+        future = self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=False)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def rpc_async(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> CallFuture:
+        call = function, args, kwargs
+        return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
+
+    def cast(self, to: int, function: Any, args: tuple) -> None:
+        """Have a function run on another worker. Nobody answers."""
+        mailbox = self._mailbox
+        mailbox.post(to, Message(Kind.CAST, mailbox.rank, mailbox.ids.next(), (function, args, {})))
+
     def start(
         self, kind: Kind, identifier: int, to: Target, call: Call, timeout: float | None, *, snapshot: bool
     ) -> CallFuture:
         """Send a call; raises where nothing can be sent."""
-        worker = self._worker
-        peer = worker.directory.find(to)
-        check_call(call, peer, handed_over=worker.transport.hands_over or peer.rank == worker.rank)
-        seconds = worker.timeout if timeout is None else checked_timeout(timeout)
-        future = CallFuture(worker.wait_for)
+        mailbox = self._mailbox
+        peer = mailbox.directory.find(to)
+        check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
+        seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
+        future = CallFuture(mailbox.wait_for)
         now = time.monotonic()
-        pending = Pending(identifier, peer, worker.info, call[0], seconds, now + seconds, future, now)
+        pending = Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
         self._calls.open(pending)
         try:
-            worker.check_usable(pending)  # now: whoever closes or loses a peer later finds this call in the table
-            worker.post(peer.rank, Message(kind, worker.rank, identifier, scoped(call, peer.rank)), snapshot=snapshot)
+            self._check(pending)  # now: whoever closes or loses a peer later finds this call in the table
+            mailbox.post(peer.rank, Message(kind, mailbox.rank, identifier, scoped(call, peer.rank)), snapshot=snapshot)
         except BaseException as error:
             self._calls.close(identifier)
             if isinstance(error, errors.EncodingError | errors.FunctionError):
@@ -63,10 +83,10 @@ class Caller:
         pending = self._calls.close(message.id)
         if pending is not None:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
-            pending.future.answer(functools.partial(self._outcome, message), self._worker.run)
+            pending.future.answer(functools.partial(self._outcome, message), self._mailbox.run)
 
     def _outcome(self, message: Message) -> Any:
-        body = self._worker.open(message)
+        body = self._mailbox.open(message)
         if message.kind is Kind.FAILURE:
             raise body.to_raise()
         return body
@@ -91,7 +111,7 @@ class Caller:
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
-        pending.future.answer(functools.partial(raise_error, error), self._worker.run)
+        pending.future.answer(functools.partial(raise_error, error), self._mailbox.run)
 
 
 def scoped(call: Call, peer: int) -> Call | Scoped:

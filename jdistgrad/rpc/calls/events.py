@@ -1,15 +1,12 @@
 """What is told of a call: that it was made and answered, and what serving it took."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdistgrad import events
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.calls.server import Served
 
 
 def call_ended(call: Pending, *, failed: bool) -> None:
@@ -20,12 +17,11 @@ def call_ended(call: Pending, *, failed: bool) -> None:
         events.tell(events.CALL, worker.rank, worker.name, describe(call.function), call.since, **details)
 
 
-def call_served(served: "Served", *, failed: bool) -> None:
+def call_served(identifier: int, function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
     """On the callee, from its arrival to the sending of the answer."""
     if events.sink is not None:
-        function, worker = served.function, served.worker.info
-        details = {"call": spell(served.message.id), **message_of(function), **ending(failed)}
-        events.tell(kind_of(function), worker.rank, worker.name, str(served), served.since, **details)
+        details = {"call": spell(identifier), **message_of(function), **ending(failed)}
+        events.tell(kind_of(function), worker.rank, worker.name, describe(function), since, **details)
 
 
 def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:

@@ -4,16 +4,16 @@ import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from jdistgrad import errors
+from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.termination import Report, Survey
 from jdistgrad.rpc.members.waiting import Patience, describe
-from jdistgrad.wire.ids import spell
+from jdistgrad.rpc.references.releasing import Releasing
+from jdistgrad.rpc.serving.being_served import BeingServed
 from jdistgrad.wire.message import Kind, Message
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
 
 COORDINATOR = 0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
@@ -31,11 +31,12 @@ class Closing:
       gave_up: in what words the latest ``run`` ran out of time, if it did.
     """
 
-    def __init__(self, worker: "Worker"):
-        self._worker = worker
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, releasing: Releasing, being_served: BeingServed):
+        self._mailbox, self._caller, self._peers = mailbox, caller, peers
+        self._releasing, self._being_served = releasing, being_served
         self._wants_to_close = False
         self._told_to_close = threading.Event()
-        self._survey = Survey(worker.size)
+        self._survey = Survey(mailbox.size)
         self._round = 0
         self._round_complete = threading.Event()
         self._patience = Patience(math.inf, 0.0)
@@ -63,7 +64,7 @@ class Closing:
         deadline = now + timeout
         self._want_to_close(True)
         try:
-            if self._worker.rank == COORDINATOR:
+            if self._mailbox.rank == COORDINATOR:
                 self._conduct(deadline, timeout)
             self._wait(self._told_to_close, deadline, timeout)
         except errors.CallTimeoutError as error:
@@ -73,7 +74,7 @@ class Closing:
 
     def _want_to_close(self, wanted: bool) -> None:
         self._wants_to_close = wanted
-        self._worker.transport.serve_only(wanted)
+        self._mailbox.transport.serve_only(wanted)
 
     def _conduct(self, deadline: float, timeout: float) -> None:
         pause = FIRST_PAUSE
@@ -96,9 +97,9 @@ class Closing:
         self._tell_all(Kind.SURVEY)
 
     def _tell_all(self, kind: Kind) -> None:
-        for peer in range(self._worker.size):
+        for peer in range(self._mailbox.size):
             try:
-                self._worker.post(peer, Message(kind, self._worker.rank, self._round))
+                self._mailbox.post(peer, Message(kind, self._mailbox.rank, self._round))
             except errors.WorkerLostError:
                 self._check(math.inf, math.inf)  # knows why it has gone
                 raise
@@ -112,18 +113,18 @@ class Closing:
 
     def _look_around(self) -> None:
         """Now and then: of all that are in shutdown, the lowest says for what they wait."""
-        now, worker = time.monotonic(), self._worker
+        now, mailbox = time.monotonic(), self._mailbox
         if not self._patience.wants_to_look(now):
             return
         reports = self._reports()
         lowest = min((rank for rank, report in reports.items() if report.closing), default=None)
-        if self._patience.ends(reports, now) and lowest == worker.rank:
+        if self._patience.ends(reports, now) and lowest == mailbox.rank:
             waited = self._patience.waited(now)
-            log.warning("shutdown of %s: waiting %.0f s %s", worker.info, waited, self._describe(reports))
+            log.warning("shutdown of %s: waiting %.0f s %s", mailbox.info, waited, self._describe(reports))
 
     def _reports(self) -> dict[int, Report]:
         """What is known of everybody. Who conducts has asked already."""
-        if self._worker.rank != COORDINATOR:
+        if self._mailbox.rank != COORDINATOR:
             self._ask_everybody()
         end = time.monotonic() + ASK_SECONDS
         while not (self._told_to_close.is_set() or time.monotonic() > end):
@@ -132,20 +133,20 @@ class Closing:
         return self._survey.known()
 
     def _describe(self, reports: dict[int, Report]) -> str:
-        return describe(self._worker.directory.workers, reports)
+        return describe(self._mailbox.directory.workers, reports)
 
     def _check(self, deadline: float, timeout: float) -> None:
-        worker = self._worker
-        if worker.failure is not None:
-            raise worker.failure
-        if worker.peers.lost:
-            raise errors.WorkerLostError(f"shutdown of {worker.info}: " + "; ".join(worker.peers.lost.values()))
+        mailbox, lost = self._mailbox, self._peers.lost
+        if mailbox.failure is not None:
+            raise mailbox.failure
+        if lost:
+            raise errors.WorkerLostError(f"shutdown of {mailbox.info}: " + "; ".join(lost.values()))
         if time.monotonic() >= deadline:
             raise self._too_late(timeout)
 
     def _too_late(self, timeout: float) -> errors.CallTimeoutError:
         return errors.CallTimeoutError(
-            f"shutdown of {self._worker.info}: waited {timeout:g} s {self._describe(self._reports())}. "
+            f"shutdown of {self._mailbox.info}: waited {timeout:g} s {self._describe(self._reports())}. "
             "Every worker must call shutdown(); shutdown(graceful=False) leaves without waiting.",
             seconds=timeout,
         )
@@ -154,8 +155,8 @@ class Closing:
 
     def handle(self, message: Message) -> None:
         if message.kind is Kind.SURVEY:
-            reply = Message(Kind.REPORT, self._worker.rank, message.id, self._report().plain())
-            self._worker.post(message.source, reply)
+            reply = Message(Kind.REPORT, self._mailbox.rank, message.id, self._report().plain())
+            self._mailbox.post(message.source, reply)
         elif message.kind is Kind.REPORT and message.id == self._round:
             self._survey.add(message.source, Report.of(message.body))
             if self._survey.complete:
@@ -163,29 +164,17 @@ class Closing:
         elif message.kind is Kind.CLOSE and self._wants_to_close:
             self._told_to_close.set()
         elif message.kind is Kind.CLOSE:  # it gave up waiting just as the others found everything quiet
-            for peer in set(range(self._worker.size)) - {self._worker.rank}:
-                self._worker.peers.lose(peer, "the world was shut down without waiting for this worker any longer")
+            for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
+                self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
     def _report(self) -> Report:
-        self._worker.letting_go.flush()
-        sent, received, serving = self._worker.traffic.counts()
-        busy = bool(serving or len(self._worker.calls))
-        return Report(self._wants_to_close, busy, sent, received, self._worker.serving.shown())
+        self._releasing.flush()
+        sent, received, serving = self._mailbox.work.counts()
+        busy = bool(serving or len(self._caller))
+        return Report(self._wants_to_close, busy, sent, received, self._being_served.shown())
 
     def awaited(self) -> set[int]:
         """Whose silence would keep this worker from closing."""
         if not self._wants_to_close or self._told_to_close.is_set():
             return set()
-        return {COORDINATOR} if self._worker.rank != COORDINATOR else set(range(self._worker.size))
-
-
-def leftovers(worker: "Worker") -> list[str]:
-    """What a worker still holds at its end, in words."""
-    held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in worker.claims.held()]
-    owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in worker.owned.identifiers()]
-    scopes = [f"{worker.info} still takes part in context {spell(scope)}" for scope in worker.scopes.identifiers()]
-    return held + owned + scopes
-
-
-def describe_leftovers(found: list[str]) -> str:
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        return {COORDINATOR} if self._mailbox.rank != COORDINATOR else set(range(self._mailbox.size))

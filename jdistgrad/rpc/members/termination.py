@@ -7,15 +7,9 @@ the same numbers: then nothing was on its way in between.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Serving(NamedTuple):
-    """One call that a worker is serving: its function, the caller's rank, and for how many seconds."""
-
-    function: str
-    caller: int
-    seconds: float
+from jdistgrad.rpc.serving.being_served import Serving
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

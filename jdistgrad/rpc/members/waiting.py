@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdistgrad.rpc.members.termination import Report, Serving
+from jdistgrad.rpc.members.termination import Report
+from jdistgrad.rpc.serving.being_served import Serving
 
 SHOWN = 3  # calls of one worker
 

@@ -11,16 +11,15 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from jdistgrad import errors
 from jdistgrad.config import settings
-from jdistgrad.rpc.current import current_worker, within
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.mailbox import Mailbox, current_part
+from jdistgrad.rpc.members.peers import Peers
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
@@ -76,18 +75,22 @@ Crossing = tuple[frozenset[Occasion], str, str]  # where another waits for this 
 
 
 class Watchdog:
-    """The collectives one worker is in."""
+    """The collectives one worker is in.
 
-    def __init__(self, worker: "Worker"):
-        self._worker = worker
+    Arguments:
+      closing: whether this worker is in ``shutdown``.
+    """
+
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool]):
+        self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
         self._engaged: dict[int, Engagement] = {}
 
     def begin(self, occasion: Occasion, peers: Collection[int], *, blocking: bool) -> Engagement:
         """Take part in something with other workers, until ``end``. Raises where one of them is lost already."""
-        one = Engagement(occasion, frozenset(peers) - {self._worker.rank}, blocking)
+        one = Engagement(occasion, frozenset(peers) - {self._mailbox.rank}, blocking)
         self._engaged[id(one)] = one
-        if self._worker.peers.lost:
-            for peer, why in list(self._worker.peers.lost.items()):
+        if self._peers.lost:
+            for peer, why in list(self._peers.lost.items()):
                 self.lost(peer, why)
             if one.error is not None:
                 self.end(one)
@@ -108,19 +111,19 @@ class Watchdog:
                 self._give_up(one, peer, why)
 
     def _give_up(self, one: Engagement, peer: int, why: str) -> None:
-        worker = self._worker
-        text = f"{worker.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion.what}): {why}"
+        mailbox = self._mailbox
+        text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion.what}): {why}"
         if one.blocking:
-            worker.process.end_job(text)
+            mailbox.process.end_job(text)
         elif one.error is None:
-            one.error = errors.WorkerLostError(text, worker=worker.directory.workers[peer])
+            one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
 
     def look(self, now: float) -> None:
         """Ask the others where they are, now and then."""
         for one in list(self._engaged.values()):
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
-                self._worker.run(functools.partial(self._ask, one))
+                self._mailbox.run(functools.partial(self._ask, one))
 
     def _ask(self, one: Engagement) -> None:
         for peer, found in self.ask(one.peers, one.occasion).items():
@@ -138,7 +141,7 @@ class Watchdog:
 
         Who has passed on much data may be done with a collective long before the others are.
         """
-        info, now = self._worker.directory.workers[peer], time.monotonic()
+        info, now = self._mailbox.directory.workers[peer], time.monotonic()
         away = now - one.elsewhere.setdefault(peer, now)
         if one.blocking:
             left = f"{info} came to its beginning and is elsewhere now, at {found.place}"
@@ -154,7 +157,7 @@ class Watchdog:
         A thread of theirs that computes may do so: then the lines they are in change, if only now and then.
         """
         here = {each.occasion for each in list(self._engaged.values())}
-        crossing = found.awaits - here, found.place, where(self._worker.home)
+        crossing = found.awaits - here, found.place, where(self._mailbox.home)
         before, since = one.crossed.get(peer, (None, 0.0))
         now = time.monotonic()
         if crossing != before:
@@ -166,19 +169,19 @@ class Watchdog:
 
     def _waits_elsewhere(self, peer: int, awaited: Collection[Occasion], place: str) -> str:
         return (
-            f"{self._worker.directory.workers[peer]} will not come, it waits for this worker elsewhere "
+            f"{self._mailbox.directory.workers[peer]} will not come, it waits for this worker elsewhere "
             f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
             "DataParallels and collectives in one order."
         )
 
     def _tell_those_crossed(self, one: Engagement) -> None:
         """Who is found here to wait in vain is told so: asked later, this worker will be somewhere else."""
-        place = where(self._worker.home)
+        place = where(self._mailbox.home)
         with within(None):
             for peer, ((awaited, _, _), _) in one.crossed.items():
                 if awaited:
-                    args = self._worker.rank, one.occasion, awaited, place
-                    self._worker.rpc_async(peer, crossed, args, {}, ANSWER_SECONDS)
+                    args = self._mailbox.rank, one.occasion, awaited, place
+                    self._caller.rpc_async(peer, crossed, args, {}, ANSWER_SECONDS)
 
     def told_crossed(self, peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
         for one in list(self._engaged.values()):
@@ -187,12 +190,11 @@ class Watchdog:
 
     def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
         """Where those who answer are."""
-        worker = self._worker
         with within(None):
             asked = {
-                peer: worker.rpc_async(peer, whereabouts, (worker.rank, occasion), {}, ANSWER_SECONDS)
+                peer: self._caller.rpc_async(peer, whereabouts, (self._mailbox.rank, occasion), {}, ANSWER_SECONDS)
                 for peer in peers
-                if peer not in worker.peers.lost
+                if peer not in self._peers.lost
             }
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
@@ -200,17 +202,17 @@ class Watchdog:
         shared = [one for one in list(self._engaged.values()) if asker in one.peers]
         awaits = frozenset(one.occasion for one in shared if not one.blocking)
         there = any(one.occasion == occasion for one in shared)
-        return Whereabouts(there, self._worker.closing.wanted, where(self._worker.home), awaits)
+        return Whereabouts(there, self._closing(), where(self._mailbox.home), awaits)
 
 
 def whereabouts(asker: int, occasion: Occasion) -> Whereabouts:
     """Served by every worker."""
-    return current_worker().watchdog.whereabouts(asker, occasion)
+    return current_part(Watchdog).whereabouts(asker, occasion)
 
 
 def crossed(peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
     """Served by every worker: what it waits in never comes about, another waits for it elsewhere."""
-    current_worker().watchdog.told_crossed(peer, occasion, mine, place)
+    current_part(Watchdog).told_crossed(peer, occasion, mine, place)
 
 
 def where(thread: int) -> str:

@@ -5,16 +5,14 @@ import concurrent.futures
 import dataclasses
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import StaleReferenceError
+from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.references.weights import Weight
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
 
 Drop = tuple[int, int, Weight]  # owner, id, weight
 
@@ -66,10 +64,10 @@ class StandIn:
 class Claim:
     """A share of one reference. When the last RRef that uses it dies, its weight is ready to go home."""
 
-    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "owner", "worker")
+    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "mailbox", "owner")
 
-    def __init__(self, identifier: int, owner: int, weight: Weight, worker: "Worker", drops: collections.deque[Drop]):
-        self.id, self.owner, self.worker = identifier, owner, worker
+    def __init__(self, identifier: int, owner: int, weight: Weight, mailbox: Mailbox, drops: collections.deque[Drop]):
+        self.id, self.owner, self.mailbox = identifier, owner, mailbox
         self._weight, self._drops = weight, drops
         self.created: concurrent.futures.Future | None = None  # known where the call was made
         self.arrived = False  # whether the value is known to be there: it has come here once, or was made
@@ -77,7 +75,7 @@ class Claim:
 
     @property
     def key(self) -> Key:
-        return Key(self.id, self.owner, self.worker.world)
+        return Key(self.id, self.owner, self.mailbox.world)
 
     @property
     def is_made(self) -> bool:
@@ -106,8 +104,8 @@ class Claim:
 class ClaimTable:
     """The claims of one worker, by reference id."""
 
-    def __init__(self, worker: "Worker"):
-        self._worker = worker
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
         self._claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._drops: collections.deque[Drop] = collections.deque()
@@ -120,7 +118,7 @@ class ClaimTable:
         with self._lock:
             claim = self._claims.get(identifier)
             if claim is None:
-                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._worker, self._drops)
+                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._mailbox, self._drops)
             else:
                 claim.add(weight)
             return claim

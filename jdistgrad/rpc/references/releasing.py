@@ -2,22 +2,27 @@
 
 import collections
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 from jdistgrad import errors
+from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.references.claims import ClaimTable
+from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.message import Kind, Message
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
 
 log = logging.getLogger("jdistgrad.rpc")
 
 
-class LettingGo:
-    """What one worker does when it, or another one, needs something no longer."""
+class Releasing:
+    """What one worker does when it, or another one, needs something no longer.
 
-    def __init__(self, worker: "Worker"):
-        self._worker = worker
+    Arguments:
+      lost: the workers that need not be told any more.
+    """
+
+    def __init__(self, mailbox: Mailbox, scopes: ScopeTable, claims: ClaimTable, lost: Collection[int]):
+        self._mailbox, self._scopes, self._claims, self._lost = mailbox, scopes, claims, lost
         self._abandoned = collections.deque[int]()
 
     def abandon_scope(self, identifier: int) -> None:
@@ -26,12 +31,12 @@ class LettingGo:
 
     def close_scope(self, identifier: int) -> None:
         """Let go of a scope, here and on every worker that was called in it."""
-        worker, scope = self._worker, self._worker.scopes.release(identifier)
+        mailbox, scope = self._mailbox, self._scopes.release(identifier)
         if scope is None:
             return
         peers, contents = scope.close()
-        for peer in peers - {worker.rank, *worker.peers.lost}:
-            self._tell(peer, Message(Kind.RELEASE, worker.rank, identifier))
+        for peer in peers - {mailbox.rank, *self._lost}:
+            self._tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
         for content in contents:
             content.close()
 
@@ -40,23 +45,23 @@ class LettingGo:
         try:
             self.close_scope(scope)
         finally:
-            self._worker.traffic.served()
+            self._mailbox.work.served()
 
     def die(self, freed: list[Any]) -> None:
         """Let values die. References among them send their weight home: until then this worker is busy."""
         freed.clear()
-        self._worker.traffic.served()
+        self._mailbox.work.served()
 
     def flush(self) -> None:
         """Close abandoned scopes, and send dropped weights home."""
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
-        for owner, dropped in self._worker.claims.dropped().items():
+        for owner, dropped in self._claims.dropped().items():
             home = [(identifier, weight.units, weight.scale) for identifier, weight in dropped]
-            self._tell(owner, Message(Kind.DROP, self._worker.rank, 0, home))
+            self._tell(owner, Message(Kind.DROP, self._mailbox.rank, 0, home))
 
     def _tell(self, peer: int, message: Message) -> None:
         try:
-            self._worker.post(peer, message)
+            self._mailbox.post(peer, message)
         except (errors.WorkerLostError, errors.WorldClosedError):
-            log.debug("%s: rank %d has gone before it could be told of %s", self._worker.info, peer, message.kind.name)
+            log.debug("%s: rank %d has gone before it could be told of %s", self._mailbox.info, peer, message.kind.name)

@@ -1,7 +1,7 @@
 """Remote references: a value that stays where it was made, and can be named from everywhere."""
 
 import concurrent.futures
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -9,16 +9,16 @@ import numpy as np
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import traced_hook, trees
-from jdistgrad.rpc.current import current_worker, find_worker, left_behind
+from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.current import left_behind
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import in_messages
 from jdistgrad.rpc.references.claims import Claim, Key, Missing, RuntimeKey, StandIn
 from jdistgrad.rpc.references.methods import ByReference, MethodCaller
+from jdistgrad.rpc.references.table import References
 from jdistgrad.wire import ids
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
 
 T = TypeVar("T")
 
@@ -47,10 +47,10 @@ class RRef(Generic[T]):
     _claim: Claim
 
     def __init__(self, value: T):
-        worker = current_worker()
+        references = current_part(References)
         boundary = traced_hook.boundary_for(value)
         made = self if boundary is None else boundary.own(value)
-        self._claim = worker.own(value) if made is self else made._claim
+        self._claim = references.own(value) if made is self else made._claim
         self.handle: Any = HANDLE if made is self else made.handle
         self.token: Any = None if made is self else made.token
 
@@ -73,12 +73,12 @@ class RRef(Generic[T]):
     @property
     def owner(self) -> WorkerInfo:
         """The worker that holds the value."""
-        worker = self._claim.worker if isinstance(self._claim, Claim) else current_worker()
-        return worker.directory.workers[self._claim.owner]
+        mailbox = self._claim.mailbox if isinstance(self._claim, Claim) else current_mailbox()
+        return mailbox.directory.workers[self._claim.owner]
 
     def is_owner(self) -> bool:
         """Whether this worker holds the value."""
-        return self._claim.owner == self._worker("is_owner").rank
+        return self._claim.owner == self._home("is_owner").rank
 
     def to_here(self, timeout: float | None = None) -> T:
         """The value: itself on its owner, a copy elsewhere. Waits until it has been made.
@@ -87,7 +87,7 @@ class RRef(Generic[T]):
           CallTimeoutError: not within ``timeout`` seconds (default: the world's).
           Exception: what ``remote``'s function raised.
         """
-        self._worker("to_here")
+        self._home("to_here")
         boundary = traced_hook.boundary_for(self)
         if boundary is not None:
             return boundary.fetch(self, timeout)
@@ -99,10 +99,10 @@ class RRef(Generic[T]):
         Raises:
           NotOwnerError: this worker does not own it.
         """
-        worker = self._worker("local_value")
-        if self._claim.owner != worker.rank:
+        here = self._home("local_value")
+        if self._claim.owner != here.rank:
             raise NotOwnerError(
-                f"local_value() of {self} was called on {worker.info}, but only its owner {self.owner} holds the "
+                f"local_value() of {self} was called on {here.info}, but only its owner {self.owner} holds the "
                 "value. Use to_here() for a copy.",
                 owner=self.owner,
             )
@@ -113,7 +113,7 @@ class RRef(Generic[T]):
 
         Where ``remote`` was called, it fails after the timeout given there; the value itself can still be had later.
         """
-        return self._worker("creation").creation(self._claim, timeout)
+        return self._home("creation").part(References).creation(self._claim, timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""
@@ -128,16 +128,17 @@ class RRef(Generic[T]):
         return self._methods(remote, timeout)
 
     def _methods(self, call: Any, timeout: float | None) -> MethodCaller:
-        self._worker("calling a method")
+        self._home("calling a method")
         return MethodCaller(self, call, timeout)
 
-    def _worker(self, what: str) -> "Worker":
-        worker, world = find_worker(), self._claim.key.world
-        if worker is None or world not in (None, worker.world):
-            again = f"again in this world{', when one is open (jdistgrad.init)' if worker is None else ''}"
+    def _home(self, what: str) -> Mailbox:
+        """The mailbox of the worker this code runs on, if its world is the reference's."""
+        mailbox, world = find_mailbox(), self._claim.key.world
+        if mailbox is None or world not in (None, mailbox.world):
+            again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
             why = left_behind() or f"{self} belongs to a world that has been shut down. Make the value {again}."
             raise StaleReferenceError(f"{what}: {why}")
-        return worker
+        return mailbox
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future:
         """The value, when it has come."""
@@ -146,7 +147,7 @@ class RRef(Generic[T]):
             future: concurrent.futures.Future = concurrent.futures.Future()
             future.set_result(self._claim.value())
             return future
-        return self._worker("fetching").fetch(self._claim, timeout)
+        return self._home("fetching").part(References).fetch(self._claim, timeout)
 
     def _refuse_cotangent(self) -> None:
         """A derivative of JAX's own is a reference too, whose handle counts contributions: it has no value."""
@@ -177,7 +178,7 @@ class RRef(Generic[T]):
         return self
 
     def __reduce__(self) -> Any:
-        self._worker("sending")
+        self._home("sending")
         if isinstance(self._claim, StandIn):
             return RRef._of, (self._claim,)
         return _arrived, (in_messages.ship(self._claim),)
@@ -196,12 +197,12 @@ def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
 def _unflatten(key: Any, children: Any) -> RRef:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
-    worker = find_worker()
+    mailbox = find_mailbox()
     handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
         (identifier,) = ids.from_token(token)
-        key, token = Key(identifier, key.owner, "" if worker is None else worker.world), None
-    claim = None if worker is None or not isinstance(key, Key) else worker.find_claim(key)
+        key, token = Key(identifier, key.owner, "" if mailbox is None else mailbox.world), None
+    claim = None if mailbox is None or not isinstance(key, Key) else mailbox.part(References).find(key)
     return RRef._of(claim or Missing(key), handle, token)
 
 
@@ -221,7 +222,7 @@ def by_reference(rref: RRef) -> Any:
     """
     if not isinstance(rref, RRef):
         raise TypeError(f"by_reference takes an RRef, not {type(rref).__name__}")
-    rref._worker("sending")
+    rref._home("sending")
     return ByReference(rref)
 
 
@@ -238,19 +239,19 @@ def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
 
 def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker and wait for its result."""
-    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
-    return (boundary or worker).rpc_sync(to, function, args, kwargs, timeout)
+    caller, boundary = current_part(Caller), _boundary_for(function, args, kwargs)
+    return (boundary or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker; a future of its result."""
-    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
-    return (boundary or worker).rpc_async(to, function, args, kwargs, timeout)
+    caller, boundary = current_part(Caller), _boundary_for(function, args, kwargs)
+    return (boundary or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
     """Run a function on a worker and refer to its result."""
-    worker, boundary = current_worker(), _boundary_for(function, args, kwargs)
+    references, boundary = current_part(References), _boundary_for(function, args, kwargs)
     if boundary is not None:
         return boundary.remote(to, function, args, kwargs, timeout)
-    return RRef._of(worker.call_remote(to, function, args, kwargs, timeout))
+    return RRef._of(references.call_remote(to, function, args, kwargs, timeout))

@@ -8,8 +8,9 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.calls.failures import add_note, spelled
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.serving.failures import add_note, spelled
+from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -134,7 +135,7 @@ def checked_size(n: Any) -> int:
 
 
 def _require_shutdown(rank: int) -> None:
-    worker = current.find_worker()
+    worker = find_worker()
     if worker is not None and not worker.closed:
         gave_up = worker.closing.gave_up
         how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."

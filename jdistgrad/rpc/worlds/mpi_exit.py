@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from jdistgrad.rpc.calls.failures import spelled
+from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.mpi import abort_job
 

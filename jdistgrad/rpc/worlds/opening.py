@@ -10,10 +10,11 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness
-from jdistgrad.rpc.calls.failures import spelled
 from jdistgrad.rpc.codec import Codec
 from jdistgrad.rpc.directory import Hello, agree
-from jdistgrad.rpc.worker import Process, Worker
+from jdistgrad.rpc.mailbox import Process
+from jdistgrad.rpc.serving.failures import spelled
+from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds import forks
 from jdistgrad.wire import environment
 from jdistgrad.wire.local import Hub, LocalTransport
@@ -26,7 +27,7 @@ def refuse_second_world(what: str) -> None:
     why = current.left_behind()
     if why is not None:
         raise errors.WorldError(f"{what}: {why}")
-    worker = current.find_worker()
+    worker = find_worker()
     if worker is not None:
         raise errors.AlreadyInitializedError(
             f"{what}: {worker.info} is already in a world of {worker.size}. Call jdistgrad.shutdown() first."

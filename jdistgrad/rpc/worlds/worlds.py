@@ -9,12 +9,12 @@ import threading
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.calls.failures import spelled
 from jdistgrad.rpc.directory import WorkerInfo, checked_name
-from jdistgrad.rpc.members.closing import describe_leftovers, leftovers
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.serving.failures import spelled
+from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import environment
+from jdistgrad.wire.ids import spell
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -97,7 +97,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         is being served.
       WorkerLostError: a worker died meanwhile.
     """
-    worker = current.current_worker()
+    worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
     if failed is not None:
         worker.process.report(failed)
@@ -137,7 +137,7 @@ def why_it_leaves(failed: BaseException | None) -> str:
 
 def worker_info(name: str | None = None) -> WorkerInfo:
     """A worker's rank and name; by default this one's. Raises UnknownWorkerError for a name nobody has."""
-    worker = current.current_worker()
+    worker = current_worker()
     return worker.info if name is None else worker.directory.find(name)
 
 
@@ -152,9 +152,21 @@ def launched() -> bool:
 
 def world_size() -> int:
     """How many workers the world has."""
-    return current.current_worker().size
+    return current_worker().size
 
 
 def _close(worker: Worker, *, graceful: bool) -> None:
     worker.close(graceful=graceful)
     current.unbind(worker)
+
+
+def leftovers(worker: Worker) -> list[str]:
+    """What a worker still holds at its end, in words."""
+    references, scopes = worker.references, worker.scopes.identifiers()
+    held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
+    owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
+    return held + owned + [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
+
+
+def describe_leftovers(found: list[str]) -> str:
+    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")

@@ -5,7 +5,7 @@ import threading
 from jdistgrad.wire.message import WORK, Kind
 
 
-class Traffic:
+class WorkCount:
     """How much work was sent, received, and is being served. Safe from any thread."""
 
     def __init__(self) -> None:

@@ -4,28 +4,45 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.calls.events import call_served
-from jdistgrad.rpc.calls.failures import Failure, pack, spelled
-from jdistgrad.rpc.current import current_worker, within
+from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.arguments import delivered
+from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.scopes import ScopeTable
+from jdistgrad.rpc.serving.arguments import delivered
+from jdistgrad.rpc.serving.being_served import BeingServed
+from jdistgrad.rpc.serving.failures import Failure, pack, spelled
 from jdistgrad.wire.message import Kind, Message
-
-if TYPE_CHECKING:
-    from jdistgrad.rpc.worker import Worker
+from jdistgrad.wire.transport import Task
 
 log = logging.getLogger("jdistgrad.rpc")
 
 
+class Server:
+    """Serves calls that have arrived."""
+
+    def __init__(self, mailbox: Mailbox, scopes: ScopeTable):
+        self.mailbox, self.scopes = mailbox, scopes
+        self.being_served = BeingServed()
+
+    def task(self, message: Message, value: concurrent.futures.Future | None) -> Task:
+        """What serves a call, on a thread that may wait.
+
+        Arguments:
+          value: the promise to fill in where the call makes a referenced value (REMOTE).
+        """
+        return Served(self, message, value).serve
+
+
 @dataclasses.dataclass(slots=True)
 class Served:
-    """One call being served. ``value`` is the promise to fill in where it makes a referenced value (REMOTE)."""
+    """One call being served."""
 
-    worker: "Worker"
+    server: Server
     message: Message
     value: concurrent.futures.Future | None
     function: Any = None
@@ -40,7 +57,7 @@ class Served:
         dropped, and the end of the world waits for what that sends.
         """
         self.since = time.monotonic()
-        self.worker.serving.enter(self)
+        self.server.being_served.enter(self)
         try:
             result = self._called()
             if isinstance(result, concurrent.futures.Future):
@@ -55,14 +72,15 @@ class Served:
 
     def _called(self) -> Any:
         """What the function returned."""
-        function, args, kwargs, *scope = self.worker.open(self.message)
+        mailbox, scopes = self.server.mailbox, self.server.scopes
+        function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function
         try:
-            with within(self.worker.scopes.enter(*scope) if scope else None):
+            with within(scopes.enter(*scope) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):
                     args, kwargs = delivered(args, kwargs)
                 result = function(*args, **kwargs)
-                self.worker.finish_programs()
+                mailbox.finish_programs()
                 return result
         except BaseException as error:
             if isinstance(function, ServedFunction):
@@ -83,8 +101,8 @@ class Served:
         self._leave()
 
     def _leave(self) -> None:
-        self.worker.serving.leave(self)
-        self.worker.traffic.served()
+        self.server.being_served.leave(self)
+        self.server.mailbox.work.served()
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         """Answer, and say so. Raises nothing."""
@@ -92,15 +110,16 @@ class Served:
             failure = None if error is None else self._failure(error)
             if self.message.kind is Kind.CAST:
                 if failure is not None:
-                    log.warning("%s: %s failed: %s", self.worker.info, self, failure.spelled)
+                    log.warning("%s: %s failed: %s", self.server.mailbox.info, self, failure.spelled)
                 return
             if self.value is not None:
                 self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
                 result = None
             self._answer(result, failure)
-            call_served(self, failed=failure is not None)
+            worker = self.server.mailbox.info
+            call_served(self.message.id, self.function, worker, self.since, failed=failure is not None)
         except BaseException as unsent:
-            log.warning("%s: the answer to %s was lost: %s", self.worker.info, self, spelled(unsent))
+            log.warning("%s: the answer to %s was lost: %s", self.server.mailbox.info, self, spelled(unsent))
         finally:
             self.function = None  # a method's object may hold references
 
@@ -112,7 +131,8 @@ class Served:
             except errors.WorkerLostError:
                 raise
             except BaseException as unsendable:  # whatever keeps the result from being sent, the caller must hear of it
-                text = f"{self.worker.info} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"
+                worker = self.server.mailbox.info
+                text = f"{worker} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
         try:
             self._post(Kind.FAILURE, failure)
@@ -120,30 +140,10 @@ class Served:
             self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only what can be said in words
 
     def _failure(self, error: BaseException) -> Failure:
-        return pack(error, f"On {self.worker.info}, in {self}, called by {self._caller()}:")
+        return pack(error, f"On {self.server.mailbox.info}, in {self}, called by {self._caller()}:")
 
     def _caller(self) -> WorkerInfo:
-        return self.worker.directory.workers[self.message.source]
+        return self.server.mailbox.directory.workers[self.message.source]
 
     def _post(self, kind: Kind, body: Any) -> None:
-        self.worker.post(self.message.source, Message(kind, self.worker.rank, self.message.id, body))
-
-
-# Functions every worker serves for the others' references.
-
-
-def value_of(identifier: int) -> concurrent.futures.Future:
-    """A reference's value, when there is one."""
-    return current_worker().owned.value(identifier)
-
-
-def creation_of(identifier: int) -> concurrent.futures.Future:
-    """None, when the value has been made."""
-    made: concurrent.futures.Future = concurrent.futures.Future()
-
-    def pass_on(value: concurrent.futures.Future) -> None:
-        error = value.exception()
-        made.set_result(None) if error is None else made.set_exception(error)
-
-    value_of(identifier).add_done_callback(pass_on)
-    return made
+        self.server.mailbox.post(self.message.source, Message(kind, self.server.mailbox.rank, self.message.id, body))
