@@ -29,6 +29,9 @@ log = logging.getLogger("jdistgrad.ffi")
 # Of absl's status codes, those that errors have.
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
 
+ALIGNMENT = 64  # bytes
+ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, by whoever needs them
+
 Array = tuple[tuple[int, ...], np.dtype]
 
 
@@ -117,6 +120,11 @@ _waiting = Crowd()
 _under_way: set[Call] = set()
 
 
+def there_are_any() -> bool:
+    """Whether compiled programs of this process call Python at all."""
+    return bool(_sites)
+
+
 def _described(arrays: Sequence[Any]) -> list[Array]:
     return [(tuple(one.shape), np.dtype(one.dtype)) for one in arrays]
 
@@ -127,8 +135,7 @@ def _handle(address: int) -> int | None:
         return None
     try:
         site = _sites[frame.number()]
-        # Copied: whoever is handed an argument may keep it longer than this call.
-        operands = [np.array(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        operands = [copied(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
         results = [frame.result(k, *one) for k, one in enumerate(site.results)]
         whole = functools.partial(site.function, *operands)
         found = whole() if site.quick else Later(whole)
@@ -139,6 +146,20 @@ def _handle(address: int) -> int | None:
     except BaseException as error:
         return frame.error(in_words(error), code_of(error))
     return None
+
+
+def copied(array: np.ndarray) -> np.ndarray:
+    """Memory for whoever keeps an argument longer than the call, such that XLA can use it as it is.
+
+    It copies what lies otherwise on threads of its own, and a program that waits for such a copy runs on one of these.
+    """
+    if array.nbytes < ALIGNED_FROM:
+        return np.array(array)
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own
 
 
 def in_words(error: BaseException) -> str:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jdistgrad import errors
-from jdistgrad.rpc import current, devices
+from jdistgrad.ffi import sites
+from jdistgrad.rpc import current, devices, trees
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
@@ -116,14 +117,25 @@ class Mailbox:
         """Let this thread belong to this worker."""
         current.bind_thread(self)
 
+    def wait_for_arguments(self, tree: Any) -> None:
+        """Return when arrays are there that a served function will be called with.
+
+        A program whose arguments are not there runs when they are, on one of XLA's few threads, and keeps that thread
+        while it waits for other workers. Else it runs on the thread that calls it, of which there are always enough.
+        """
+        if sites.there_are_any():
+            for leaf in trees.leaves(tree):
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                    leaf.block_until_ready()
+
     def finish_programs(self) -> None:
         """Return when the programs that a function called have run, as far as it did not wait for them.
 
-        Where workers have devices of their own, programs may be under way when the function returns. They may need
-        its context; and XLA lets those of one thread run one after the other: the next call that this thread serves
-        may be one that they wait for.
+        Where workers have devices of their own, or arguments are not there yet, programs may be under way when the
+        function returns. They may need its context; and XLA lets those of one thread run one after the other: the next
+        call that this thread serves may be one that they wait for.
         """
-        if self.device is not None:
+        if self.device is not None or sites.there_are_any():
             devices.finish_programs_of_this_thread()
 
     def sever(self, why: str) -> None:

@@ -185,3 +185,38 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
             print(jax.jit(lambda x: jd.rpc_sync(1, jnp.add, args=(x, 1)))(x), flush=True)
         """,
     ).expect("[2. 2. 2.]", "XLA has no more threads here", "before the first array")
+
+
+@pytest.mark.parametrize("wrap", ["", "jax.jit"], ids=["called", "compiled"])
+def test_a_served_program_that_begins_late_is_still_in_its_context(mpi_job, wrap):
+    """Its arguments are not there yet when its function returns: its own calls come after that, and need the scope."""
+    mpi_job(
+        1,
+        on_two_cores(
+            f"""
+            @jax.jit
+            def twice(x):
+                return 2 * x
+
+            @jax.jit
+            def kept_elsewhere(x):
+                return jd.remote(0, twice, args=(x,)).to_here()
+
+            @jax.jit
+            def passed_on(x):
+                return jd.rpc_sync(1, kept_elsewhere, args=(x,))
+
+            def main():
+                me = jd.init(timeout=30)
+                if me.rank == 0:
+                    with jd.context():
+                        x = jnp.ones((300, 300))
+                        found = {wrap}(lambda x: jd.rpc_sync(2, passed_on, args=(x,)))(x)
+                        np.testing.assert_array_equal(found, 2 * np.ones((300, 300)))
+                jd.shutdown()
+
+            jd.spawn(main, 3)
+            print("done", flush=True)
+            """
+        ),
+    ).expect("done")

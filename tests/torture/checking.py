@@ -73,7 +73,11 @@ def compare(program: Program, round_: int, remotely: Callable[..., Any], seriall
         found = jax.block_until_ready(fetched(found))
     exactly = program.order == 0 and program.mode == "eager"
     least = 2 if program.weak else jnp.result_type(float).itemsize
-    return judging.compare(found, expected, exactly=exactly, least_bytes=least)
+
+    def moved() -> Any:
+        return serially(judging.a_little_off(given), interpreter.parameter(program, interpreter.Serial()))
+
+    return judging.compare(found, expected, exactly=exactly, least_bytes=least, moved=moved)
 
 
 def fetched(tree: Any) -> Any:

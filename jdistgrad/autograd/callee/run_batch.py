@@ -84,6 +84,7 @@ class Visit(ServedFunction):
 
     def _by_turns(self) -> list[Any]:
         self._items = list(map(strong, as_jax(self._items)))
+        current_worker().wait_for_arguments(self._items)
         found = self._route.value.walk(self._items, self._stop)
         self._running = None
         return found

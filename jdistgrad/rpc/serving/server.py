@@ -79,6 +79,7 @@ class Served:
             with within(scopes.enter(*scope) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):
                     args, kwargs = delivered(args, kwargs)
+                mailbox.wait_for_arguments((args, kwargs))
                 result = function(*args, **kwargs)
                 mailbox.finish_programs()
                 return result
