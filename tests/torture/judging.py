@@ -36,7 +36,7 @@ def compare(
     """Structures, shapes, dtypes, and values but for the rounding of numbers of so many bytes.
 
     Arguments:
-      moved: what the serial program finds for arguments ``a_little_off``. Where numbers nearly cancel, those differ too.
+      moved: what the serial program finds for arguments ``a_little_off``: numbers that nearly cancel differ there too.
     """
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return [Problem(MISMATCH, f"structure: {jax.tree.structure(found)}, not {jax.tree.structure(expected)}")]
