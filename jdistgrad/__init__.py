@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jdistgrad._version import __version__ as __version__
-from jdistgrad.wire.environment import launched as _launched
+from jdistgrad.wire.launcher_env import launched as _launched
 
 if TYPE_CHECKING:
     from jdistgrad.exports import *  # noqa: F403

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 SIZE = 3  # two workers hide mistakes that three show
 
@@ -44,7 +44,7 @@ class World:
         """
         import jdistgrad as jd
 
-        return [main(*args)] if environment.launched() else jd.spawn(main, self.size, args=args)
+        return [main(*args)] if launcher_env.launched() else jd.spawn(main, self.size, args=args)
 
     def drive(self, body: Callable[[], Any], *, leftovers: int = 0, **settings: Any) -> Any:
         """Run ``body`` on worker 0 while the others serve.
@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if environment.launched():
+    if launcher_env.launched():
         config.option.basetemp = folder_of_this_rank(config)
     config.addinivalue_line(
         "markers",
@@ -97,14 +97,14 @@ def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
     parent.mkdir(parents=True, exist_ok=True)
     if not given:
         config.add_cleanup(lambda: shutil.rmtree(parent))
-    return parent / f"rank{environment.rank()}"
+    return parent / f"rank{launcher_env.rank()}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each size. Only our own ``world`` needs the size: one of the user's own making is left alone."""
     if "world_size" in metafunc.fixturenames:
         sizes = named_sizes(metafunc.definition.get_closest_marker("world"), metafunc.definition.nodeid)
-        here = [ranks(min(sizes))] if environment.launched() else sizes
+        here = [ranks(min(sizes))] if launcher_env.launched() else sizes
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
 
 
@@ -163,7 +163,7 @@ def give_up(test: pytest.Item, seconds: float) -> None:
 
 
 def who() -> str:
-    if not environment.launched():
+    if not launcher_env.launched():
         return ""
     from mpi4py import MPI
 
@@ -174,7 +174,7 @@ def who() -> str:
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """One rank's failure ends the job: the others would wait for it in the next test."""
     report = yield
-    if report.failed and "world_guard" in getattr(item, "fixturenames", ()) and environment.launched():
+    if report.failed and "world_guard" in getattr(item, "fixturenames", ()) and launcher_env.launched():
         from mpi4py import MPI
 
         print(f"\n{who()}{item.nodeid} failed\n{report.longreprtext}", file=sys.stderr, flush=True)

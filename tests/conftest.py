@@ -19,11 +19,11 @@ import jax
 import pytest
 
 from jdistgrad import launch
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
-SIZES = [1] if environment.launched() else [3]  # under mpirun: any size will do, and there are runs with 1 to 4
+SIZES = [1] if launcher_env.launched() else [3]  # under mpirun: any size will do, and there are runs with 1 to 4
 
-if not environment.launched():
+if not launcher_env.launched():
     jax.config.update("jax_num_cpu_devices", 8)
 
 
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """Of the runs under mpirun, the one with three ranks has the tests of three workers."""
-    if environment.launched() and mpi_size() != 3:
+    if launcher_env.launched() and mpi_size() != 3:
         big = [item for item in items if "big_world" in item.fixturenames]
         config.hook.pytest_deselected(items=big)
         items[:] = [item for item in items if item not in big]

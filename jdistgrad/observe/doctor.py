@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jdistgrad import launch
 from jdistgrad.observe import probe
 from jdistgrad.observe.probe import Facts
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 120
 
@@ -127,7 +127,7 @@ def report() -> int:
 
 def main(n: int) -> int:
     """Check this installation with a job of ``n`` ranks of its own, or with the job this is part of."""
-    if environment.launched():
+    if launcher_env.launched():
         return report()
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])

@@ -11,7 +11,7 @@ from jdistgrad import events
 from jdistgrad.errors import TimelineError
 from jdistgrad.events import Event
 from jdistgrad.observe import chrome
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 WAITERS = 8
 
@@ -98,4 +98,4 @@ class Timeline:
 def in_this_rank(path: str | os.PathLike[str]) -> pathlib.Path:
     """A file's name on this rank of a job: each has its own."""
     named = pathlib.Path(path)
-    return named.with_suffix(f".rank{environment.rank()}{named.suffix}") if environment.launched() else named
+    return named.with_suffix(f".rank{launcher_env.rank()}{named.suffix}") if launcher_env.launched() else named

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Frozen(Generic[T]):
+class Cached(Generic[T]):
     """A value of the package's own classes, of numbers and strings: neither functions nor objects of users.
 
     What users define may change, or be defined anew under the same name: it has no place in here.
@@ -21,10 +21,10 @@ class Frozen(Generic[T]):
         return pickle.dumps(self.value, protocol=5)
 
     def __reduce__(self) -> Any:
-        return thawed, (self.stream,)
+        return from_cache, (self.stream,)
 
 
 @functools.lru_cache(maxsize=4096)
-def thawed(stream: bytes) -> Frozen:
+def from_cache(stream: bytes) -> Cached:
     """What arrived, decoded if it has not been seen before."""
-    return Frozen(pickle.loads(stream))
+    return Cached(pickle.loads(stream))

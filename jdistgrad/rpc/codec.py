@@ -11,16 +11,16 @@ import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import functions, trees
-from jdistgrad.rpc.cached import Frozen
+from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.wire import arrays
-from jdistgrad.wire.bare import Bare
+from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
 JITTED = type(jax.jit(lambda: None))
-OWN: set[type] = {Bare, Frozen}  # classes of objects that say themselves how they travel
+OWN: set[type] = {ArrayBlock, Cached}  # classes of objects that say themselves how they travel
 
 
 class _Reducing:

@@ -23,7 +23,7 @@ from jdistgrad import errors
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
-from jdistgrad.wire.progress import Progress, pause
+from jdistgrad.wire.mpi_progress import Progress, pause
 from jdistgrad.wire.transport import Codec, Receiver, Task
 
 FRAME_TAG = 0

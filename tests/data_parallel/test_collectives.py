@@ -13,7 +13,7 @@ import jdistgrad as jd
 from jdistgrad.data_parallel import collectives as all_of
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn"]
 SHAPES = [(), (0,), (5,), (2, 0, 3), (3, 4, 2)]
@@ -230,7 +230,7 @@ def test_a_wait_ends_when_the_world_fails():
     assert threading.active_count() <= before + 5
 
 
-@pytest.mark.skipif(not environment.launched(), reason="needs MPI; the runs with mpirun have it")
+@pytest.mark.skipif(not launcher_env.launched(), reason="needs MPI; the runs with mpirun have it")
 def test_communicators_that_are_none_are_refused():
     from mpi4py import MPI
 

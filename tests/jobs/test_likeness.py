@@ -28,11 +28,11 @@ else:
     ("before", "message"),
     [
         (
-            'jax.config.update("jax_enable_x64", environment.rank() == 1)',
+            'jax.config.update("jax_enable_x64", launcher_env.rank() == 1)',
             "disagree on jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.config.update",
         ),
         (
-            'jax.__version__ = "0.10.77" if environment.rank() == 2 else "0.10.76"',
+            'jax.__version__ = "0.10.77" if launcher_env.rank() == 2 else "0.10.76"',
             "disagree on jax: rank 0 has 0.10.76, rank 2 has 0.10.77. Start every rank with the same installation.",
         ),
     ],
@@ -51,7 +51,7 @@ def two_programs(mpi_job, tmp_path):
     become = f"""
         import os, sys
         from jdistgrad.wire import environment
-        script = "follows.py" if environment.rank() else "leads.py"
+        script = "follows.py" if launcher_env.rank() else "leads.py"
         os.execv(sys.executable, [sys.executable, os.path.join({str(tmp_path)!r}, script)])
         """
     return lambda **variables: mpi_job(3, become, **variables).output

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdistgrad.rpc.cached import Frozen
+from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.codec import Codec
 
 LARGE = 100_000
@@ -42,7 +42,7 @@ def test_read_only_arrays_are_never_copied():
 
 
 def test_what_is_frozen_is_decoded_once():
-    codec, value = Codec(allow_code=False), Frozen({"how": "often", "and": 3})
+    codec, value = Codec(allow_code=False), Cached({"how": "often", "and": 3})
     first, second = (codec.decode(codec.encode(value, snapshot=True)) for _ in range(2))
     assert first is second
     assert first.value == value.value

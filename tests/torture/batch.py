@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import jax
 
 import jdistgrad as jd
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 from torture import checking, generator, judging
 
 CORES = 2  # XLA has a thread for each: where there are two, programs that block them are found
@@ -53,7 +53,7 @@ def main(chosen: argparse.Namespace) -> None:
     jax.config.update("jax_enable_x64", chosen.x64)
     if chosen.workers:
         jax.config.update("jax_num_cpu_devices", chosen.devices)
-    notes = Notes(chosen.folder, environment.rank() if environment.launched() else 0)
+    notes = Notes(chosen.folder, launcher_env.rank() if launcher_env.launched() else 0)
     for seed in chosen.seeds:
         notes.write(begins=seed)
         problems = run(generator.draw(seed, chosen.features), chosen.workers, chosen.limit / 3)

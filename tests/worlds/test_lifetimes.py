@@ -8,7 +8,7 @@ from oracles import identity
 from workers import make, wait_until_owned
 
 import jdistgrad as jd
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 
 def test_dropped_references_free_the_value(world):
@@ -107,7 +107,7 @@ def test_a_call_that_cannot_be_read_still_returns_its_references(world):
     def body():
         last = jd.world_size() - 1
         rref = jd.remote(last, make, args=(3,))
-        if last != 0 and environment.launched():
+        if last != 0 and launcher_env.launched():
             with pytest.raises(jd.FunctionError, match="registered as 'gone'"):
                 jd.rpc_sync(last, gone, args=(jd.by_reference(rref),))
         del rref

@@ -9,7 +9,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.observe import chrome
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 pytestmark = pytest.mark.world(3)
 
@@ -36,13 +36,13 @@ def record(world, body):
 
 
 def of_worker(events, rank):
-    return {rank} if environment.launched() else {event.rank for event in events}
+    return {rank} if launcher_env.launched() else {event.rank for event in events}
 
 
 def test_a_call_stands_on_both_sides_with_one_id(world):
     events = record(world, lambda: jd.rpc_sync("worker1", time.sleep, args=(0.05,)))
     calls = {event.kind: event for event in events if event.name == "time.sleep"}
-    here = environment.rank() if environment.launched() else None
+    here = launcher_env.rank() if launcher_env.launched() else None
     assert set(calls) == {None: {"call", "serve"}, 0: {"call"}, 1: {"serve"}}.get(here, set())
     assert len({event.details["call"] for event in calls.values()}) <= 1
     for kind, event in calls.items():
@@ -60,9 +60,11 @@ def test_a_gradient_through_two_workers_in_order(world):
             jax.block_until_ready(step(jnp.eye(3), jnp.ones(3)))
 
     events = sorted(record(world, body), key=lambda event: event.start)
-    if environment.launched():
+    if launcher_env.launched():
         kinds = {event.kind for event in events}
-        assert {"call", "piece"} <= kinds if environment.rank() == 0 else environment.rank() > 2 or "pullback" in kinds
+        assert (
+            {"call", "piece"} <= kinds if launcher_env.rank() == 0 else launcher_env.rank() > 2 or "pullback" in kinds
+        )
         return
     served = [event for event in events if event.kind in ("serve", "pullback") and "message" in event.details]
     forward, back = [e for e in served if e.kind == "serve"], [e for e in served if e.kind == "pullback"]
@@ -99,14 +101,14 @@ def test_a_failed_call_says_so(world):
 
     events = [event for event in record(world, body) if event.name == "_operator.truediv"]
     assert all(event.details["failed"] for event in events)
-    assert len(events) == (2 if not environment.launched() else environment.rank() in (0, 2))
+    assert len(events) == (2 if not launcher_env.launched() else launcher_env.rank() in (0, 2))
 
 
 def test_the_file_has_a_process_for_each_worker_and_an_arrow_for_each_call(world, tmp_path):
     path = tmp_path / "trace.json"
     with jd.timeline(path) as recorded:
         world.drive(lambda: [one.result() for one in [jd.rpc_async(k % 3, abs, args=(-k,)) for k in range(9)]])
-    rank = environment.rank() if environment.launched() else None
+    rank = launcher_env.rank() if launcher_env.launched() else None
     trace = chrome.read(path if rank is None else tmp_path / f"trace.rank{rank}.json")
     assert trace == recorded.trace()
     entries = trace["traceEvents"]
@@ -129,7 +131,7 @@ def test_buckets_stand_after_the_gradients_in_them_were_ready(world):
 
     with jd.timeline() as recorded:
         world.run(main)
-    ranks = {environment.rank()} if environment.launched() else set(range(3))
+    ranks = {launcher_env.rank()} if launcher_env.launched() else set(range(3))
     for rank in ranks:
         mine = [event for event in recorded.events if event.rank == rank]
         (backward,) = [event for event in mine if event.kind == "piece"]

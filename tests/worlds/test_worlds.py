@@ -9,7 +9,7 @@ import pytest
 from workers import nap
 
 import jdistgrad as jd
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -45,7 +45,7 @@ def test_two_inits(world):
 def test_a_world_can_be_opened_again_and_again(world):
     def main():
         for k in range(5):
-            me = jd.init(name=f"round{k}-{threading.get_ident()}" if not environment.launched() else None)
+            me = jd.init(name=f"round{k}-{threading.get_ident()}" if not launcher_env.launched() else None)
             assert jd.rpc_sync((me.rank + 1) % world.size, operator.add, args=(k, 1)) == k + 1
             assert jd.shutdown() == []
 

@@ -9,10 +9,10 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 
 needs_pickling = pytest.mark.skipif(
-    not environment.launched(),
+    not launcher_env.launched(),
     reason="local worlds hand objects over unpickled: the runs with 2, 3 and 4 ranks have it",
 )
 

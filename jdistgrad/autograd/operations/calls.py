@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.callee.batch import CallStop
+from jdistgrad.autograd.callee.bundle import CallStop
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, Recorded

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.operations.requests import Errand, send
+from jdistgrad.autograd.operations.requests import Request, send
 from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
 from jdistgrad.autograd.tape.ledger import Contribution
 from jdistgrad.autograd.tape.program_order import next_place
@@ -67,14 +67,14 @@ class Fetch(_Unbatched):
             return Started(arrays, self.results.arrived)
         return Started(rref.value_future(self.timeout), finish)
 
-    def errand(self, operands: Sequence[Any]) -> Errand | None:
+    def request(self, operands: Sequence[Any]) -> Request | None:
         """The same, where the value is known to be there and is nothing but arrays."""
         claim = jax.tree.unflatten(self.reference, operands)._claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
         self._note(claim)
-        return Errand(claim.owner, claim.id, None, self.results.counted, kept=claim)
+        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
 
     def _note(self, claim: Any) -> None:
         if self.recorded:
@@ -124,20 +124,20 @@ class Put:
         return f"a contribution to the gradient of a {self.kind} on rank {self.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
-        errand = self.errand(operands)
-        if errand is not None:
-            return send([errand])[0]
+        request = self.request(operands)
+        if request is not None:
+            return send([request])[0]
         identifier, contribution = self._contribution(operands)
         accept(self.kind, identifier, contribution)
         return done(self._known(contribution))
 
-    def errand(self, operands: Sequence[Any]) -> Errand | None:
+    def request(self, operands: Sequence[Any]) -> Request | None:
         """The same, where the gradient is another worker's."""
         if self.owner == current_worker().rank:
             return None
         identifier, contribution = self._contribution(operands)
         current_tape(lambda: "a gradient").link_gradient(contribution.number, self.owner, identifier)
-        return Errand(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
+        return Request(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
 
     def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
         (identifier,) = from_token(operands[0])

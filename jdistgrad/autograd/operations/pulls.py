@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.callee.batch import PullStop
+from jdistgrad.autograd.callee.bundle import PullStop
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.tape.program_order import next_place

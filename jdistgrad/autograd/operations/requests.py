@@ -1,6 +1,6 @@
-"""What a worker has at hand or only puts away: values, and parts of gradients. What is asked at once goes together.
+"""Requests an owner can serve at once: fetch an existing value, add to a gradient. Several may share a message.
 
-Nobody waits for company: an errand is done as soon as it is heard.
+A request is never delayed for the sake of grouping.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from jdistgrad.autograd.values.holes import arrays_of
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.bare import Bare
+from jdistgrad.wire.array_block import ArrayBlock
 
-Gift = tuple[str, int, Contribution]  # what kind of thing, which one, and what is added to its gradient
+Addition = tuple[str, int, Contribution]  # what kind of thing, which one, and what is added to its gradient
 
 
 @dataclasses.dataclass
-class Errand:
+class Request:
     """Something asked of a worker: the arrays of a value it has, or to accept a part of a gradient.
 
     ``known``: outputs that need no answer; ``finish`` makes the others of the arrays; ``kept`` lives until then.
@@ -27,50 +27,52 @@ class Errand:
 
     to: int
     value: int | None
-    gift: Gift | None
+    addition: Addition | None
     finish: Callable[[list[Any]], list[Any]]
     known: Sequence[Any] = ()
     kept: Any = None
 
 
-def send(errands: Sequence[Errand]) -> list[Started]:
-    """Errands for one worker, in one message."""
-    values = list(dict.fromkeys(one.value for one in errands if one.value is not None))
-    gifts = [one.gift for one in errands if one.gift is not None]
-    parts = Bare([leaf for _, _, part in gifts for leaf in part.leaves if leaf is not None])
-    with within(current_scope() if gifts else None):  # to fetch a value is not to take part in a context
-        args = (values, [_told(*gift) for gift in gifts], parts)
-        future = current_worker().rpc_async(errands[0].to, run_errands, args, {}, None)
-    return [Started(future, _Part(one, values), one.known) for one in errands]
+def send(requests: Sequence[Request]) -> list[Started]:
+    """Send requests to one worker, in one message."""
+    values = list(dict.fromkeys(one.value for one in requests if one.value is not None))
+    additions = [one.addition for one in requests if one.addition is not None]
+    parts = ArrayBlock([leaf for _, _, part in additions for leaf in part.leaves if leaf is not None])
+    with within(current_scope() if additions else None):  # to fetch a value is not to take part in a context
+        args = (values, [_without_arrays(*addition) for addition in additions], parts)
+        future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
+    return [Started(future, _Part(one, values), one.known) for one in requests]
 
 
-def _told(kind: str, identifier: int, part: Contribution) -> tuple[Any, ...]:
-    """A gift but for its arrays: the leaves that are there are marked."""
+def _without_arrays(kind: str, identifier: int, part: Contribution) -> tuple[Any, ...]:
+    """An addition but for its arrays: the leaves that are there are marked."""
     return kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place
 
 
 @dataclasses.dataclass
 class _Part:
-    """An errand's part of the answer."""
+    """A request's part of the answer."""
 
-    errand: Errand
+    request: Request
     values: list[int]
 
     def __call__(self, answer: tuple[list[int], list[Any]]) -> list[Any]:
-        if self.errand.value is None:
-            return self.errand.finish([])
+        if self.request.value is None:
+            return self.request.finish([])
         counts, arrays = answer
-        place = self.values.index(self.errand.value)
+        place = self.values.index(self.request.value)
         start = sum(counts[:place])
-        return self.errand.finish(list(arrays[start : start + counts[place]]))
+        return self.request.finish(list(arrays[start : start + counts[place]]))
 
 
-def run_errands(values: list[int], gifts: list[tuple[Any, ...]], parts: list[Any]) -> tuple[list[int], Bare]:
-    """When the gifts have been put away: how many arrays each value has, and all of them."""
+def serve_requests(
+    values: list[int], additions: list[tuple[Any, ...]], parts: list[Any]
+) -> tuple[list[int], ArrayBlock]:
+    """When the additions have been put away: how many arrays each value has, and all of them."""
     rest = iter(parts)
-    for kind, identifier, number, lanes, there, place in gifts:
+    for kind, identifier, number, lanes, there, place in additions:
         leaves = [next(rest) if one else None for one in there]
         accept(kind, identifier, Contribution(number, lanes, leaves, place))
     owned = current_worker().references.owned
     found = [arrays_of(owned.value(one).result()) for one in values]
-    return [len(arrays) for arrays in found], Bare([array for arrays in found for array in arrays])
+    return [len(arrays) for arrays in found], ArrayBlock([array for arrays in found for array in arrays])

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.uniform import Filled
+from jdistgrad.autograd.values.uniform import Uniform
 
 SMALL = 1 << 16  # bytes: arrays up to here are kept
 
@@ -23,7 +23,7 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
     inputs.)
     """
     numbers: dict[Atom, Constant] = {}
-    filled: dict[Atom, Filled] = {}
+    filled: dict[Atom, Uniform] = {}
     same: dict[Atom, Atom] = {}
     weaker: dict[Atom, Atom] = {}
     kept = []
@@ -42,7 +42,7 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
     return [_with_constants(one, small, filled, weaker) if one.operation is not None else one for one in kept]
 
 
-def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Filled]) -> int | None:
+def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Uniform]) -> int | None:
     """Which input the product is, if that is all there is to an equation."""
     if equation.operation is not None or equation.eqn.primitive.name != "mul":
         return None
@@ -51,7 +51,7 @@ def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom
         return None
     for k in (0, 1):
         one = inputs[1 - k] if _is_number(inputs[1 - k]) else filled.get(inputs[1 - k])
-        if isinstance(one, Constant | Filled) and one.value == 1 and equation.eqn.invars[k].aval == made.aval:
+        if isinstance(one, Constant | Uniform) and one.value == 1 and equation.eqn.invars[k].aval == made.aval:
             return k
     return None
 
@@ -65,7 +65,7 @@ def _only_strengthens(equation: Equation) -> bool:
 
 
 def _with_constants(
-    equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Filled], weaker: dict[Atom, Atom]
+    equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Uniform], weaker: dict[Atom, Atom]
 ) -> Equation:
     inputs = [small.get(atom, atom) for atom in equation.inputs]
     fills = {small.get(atom, atom): filled[atom] for atom in equation.inputs if atom in filled}
@@ -77,12 +77,14 @@ def _is_number(atom: Atom) -> bool:
     return isinstance(atom, Constant) and not np.ndim(atom.value)
 
 
-def _evaluate(equation: Equation, values: list[Any], numbers: dict[Atom, Constant], filled: dict[Atom, Filled]) -> None:
+def _evaluate(
+    equation: Equation, values: list[Any], numbers: dict[Atom, Constant], filled: dict[Atom, Uniform]
+) -> None:
     """Add what an equation of numbers makes, if it is a number, or one number everywhere."""
     shapes = [variable.aval for variable in equation.eqn.outvars]
     if not all(is_differentiable(one) for one in shapes) or equation.eqn.effects:
         return
     if equation.eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
-        filled[equation.outputs[0]] = Filled(np.asarray(values[0], shapes[0].dtype), shapes[0].shape)
+        filled[equation.outputs[0]] = Uniform(np.asarray(values[0], shapes[0].dtype), shapes[0].shape)
     elif not any(one.shape for one in shapes) and not list(jaxprs_in_params(equation.eqn.params)):
         numbers |= zip(equation.outputs, map(Constant, equation.evaluate(values)), strict=True)

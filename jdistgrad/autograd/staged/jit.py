@@ -12,7 +12,7 @@ from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import hold
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.staged.batches import Convoy
+from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.rpc.worker import find_worker
@@ -96,7 +96,7 @@ class Step:
 
 
 def _needs_context(operation: Any) -> bool:
-    if isinstance(operation, Convoy):
+    if isinstance(operation, BundleCall):
         return any(_needs_context(member.operation) for member in operation.members)
     return isinstance(operation, CallRemote) or (isinstance(operation, Call) and bool(operation.orders))
 

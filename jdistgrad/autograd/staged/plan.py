@@ -15,7 +15,7 @@ import numpy as np
 
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.staged.batching import coupled
+from jdistgrad.autograd.staged.bundling import coupled
 from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.wire.arrays import ALIAS_FROM

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdistgrad import events
 from jdistgrad.autograd.operations.owned_values import Fetch, Put
-from jdistgrad.autograd.operations.requests import Errand, send
+from jdistgrad.autograd.operations.requests import Request, send
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.pieces import compiled
 from jdistgrad.autograd.staged.plan import Plan
@@ -118,20 +118,20 @@ class Run:
         return taken
 
     def _send(self) -> None:
-        """Start what is ready; errands for one worker together."""
-        errands: dict[int, list[tuple[int, Errand]]] = {}
+        """Start what is ready; requests to one worker share a message."""
+        requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends:
             number = self._sends.popleft()
             operation, operands = self._plan.nodes[number].operation, [as_array(one) for one in self._take(number)]
             with _explained(operation), program_order.at((*self._place, number)):
-                errand = operation.errand(operands) if isinstance(operation, Fetch | Put) else None
-                if errand is None:
+                request = operation.request(operands) if isinstance(operation, Fetch | Put) else None
+                if request is None:
                     self._started(number, operation.start(operands))
                 else:
-                    errands.setdefault(errand.to, []).append((number, errand))
-        for group in errands.values():
+                    requests.setdefault(request.to, []).append((number, request))
+        for group in requests.values():
             with _explained(self._plan.nodes[group[0][0]].operation):
-                sent = send([errand for _, errand in group])
+                sent = send([request for _, request in group])
             for (number, _), started in zip(group, sent, strict=True):
                 self._started(number, started)
 

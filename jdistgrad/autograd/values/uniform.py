@@ -11,7 +11,7 @@ import numpy as np
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Filled:
+class Uniform:
     """An array before it is made: compiled code that gets it so need not make it at all."""
 
     value: np.ndarray
@@ -27,4 +27,4 @@ class Filled:
 
 def made(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, those of one number too."""
-    return [one.make(jax.numpy) if isinstance(one, Filled) else one for one in arrays]
+    return [one.make(jax.numpy) if isinstance(one, Uniform) else one for one in arrays]

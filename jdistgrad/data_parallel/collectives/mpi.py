@@ -21,8 +21,8 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Later
 from jdistgrad.rpc.worker import find_worker
-from jdistgrad.wire.pacing import nap
-from jdistgrad.wire.progress import pause
+from jdistgrad.wire.mpi_progress import pause
+from jdistgrad.wire.polling import nap
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the ranks
 HERE_TAG = 31_073

@@ -16,7 +16,7 @@ from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds import forks
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
@@ -46,17 +46,17 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
     from jdistgrad.rpc.worlds import mpi_exit
-    from jdistgrad.wire import rollcall
+    from jdistgrad.wire import mpi_rendezvous
     from jdistgrad.wire.mpi import MPITransport, abort_job, require_threads
 
     require_threads()
     comm = MPI.COMM_WORLD
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
-    devices.take_process_device(environment.local_rank())
+    devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
-    hellos = rollcall.gather(comm, _hello(name, comm.rank, facts), timeout)
-    transport = MPITransport(rollcall.duplicate(comm, timeout), Codec(allow_code=allow_code))
+    hellos = mpi_rendezvous.gather(comm, _hello(name, comm.rank, facts), timeout)
+    transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout), Codec(allow_code=allow_code))
     worker = _open(hellos, comm.rank, transport, allow_code, timeout, Process(abort_job, mpi_exit.report))
     mpi_exit.joined(worker)
     return worker
@@ -81,7 +81,7 @@ def ends_when_stuck(timeout: float) -> Iterator[None]:
     It waits in C, with Python's lock, for ranks that have left without calling ``init``: only a thread that is not
     Python's can end that. All it can say is a traceback: a function has the name that explains it.
     """
-    if "mpi4py.MPI" not in sys.modules and environment.launched() and timeout < math.inf:
+    if "mpi4py.MPI" not in sys.modules and launcher_env.launched() and timeout < math.inf:
         faulthandler.dump_traceback_later(timeout, exit=True)
         try:
             yield

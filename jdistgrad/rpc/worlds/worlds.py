@@ -13,7 +13,7 @@ from jdistgrad.rpc.directory import WorkerInfo, checked_name
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.local import Hub
 
@@ -64,7 +64,7 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     if seat is not None:
         worker = open_local(*seat, name, seconds, allow_code)
         current.bind_thread(worker)
-    elif environment.launched():
+    elif launcher_env.launched():
         worker = open_mpi(name, seconds, allow_code)
         current.bind_process(worker)
     else:
@@ -147,7 +147,7 @@ def launched() -> bool:
     Example:
       >>> main() if jd.launched() else jd.spawn(main, 3)
     """
-    return _seat.get() is not None or environment.launched()
+    return _seat.get() is not None or launcher_env.launched()
 
 
 def world_size() -> int:

@@ -1,4 +1,4 @@
-"""A closed route as one compiled function: what its stops hand to each other is XLA's business."""
+"""A closed bundle as one compiled function: XLA sees what its stops hand to each other."""
 
 import collections
 import threading
@@ -6,24 +6,24 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.callee.batch import PullStop, Route
+from jdistgrad.autograd.callee.bundle import Bundle, PullStop
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.callee.recording import Recording
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import strong
 
-KEPT = 64  # of one route; where functions are ever different ones, compiling them makes no sense
+KEPT = 64  # compiled forms per bundle; it is not worth it if the functions change every time
 
 
-class Whole:
-    """A route with its functions, compiled once per shape."""
+class CompiledBundle:
+    """A bundle with its functions, compiled once per shape."""
 
-    def __init__(self, route: Route, functions: tuple[Any, ...]):
+    def __init__(self, bundle: Bundle, functions: tuple[Any, ...]):
         def run(items: list[Any]) -> Outputs:
             recordings: dict[int | None, Recording] = {}
 
             def stop(turn: int, items: list[Any]) -> list[Any]:
-                one, function = route.stops[turn], functions[turn]
+                one, function = bundle.stops[turn], functions[turn]
                 if isinstance(one, PullStop):
                     return recordings.pop(one.call).cotangents(one.order, one.live, items, one.maps)
                 if not one.orders:
@@ -31,7 +31,7 @@ class Whole:
                 recordings[turn] = one.recorded(function, items)
                 return one.arrays(recordings[turn].result)
 
-            return Outputs.of(route.walk(list(map(strong, items)), stop), items)
+            return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
 
         self._run = jax.jit(run)
         self._fits: dict[Any, bool] = {}  # by the kinds of the items
@@ -52,15 +52,15 @@ class Whole:
         return not traced.effects and not has_wire(traced.jaxpr)
 
 
-class Wholes:
-    """Those of one route: the ones used last. They keep their functions alive."""
+class CompiledBundles:
+    """LRU cache of one bundle's compiled forms. Entries keep their functions alive."""
 
     def __init__(self) -> None:
-        self._found: collections.OrderedDict[tuple[int, ...], Whole] = collections.OrderedDict()
+        self._found: collections.OrderedDict[tuple[int, ...], CompiledBundle] = collections.OrderedDict()
         self._made = self._used = 0
         self._lock = threading.Lock()
 
-    def of(self, route: Route, functions: list[Any]) -> Whole | None:
+    def of(self, bundle: Bundle, functions: list[Any]) -> CompiledBundle | None:
         """None where most functions come only once."""
         key = tuple(map(id, functions))
         with self._lock:
@@ -70,15 +70,15 @@ class Wholes:
                 self._found.move_to_end(key)
             elif self._made < KEPT or self._used > 2 * self._made:
                 self._made += 1
-                found = self._found[key] = Whole(route, tuple(functions))
+                found = self._found[key] = CompiledBundle(bundle, tuple(functions))
                 if len(self._found) > KEPT:
                     self._found.popitem(last=False)
             return found
 
 
-def at_once(route: Route, functions: list[Any], items: list[Any]) -> list[Any] | None:
+def at_once(bundle: Bundle, functions: list[Any], items: list[Any]) -> list[Any] | None:
     """The wanted arrays, made by one compiled function; None where the stops must be made one by one."""
-    if route.wholes is None:
-        route.wholes = Wholes()
-    whole = route.wholes.of(route, functions)
-    return None if whole is None else whole(items)
+    if bundle.compiled_forms is None:
+        bundle.compiled_forms = CompiledBundles()
+    compiled = bundle.compiled_forms.of(bundle, functions)
+    return None if compiled is None else compiled(items)

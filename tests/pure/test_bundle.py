@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.batch import CallStop, Made, Route
-from jdistgrad.autograd.callee.run_batch import Visit
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Made
+from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.values.holes import Hole, Layout
-from jdistgrad.rpc.cached import Frozen
+from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.codec import Codec
 
 X = np.ones(3, np.float32)
@@ -35,8 +35,8 @@ def change(x):
 def visit(*functions, stop=STOP):
     """Each function of what the one before returned."""
     sources = [[0], *([Made(turn, 0)] for turn in range(len(functions) - 1))]
-    route = Route.of([stop] * len(functions), sources, [Made(len(functions) - 1, 0)])
-    return Visit(Frozen(route), list(functions), [()] * len(functions), (), [X])
+    bundle = Bundle.of([stop] * len(functions), sources, [Made(len(functions) - 1, 0)])
+    return BundleRun(Cached(bundle), list(functions), [()] * len(functions), (), [X])
 
 
 def test_functions_run_in_turn(worker):
@@ -59,11 +59,11 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
     assert max(alive) == 1  # its own argument
 
 
-def test_numbers_stay_on_their_route(worker):
+def test_numbers_stay_with_their_bundle(worker):
     """An earlier result that a later stop needs is kept until then, what is wanted to the end."""
     two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
-    route = Route.of([STOP, STOP, two], [[0], [Made(0, 0)], [Made(0, 0), 1]], [Made(2, 0), Made(1, 0)])
-    found = Visit(Frozen(route), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
+    bundle = Bundle.of([STOP, STOP, two], [[0], [Made(0, 0)], [Made(0, 0), 1]], [Made(2, 0), Made(1, 0)])
+    found = BundleRun(Cached(bundle), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
     np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)
     np.testing.assert_allclose(found[1], -jnp.exp(X))
 
@@ -74,5 +74,5 @@ def test_a_route_is_decoded_once_and_its_functions_are_found_each_time(worker, m
     first = codec.decode(parcels[0])
     monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))
     second = codec.decode(parcels[1])
-    assert first._route is second._route
+    assert first._bundle is second._bundle
     np.testing.assert_allclose([first()[0], second()[0]], [2 * X, 3 * X])

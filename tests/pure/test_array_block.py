@@ -7,14 +7,14 @@ import pytest
 
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.codec import Codec
+from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.arrays import ALIAS_FROM
-from jdistgrad.wire.bare import Bare
 
 CODEC = Codec(allow_code=False)
 
 
 def sent(*arrays):
-    return CODEC.decode(CODEC.encode(Bare(arrays), snapshot=True))
+    return CODEC.decode(CODEC.encode(ArrayBlock(arrays), snapshot=True))
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["JAX", "NumPy"])
@@ -33,7 +33,9 @@ def test_small_arrays_arrive_as_numpy_arrays(make, dtype, shape):
 
 def test_large_ones_are_not_copied():
     large = jnp.arange(ALIAS_FROM, dtype=jnp.int32)
-    parcel = CODEC.encode(Bare([np.float32(1), large, np.ones(3, np.int8), large.astype(jnp.bfloat16)]), snapshot=False)
+    parcel = CODEC.encode(
+        ArrayBlock([np.float32(1), large, np.ones(3, np.int8), large.astype(jnp.bfloat16)]), snapshot=False
+    )
     assert np.shares_memory(np.frombuffer(parcel.buffers[0], np.uint8), np.asarray(large))
     first, second, third, fourth = CODEC.decode(parcel)
     assert np.shares_memory(second, np.asarray(large))
@@ -77,7 +79,7 @@ def test_what_jax_has_no_type_for_is_left_to_pickle(array):
 
 def test_a_type_that_the_other_side_does_not_have_is_refused():
     with jax.enable_x64(True):
-        parcel = CODEC.encode(Bare([np.ones(3)]), snapshot=True)
+        parcel = CODEC.encode(ArrayBlock([np.ones(3)]), snapshot=True)
         np.testing.assert_array_equal(CODEC.decode(parcel)[0], np.ones(3))
     with pytest.raises(EncodingError, match="float64 array arrived"):
         CODEC.decode(parcel)

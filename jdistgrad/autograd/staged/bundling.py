@@ -11,28 +11,28 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.batch import Made, Source
+from jdistgrad.autograd.callee.bundle import Made, Source
 from jdistgrad.autograd.callee.functions import is_compiled
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.staged.batches import Convoy, Member
+from jdistgrad.autograd.staged.bundles import BundleCall, Member
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
 
 def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
-    """The equations, with a convoy in the place of each row of operations that can go together."""
+    """The equations, with one operation in the place of each row of them that can share a message."""
     answers, taken = Answers.needed(equations), set[int]()
     travellers = _travellers(equations)
-    convoys = []
+    bundles = []
     for first in sorted(travellers):
         if first not in taken:
             members = _row(first, equations, answers, travellers)
             taken.update(members)
-            convoys.append([equations[k] for k in members])
+            bundles.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
-    return in_order([*alone, *(_convoy(members, equations, outputs) for members in convoys)])
+    return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
 
 
 def _travellers(equations: Sequence[Equation]) -> set[int]:
@@ -102,7 +102,7 @@ def _may_be_long(eqn: Any) -> bool:
     return bool(inner) or "callback" in name or name in LONG
 
 
-def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
+def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
     """One equation for a row of operations."""
     sources, made = dict[Atom, Source](), dict[Atom, Made]()
     inputs: list[Atom] = []
@@ -113,7 +113,7 @@ def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Seq
                 sources[atom] = equation.fills[atom]
             elif atom not in sources:
                 sources[atom] = len(inputs)
-                inputs.append(equation.weaker.get(atom, atom))  # a visit makes it strong
+                inputs.append(equation.weaker.get(atom, atom))  # the callee makes it strong
         parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
         made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made
@@ -122,7 +122,7 @@ def _convoy(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     given = [output for equation in members for output in equation.outputs if output in used]
     given.sort(key=lambda output: not _known(members, made[output]))
     wanted = tuple(made[output] for output in given)
-    return Equation(inputs, given, None, Convoy(target(members[0].operation), tuple(parts), wanted))
+    return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted))
 
 
 def _known(members: list[Equation], source: Made) -> bool:

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.callee.batch import Made
+from jdistgrad.autograd.callee.bundle import Made
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.staged.batches import Convoy
+from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import cut
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.primitive import wire_p
 from jdistgrad.autograd.values.results import Results
-from jdistgrad.autograd.values.uniform import Filled
+from jdistgrad.autograd.values.uniform import Uniform
 
 X = np.ones(3, np.float32)
 
@@ -25,25 +25,25 @@ def call(to, function, *operands, extra=(), **settings):
     return wire_p.bind(*operands, operation=Call(to, function, arguments, results, **settings))[0]
 
 
-def convoys(fun, *args):
+def bundles(fun, *args):
     """For each message of the step, the functions it asks for."""
     plan = cut(jax.make_jaxpr(fun)(*args))
     return [[member.operation.function.__name__ for member in one.members] for one in plan.operations]
 
 
 def members(fun, *args):
-    (convoy,) = cut(jax.make_jaxpr(fun)(*args)).operations
-    return convoy
+    (bundle,) = cut(jax.make_jaxpr(fun)(*args)).operations
+    return bundle
 
 
 def test_what_follows_on_one_worker_goes_together():
     def step(x):
         return call(1, jnp.tanh, call(1, jnp.cos, call(1, jnp.sin, x)))
 
-    assert convoys(step, X) == [["sin", "cos", "tanh"]]
-    convoy = members(step, X)
-    assert [member.sources for member in convoy.members] == [(0,), (Made(0, 0),), (Made(1, 0),)]
-    assert convoy.wanted == (Made(2, 0),)  # the others stay where they are made
+    assert bundles(step, X) == [["sin", "cos", "tanh"]]
+    bundle = members(step, X)
+    assert [member.sources for member in bundle.members] == [(0,), (Made(0, 0),), (Made(1, 0),)]
+    assert bundle.wanted == (Made(2, 0),)  # the others stay where they are made
 
 
 def test_what_was_known_at_the_start_can_be_used_on_the_way():
@@ -54,11 +54,11 @@ def test_what_was_known_at_the_start_can_be_used_on_the_way():
 
 
 def test_a_computation_in_between_is_made_here():
-    assert convoys(lambda x: call(1, jnp.cos, call(1, jnp.sin, x) + 1), X) == [["sin"], ["cos"]]
+    assert bundles(lambda x: call(1, jnp.cos, call(1, jnp.sin, x) + 1), X) == [["sin"], ["cos"]]
 
 
 def test_another_worker_gets_a_message_of_its_own():
-    assert convoys(lambda x: call(1, jnp.tanh, call(2, jnp.cos, call(1, jnp.sin, x))), X) == [
+    assert bundles(lambda x: call(1, jnp.tanh, call(2, jnp.cos, call(1, jnp.sin, x))), X) == [
         ["sin"],
         ["cos"],
         ["tanh"],
@@ -72,7 +72,7 @@ def test_an_answer_from_elsewhere_is_not_waited_for():
         elsewhere = call(2, jnp.cos, x)
         return call(1, jnp.add, call(1, jnp.sin, x), elsewhere)
 
-    assert sorted(convoys(step, X)) == [["add"], ["cos"], ["sin"]]
+    assert sorted(bundles(step, X)) == [["add"], ["cos"], ["sin"]]
 
 
 def test_who_waits_for_an_early_member_gets_it_early():
@@ -80,7 +80,7 @@ def test_who_waits_for_an_early_member_gets_it_early():
         first = call(1, jnp.sin, x)
         return call(1, jnp.tanh, call(1, jnp.cos, first)) + call(2, jnp.exp, first)
 
-    assert sorted(convoys(step, X)) == [["cos", "tanh"], ["exp"], ["sin"]]
+    assert sorted(bundles(step, X)) == [["cos", "tanh"], ["exp"], ["sin"]]
 
 
 def test_independent_calls_do_not_queue_behind_each_other():
@@ -88,7 +88,7 @@ def test_independent_calls_do_not_queue_behind_each_other():
         first = call(1, jnp.sin, x)
         return call(1, jnp.cos, first) + call(1, jnp.tanh, first)
 
-    assert sorted(convoys(step, X)) == [["cos"], ["sin"], ["tanh"]]
+    assert sorted(bundles(step, X)) == [["cos"], ["sin"], ["tanh"]]
 
 
 def test_a_computation_that_takes_long_does_not_wait_for_the_row():
@@ -96,8 +96,8 @@ def test_a_computation_that_takes_long_does_not_wait_for_the_row():
         first = call(1, jnp.sin, x)
         return matrix @ first + call(1, jnp.cos, first)
 
-    assert convoys(step, X, np.ones((3, 3), np.float32)) == [["sin"], ["cos"]]
-    assert convoys(lambda x: (y := call(1, jnp.sin, x)).sum() + call(1, jnp.cos, y), X) == [["sin", "cos"]]
+    assert bundles(step, X, np.ones((3, 3), np.float32)) == [["sin"], ["cos"]]
+    assert bundles(lambda x: (y := call(1, jnp.sin, x)).sum() + call(1, jnp.cos, y), X) == [["sin", "cos"]]
 
 
 def as_written(x):
@@ -114,7 +114,7 @@ def test_who_may_take_any_time_goes_alone(why):
         return call(1, jnp.tanh, call(1, function, call(1, jnp.sin, x), extra=extra, **settings))
 
     plan = cut(jax.make_jaxpr(step)(X))
-    assert [type(one) for one in plan.operations] == [Convoy, Call, Convoy]
+    assert [type(one) for one in plan.operations] == [BundleCall, Call, BundleCall]
 
 
 @pytest.mark.parametrize("length", [3, 1 << 20], ids=["small", "large"])
@@ -122,9 +122,9 @@ def test_one_number_everywhere_is_made_where_it_is_used(length):
     def step(x):
         return call(1, jnp.multiply, call(1, jnp.sin, x), jnp.full(length, 2.5))
 
-    convoy = members(step, jax.ShapeDtypeStruct((length,), np.float32))
-    *_, source = convoy.members[1].sources
-    assert isinstance(source, Filled)
+    bundle = members(step, jax.ShapeDtypeStruct((length,), np.float32))
+    *_, source = bundle.members[1].sources
+    assert isinstance(source, Uniform)
     assert source.make(np).shape == (length,)
     assert source.make(np)[2] == 2.5
 

@@ -1,20 +1,20 @@
-"""Operations that go to a worker in one message, as stops of one route."""
+"""Operations that go to a worker in one message, as the stops of one bundle."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.autograd.callee.batch import CallStop, Made, PullStop, Route, Source
-from jdistgrad.autograd.callee.run_batch import Visit
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Made, PullStop, Source
+from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.operation import Started
-from jdistgrad.autograd.values.uniform import Filled
-from jdistgrad.rpc.cached import Frozen, thawed
+from jdistgrad.autograd.values.uniform import Uniform
+from jdistgrad.rpc.cached import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
@@ -24,7 +24,7 @@ Numbers = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One operation of a convoy, and where its operands come from: numbers are those of the convoy's operands."""
+    """One operation of a bundle, and where its operands come from: numbers are those of the bundle's operands."""
 
     operation: Call | Pull
     sources: tuple[Source, ...]
@@ -45,41 +45,43 @@ class Member:
         if isinstance(self.operation, Call):
             return (next_message(),) if self.records else ()
         tag = self.sources[0]
-        assert not isinstance(tag, Filled)
+        assert not isinstance(tag, Uniform)
         return before[tag.turn][0] if isinstance(tag, Made) else from_token(operands[tag])[1], next_number()
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """What is the same in every run of a convoy: its route, which operands it brings, and whose tags are wanted."""
+class Outline:
+    """What is the same in every run: the bundle, which operands go along, and whose tags are wanted."""
 
-    route: Frozen[Route]
+    bundle: Cached[Bundle]
     brought: list[Any]
     tags: list[int]
 
     @classmethod
-    def of(cls, members: Sequence[Member], wanted: Sequence[Made]) -> "Schedule":
+    def of(cls, members: Sequence[Member], wanted: Sequence[Made]) -> "Outline":
         brought, sources = list[Any](), list[list[Source]]()
         for member in members:
             sources.append([])
             for item in member.operation.items():
                 source = _source(item, member.sources)
-                if not isinstance(source, Made | Filled):
+                if not isinstance(source, Made | Uniform):
                     source = _place_among(brought, source)
                 sources[-1].append(_answered(source, members))
         tags = [one.turn for one in wanted if _is_tag(one, members)]
         answers = [_answered(one, members) for one in wanted if not _is_tag(one, members)]
-        route = Route.of([member.stop() for member in members], sources, answers)
-        return cls(thawed(Frozen(route).stream), brought, tags)  # the same for all that are equal
+        bundle = Bundle.of([member.stop() for member in members], sources, answers)
+        return cls(from_cache(Cached(bundle).stream), brought, tags)  # the same for all that are equal
 
     def items(self, operands: Sequence[Any]) -> list[Any]:
         return [one.of(operands) if isinstance(one, Operand) else one for one in self.brought]
 
 
 @dataclasses.dataclass(eq=False)
-class Convoy:
-    """Operations on one worker, each of which needs the one before. Outputs: those of them that are wanted outside,
-    the known ones first."""
+class BundleCall:
+    """Operations on one worker, each of which needs the one before, as one operation.
+
+    Its outputs are theirs that are wanted outside, the known ones first.
+    """
 
     to: int
     members: tuple[Member, ...]
@@ -93,24 +95,24 @@ class Convoy:
         return "; ".join(dict.fromkeys(member.operation.where for member in self.members))
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
-        return Schedule.of(self.members, self.wanted)
+    def outline(self) -> Outline:
+        return Outline.of(self.members, self.wanted)
 
     @functools.cached_property
     def functions(self) -> list[Any]:
         return [getattr(member.operation, "function", None) for member in self.members]
 
     def start(self, operands: Sequence[Any]) -> Started:
-        worker, schedule = current_worker(), self.schedule
+        worker, outline = current_worker(), self.outline
         numbers = list[Numbers]()
         for member in self.members:
             numbers.append(member.numbers(operands, numbers))
         if any(numbers):
             tape = current_tape(lambda: str(self.members[0].operation))
             tape.link_later(functools.partial(self._links, numbers, worker.rank, cause()))
-        visit = Visit(schedule.route, self.functions, numbers, next_place(), schedule.items(operands))
-        future = worker.rpc_async(self.to, visit, (), {}, self._patience(worker.timeout))
-        return Started(future, list, [_tag(numbers[turn][0]) for turn in schedule.tags])
+        run = BundleRun(outline.bundle, self.functions, numbers, next_place(), outline.items(operands))
+        future = worker.rpc_async(self.to, run, (), {}, self._patience(worker.timeout))
+        return Started(future, list, [_tag(numbers[turn][0]) for turn in outline.tags])
 
     def _patience(self, default: float) -> float:
         return sum(member.operation.patience(default) for member in self.members)
@@ -137,7 +139,7 @@ def _place_among(brought: list[Any], item: Any) -> int:
 
 
 def _source(item: Any, sources: Sequence[Source]) -> Any:
-    """An item of an operation, of the operands of the whole convoy."""
+    """An item of an operation, in terms of the operands of the whole bundle."""
     if not isinstance(item, Operand):
         return item
     found = [sources[k] for k in item.numbers]

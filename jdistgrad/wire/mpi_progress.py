@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.pacing import LONGEST, nap
+from jdistgrad.wire.polling import LONGEST, nap
 from jdistgrad.wire.sleepers import Sleepers
 from jdistgrad.wire.transport import Task
 

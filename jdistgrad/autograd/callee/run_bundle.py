@@ -1,4 +1,4 @@
-"""One run of a route on the worker it was sent to: as one compiled function where it can, else stop by stop."""
+"""Run a bundle on the worker it was sent to: as one compiled function where possible, else stop by stop."""
 
 import functools
 import time
@@ -6,45 +6,50 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import events
-from jdistgrad.autograd.callee.batch import Route
-from jdistgrad.autograd.callee.compiled_batch import at_once
+from jdistgrad.autograd.callee.bundle import Bundle
+from jdistgrad.autograd.callee.compiled_bundle import at_once
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.tape.tape import Link, answer_link, current_tape, next_message
 from jdistgrad.autograd.values.results import as_jax, strong
-from jdistgrad.rpc.cached import Frozen
+from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.events import task_served
 from jdistgrad.rpc.codec import OWN
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.bare import Bare
+from jdistgrad.wire.array_block import ArrayBlock
 
 
-class Visit(ServedFunction):
-    """One run of a route. ``functions`` and ``numbers`` (of messages and contributions): for each stop; ``items``: what
-    it brings."""
+class BundleRun(ServedFunction):
+    """One run of a bundle.
+
+    Arguments:
+      functions: of each stop.
+      numbers: of each stop's messages and contributions.
+      items: the arrays it brings.
+    """
 
     takes_references = True
 
     def __init__(
         self,
-        route: Frozen[Route],
+        bundle: Cached[Bundle],
         functions: list[Any],
         numbers: list[tuple[int, ...]],
         place: Place,
         items: list[Any],
     ):
-        self._route, self._functions, self._numbers = route, functions, numbers
+        self._bundle, self._functions, self._numbers = bundle, functions, numbers
         self._place, self._items = place, items
         self._running: int | None = None
         self._looks_for_failure = False  # it failed as a whole: run again, stop by stop, it says which one fails
 
     def __reduce__(self) -> Any:
-        items = Bare(self._items) if self._route.value.is_closed else self._items
-        return Visit, (self._route, self._functions, self._numbers, self._place, items)
+        items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
+        return BundleRun, (self._bundle, self._functions, self._numbers, self._place, items)
 
     @property
     def label(self) -> str:
-        """What runs now; else all of it."""
+        """Name of the stop that is running, or of the whole bundle."""
         running = self._running
         if running is not None:
             return describe(self._task(running))
@@ -53,7 +58,7 @@ class Visit(ServedFunction):
 
     @property
     def served_as(self) -> str:
-        return self._route.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
+        return self._bundle.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
 
     @property
     def recorded_as(self) -> int | None:
@@ -61,13 +66,12 @@ class Visit(ServedFunction):
         return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
 
     def __call__(self) -> list[Any]:
-        route = self._route.value
-        found = self._at_once() if route.is_closed else None
-        return Bare(self._by_turns() if found is None else found)
+        found = self._at_once() if self._bundle.value.is_closed else None
+        return ArrayBlock(self._by_turns() if found is None else found)
 
     def _at_once(self) -> list[Any] | None:
         try:
-            found = at_once(self._route.value, self._functions, self._items)
+            found = at_once(self._bundle.value, self._functions, self._items)
             wait_for(found or ())
         except Exception:
             self._looks_for_failure = True
@@ -85,7 +89,7 @@ class Visit(ServedFunction):
     def _by_turns(self) -> list[Any]:
         self._items = list(map(strong, as_jax(self._items)))
         current_worker().wait_for_arguments(self._items)
-        found = self._route.value.walk(self._items, self._stop)
+        found = self._bundle.value.walk(self._items, self._stop)
         self._running = None
         return found
 
@@ -93,7 +97,7 @@ class Visit(ServedFunction):
         self._running = turn
         task, since, failed = self._task(turn), time.monotonic(), True
         try:
-            arrays = self._route.value.stops[turn].run(task, items)
+            arrays = self._bundle.value.stops[turn].run(task, items)
             if self._looks_for_failure:
                 wait_for(arrays)
             failed = False
@@ -103,10 +107,10 @@ class Visit(ServedFunction):
                 task_served(task, current_worker().info, since, failed=failed)
 
     def _task(self, turn: int) -> Any:
-        return self._route.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
+        return self._bundle.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
 
 
-OWN.add(Visit)
+OWN.add(BundleRun)
 
 
 def wait_for(arrays: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ PADDING = bytes(ALIGNMENT)
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
-class Bare(list):
+class ArrayBlock(list):
     """Arrays. They arrive as a list of NumPy's, but for those of a special kind."""
 
     def __reduce__(self) -> Any:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jdistgrad.wire.progress import Progress
+from jdistgrad.wire.mpi_progress import Progress
 
 
 class Mailbox:

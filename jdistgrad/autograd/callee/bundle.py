@@ -1,6 +1,6 @@
 """What one message asks of a worker: stops in turn, of which a later one may need what an earlier one makes.
 
-A route says everything that is the same each time a step runs. It is decoded once by those who get it often.
+A bundle says everything that is the same each time a step runs. Workers that get one often decode it once.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jdistgrad.autograd.callee.recording import Arguments, Lane, Pulled, Recorde
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure
-from jdistgrad.autograd.values.uniform import Filled, made
+from jdistgrad.autograd.values.uniform import Uniform, made
 from jdistgrad.rpc.serving.arguments import delivered
 
 
@@ -27,7 +27,7 @@ class Made:
     number: int
 
 
-Source = int | Made | Filled  # a number: of what the message brings
+Source = int | Made | Uniform  # a number: of what the message brings
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +66,7 @@ class CallStop:
 @dataclasses.dataclass(eq=False)
 class PullStop:
     """Pull a pullback of something recorded. ``order``: of which derivative; ``call``: the stop that records it, if
-    that is one of the same route."""
+    that is one of the same bundle."""
 
     what: str
     order: int
@@ -85,11 +85,11 @@ class PullStop:
 
 
 @dataclasses.dataclass(eq=False)
-class Route:
+class Bundle:
     """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
 
     ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it;
-    ``wholes``: its compiled forms, by functions.
+    ``compiled_forms``: those that were made so far, by functions.
     """
 
     stops: list[CallStop | PullStop]
@@ -97,14 +97,14 @@ class Route:
     wanted: list[Made]
     needed: frozenset[Made]
     forgotten: list[list[int | Made]]
-    wholes: Any = None
+    compiled_forms: Any = None
 
     def __reduce__(self) -> Any:
-        return Route.of, (self.stops, self.sources, self.wanted)
+        return Bundle.of, (self.stops, self.sources, self.wanted)
 
     @classmethod
-    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Route":
-        last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Filled)}
+    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Bundle":
+        last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Uniform)}
         forgotten: list[list[int | Made]] = [[] for _ in stops]
         for one, turn in last.items():
             if one not in wanted:

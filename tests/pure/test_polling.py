@@ -1,0 +1,18 @@
+"""Naps of a polling thread."""
+
+from hypothesis import given, strategies as st
+
+from jdistgrad.wire import polling
+
+
+@given(st.floats(0, 1e6))
+def test_a_nap_is_a_small_share_of_the_quiet_time(quiet):
+    nap = polling.nap(quiet, may_spin=False)
+    assert polling.SHORTEST <= nap <= polling.LONGEST
+    assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
+
+
+def test_spinning_ends():
+    assert polling.nap(0.0, may_spin=True) == 0
+    assert polling.nap(polling.SPIN, may_spin=True) > 0
+    assert polling.nap(0.0, may_spin=False) > 0
