@@ -12,8 +12,8 @@ from jdistgrad.autograd.graph.graph import Graph as Graph
 from jdistgrad.autograd.staged.jit import jit as jit
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
+from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
-from jdistgrad.data_parallel.plan import plan_buckets as plan_buckets
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
     CallTimeoutError as CallTimeoutError,

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 
 from jdistgrad.autograd.contexts import Context
-from jdistgrad.data_parallel import in_context
-from jdistgrad.data_parallel.arrays import is_traced, on_numbers
+from jdistgrad.data_parallel import contexts
+from jdistgrad.data_parallel.buckets.host_arrays import is_traced, on_numbers
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.driver import Driver
+from jdistgrad.data_parallel.collectives.roll_call import Joining
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.inside import Inside, localized
-from jdistgrad.data_parallel.join import Join
-from jdistgrad.data_parallel.program import Programs
-from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rolls import Joining
-from jdistgrad.data_parallel.rules import Rules, paths_of
-from jdistgrad.data_parallel.statistics import Statistics
+from jdistgrad.data_parallel.reducing.settings import Rules, paths_of
+from jdistgrad.data_parallel.reducing.statistics import Statistics
+from jdistgrad.data_parallel.steps.compiled import Inside, localized
+from jdistgrad.data_parallel.steps.driver import Driver
+from jdistgrad.data_parallel.steps.join import Join
+from jdistgrad.data_parallel.steps.program import Programs
+from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.references.rref import RRef
 
@@ -159,7 +159,7 @@ class DataParallel:
         For replicas that make remote calls: each has a context of its own. Then ``DistributedOptimizer.step(ctx)``.
         Every rank must call it, with as many references, to values alike, in the same order.
         """
-        in_context.write(ctx, rrefs, self.average(in_context.read(ctx, rrefs)))
+        contexts.write(ctx, rrefs, self.average(contexts.read(ctx, rrefs)))
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one: ``ready(leaf, gradient)`` in any order; then ``finish()``.

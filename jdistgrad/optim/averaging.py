@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.arrays import is_traced
+from jdistgrad.data_parallel.buckets.host_arrays import is_traced
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.inside import Inside
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.reducing.settings import Rules
+from jdistgrad.data_parallel.steps.compiled import Inside
+from jdistgrad.data_parallel.steps.driver import Driver, shared_driver
 
 
 class AverageGradientsState(NamedTuple):

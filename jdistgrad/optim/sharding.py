@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdistgrad.data_parallel.buckets.bucket import join_flat
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
-from jdistgrad.data_parallel.layout import join_flat
 
 
 def shard_state(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models import on_all
 
-from jdistgrad.data_parallel import layout
+from jdistgrad.data_parallel.buckets import bucket
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -16,7 +16,7 @@ SIZES = [1, 63, 64, 65, 0, 129, 7, 64]  # chunks of 64 elements
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(layout, "CHUNK", 64 * 4)
+    monkeypatch.setattr(bucket, "CHUNK", 64 * 4)
 
 
 def leaves(rank):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jdistgrad.data_parallel import tracing
-from jdistgrad.data_parallel.agreement import Terms
-from jdistgrad.data_parallel.launching import Launching
-from jdistgrad.data_parallel.layout import lay_out
-from jdistgrad.data_parallel.leaves import Leaf, describe
-from jdistgrad.data_parallel.plan import MIB, limits_of, plan_buckets
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.buckets.bucket import lay_out
+from jdistgrad.data_parallel.buckets.leaves import Leaf, describe
+from jdistgrad.data_parallel.buckets.planning import MIB, limits_of, plan_buckets
+from jdistgrad.data_parallel.reducing.agreement import Terms
+from jdistgrad.data_parallel.reducing.settings import Rules
+from jdistgrad.data_parallel.steps import trace
+from jdistgrad.data_parallel.steps.reduction import Launching
 from jdistgrad.errors import LeafError
 
 pytestmark = pytest.mark.one_process
@@ -152,8 +152,8 @@ def chain(params, x):
 
 
 def test_the_order_is_that_of_the_backward_pass():
-    traced = tracing.trace(jax.jit(chain), 0, False, ([jnp.ones((3, 3))] * 5, jnp.ones((2, 3))), {})
-    assert tracing.readiness(traced.closed, 5) == [4, 3, 2, 1, 0]
+    traced = trace.trace(jax.jit(chain), 0, False, ([jnp.ones((3, 3))] * 5, jnp.ones((2, 3))), {})
+    assert trace.readiness(traced.closed, 5) == [4, 3, 2, 1, 0]
 
 
 def test_what_the_loss_depends_on_is_known_before_the_first_step():
@@ -161,7 +161,7 @@ def test_what_the_loss_depends_on_is_known_before_the_first_step():
         return jnp.sum(p["a"] * x) + jnp.sum(jax.lax.stop_gradient(p["b"])) + 0 * p["c"]
 
     parameters = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(()), "d": jnp.ones(2)}
-    assert tracing.trace(loss, 0, False, (parameters, jnp.ones(3)), {}).used == (True, False, True, False)
+    assert trace.trace(loss, 0, False, (parameters, jnp.ones(3)), {}).used == (True, False, True, False)
 
 
 def test_buckets_are_launched_in_order_whatever_comes_first():

@@ -11,7 +11,7 @@ from models import SMALL, batch, close, loss, on_all, parameters, serial
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.statistics import Clock, Span, times
+from jdistgrad.data_parallel.reducing.statistics import Clock, Span, times
 
 PATIENCE = 20  # seconds until a test is red; nothing waits that long else
 

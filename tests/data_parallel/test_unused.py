@@ -9,7 +9,7 @@ from models import on_all
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.usage import Usage
+from jdistgrad.data_parallel.steps.driver import Usage
 from jdistgrad.optim.averaging import average_gradients, keep_unused
 from jdistgrad.optim.sharding import shard_state
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jdistgrad.data_parallel import rolls
-from jdistgrad.data_parallel.rolls import Act, Roll
+from jdistgrad.data_parallel.collectives import roll_call
+from jdistgrad.data_parallel.collectives.roll_call import Act, Roll
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 
 
@@ -52,10 +52,10 @@ class Agreeing:
 
     def __call__(self, timeout: float) -> None:
         """Raises DisagreementError on every rank unless all say the same, MissingRanksError where some do not come."""
-        words = [rolls.unpack(word) for word in self._words(timeout)]
+        words = [roll_call.unpack(word) for word in self._words(timeout)]
         elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
         if elsewhere is not None:
-            raise rolls.apart(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
+            raise roll_call.apart(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
         if len(set(words)) > 1:
             self._tell()
 

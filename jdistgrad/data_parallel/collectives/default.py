@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jdistgrad.data_parallel import world
+from jdistgrad.data_parallel.collectives import world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI

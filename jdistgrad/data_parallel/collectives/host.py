@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.arrays import is_traced, like
+from jdistgrad.data_parallel.buckets.host_arrays import is_traced, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError

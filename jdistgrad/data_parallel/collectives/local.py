@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
-from jdistgrad.data_parallel.world import Occasion, Seat, Together, seat
+from jdistgrad.data_parallel.collectives.world import Occasion, Seat, Together, seat
 from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 

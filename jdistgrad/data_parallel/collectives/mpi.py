@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.world import Occasion, Together, refuse_forked_process
+from jdistgrad.data_parallel.collectives.world import Occasion, Together, refuse_forked_process
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Later

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.layout import Bucket
 from jdistgrad.errors import HookError
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.arrays import is_traced
+from jdistgrad.data_parallel.buckets.bucket import Bucket, Slot
+from jdistgrad.data_parallel.buckets.host_arrays import is_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook, remembered
-from jdistgrad.data_parallel.layout import Bucket, Slot
 
 
 def powersgd(

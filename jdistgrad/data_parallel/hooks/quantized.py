@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook, remembered
-from jdistgrad.data_parallel.layout import Bucket
 
 BLOCK = 1024
 

@@ -7,14 +7,47 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel.communication import Communication
-from jdistgrad.data_parallel.handling import Handling
-from jdistgrad.data_parallel.launching import Launching
-from jdistgrad.data_parallel.leaves import index_dimensions
-from jdistgrad.data_parallel.reducer import Reducer
-from jdistgrad.data_parallel.rules import Plan
-from jdistgrad.data_parallel.sparse import require_rows
+from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.leaves import index_dimensions
+from jdistgrad.data_parallel.reducing.reducer import Reducer
+from jdistgrad.data_parallel.reducing.settings import Handling, Plan
+from jdistgrad.data_parallel.reducing.sparse import require_rows
+from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
+
+
+class Launching:
+    """When each bucket of one step may go: which leaves have come, which buckets have gone. A pure state machine.
+
+    Gradients come in any order; buckets go strictly in theirs. Going by arrival would pair different buckets on
+    different ranks: sums that are silently wrong where their sizes are equal.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        self._slots = {slot.index: (bucket.index, slot) for bucket in buckets for slot in bucket.slots}
+        self._waiting = [len(bucket.slots) for bucket in buckets]
+        self._ready: set[int] = set()
+        self._next = 0
+
+    def ready(self, leaf: int) -> range:
+        """A gradient has come; the buckets that go now, in order. Raises LeafError when it had come before."""
+        bucket, slot = self._slots[leaf]
+        if leaf in self._ready:
+            raise LeafError(
+                f"the gradient of {slot.path} (leaf {leaf}, bucket {bucket}) was marked ready twice in one step. Each "
+                "gradient is reduced once: sum the parts first.",
+                path=slot.path,
+            )
+        self._ready.add(leaf)
+        self._waiting[bucket] -= 1
+        start = self._next
+        while self._next < len(self._waiting) and self._waiting[self._next] == 0:
+            self._next += 1
+        return range(start, self._next)
+
+    def missing(self) -> list[str]:
+        """The paths of the gradients that have not come."""
+        return [slot.path for leaf, (_, slot) in sorted(self._slots.items()) if leaf not in self._ready]
 
 
 class Reduction:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdistgrad.data_parallel.leaves import Leaf
+from jdistgrad.data_parallel.buckets.leaves import Leaf
 
 CHUNK = 2 << 20  # bytes: a huge page. 64 MiB are averaged in 10 ms that way, in place they took 15 to 20
 

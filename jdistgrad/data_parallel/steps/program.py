@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel import tracing
-from jdistgrad.data_parallel.communication import settings
-from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
-from jdistgrad.data_parallel.rules import Plan
-from jdistgrad.data_parallel.stages import Staged
+from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.reducing.settings import Plan
+from jdistgrad.data_parallel.steps import trace
+from jdistgrad.data_parallel.steps.pieces import Staged
+from jdistgrad.data_parallel.steps.thread import settings
 from jdistgrad.errors import CollectiveError
 
 
@@ -66,9 +66,9 @@ class Programs:
             self._usage[key] = traced.gradients, traced.used
         return self._usage[key]
 
-    def _trace(self, args: tuple, kwargs: dict) -> tracing.Trace:
+    def _trace(self, args: tuple, kwargs: dict) -> trace.Trace:
         self._require_inexact(args)
-        traced = tracing.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        traced = trace.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
         if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
             raise CollectiveError(
                 "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
@@ -76,11 +76,11 @@ class Programs:
             )
         return traced
 
-    def _make(self, traced: tracing.Trace, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
+    def _make(self, traced: trace.Trace, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
         count = traced.gradients.num_leaves
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.closed.out_avals[:count]]
         like = jax.tree.unflatten(traced.gradients, avals)
-        plan = agree(Traced(like, tracing.readiness(traced.closed, count)))
+        plan = agree(Traced(like, trace.readiness(traced.closed, count)))
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
         staged = Staged(traced.closed, groups if overlap and groups else [plan.bucketed])
         return Program(plan, traced.gradients, traced.used, staged, traced.results)

@@ -10,22 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel import arrays
-from jdistgrad.data_parallel.agreement import Settings, Terms
+from jdistgrad.data_parallel.buckets import host_arrays
+from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_dimensions, is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.communication import Communication, settings
+from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.join import Join
-from jdistgrad.data_parallel.layout import Bucket
-from jdistgrad.data_parallel.leaves import describe_all, flatten, index_dimensions, is_sparse
-from jdistgrad.data_parallel.program import Programs, Traced
-from jdistgrad.data_parallel.reducer import Reducer
-from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rolls import Act, Joining
-from jdistgrad.data_parallel.rules import Plan, Rules
-from jdistgrad.data_parallel.sparse import require_rows
-from jdistgrad.data_parallel.statistics import Statistics, after_step
-from jdistgrad.data_parallel.usage import Usage
+from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
+from jdistgrad.data_parallel.reducing.reducer import Reducer
+from jdistgrad.data_parallel.reducing.settings import Plan, Rules
+from jdistgrad.data_parallel.reducing.sparse import require_rows
+from jdistgrad.data_parallel.reducing.statistics import Statistics, after_step
+from jdistgrad.data_parallel.steps.join import Join
+from jdistgrad.data_parallel.steps.program import Programs, Traced
+from jdistgrad.data_parallel.steps.reduction import Reduction
+from jdistgrad.data_parallel.steps.thread import Communication, settings
 
 
 class Driver:
@@ -52,7 +51,7 @@ class Driver:
         """The root's tree."""
         leaves, structure = jax.tree.flatten(tree)
         memories = self._thread.run(self._reducer.broadcast, *self._on_host(tree), root)
-        return jax.tree.unflatten(structure, map(arrays.like, memories, leaves))
+        return jax.tree.unflatten(structure, map(host_arrays.like, memories, leaves))
 
     def verify(self, tree: Any) -> None:
         """Check that a tree is the same on every rank."""
@@ -60,7 +59,7 @@ class Driver:
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
         described = describe_all(tree)
-        memories = [arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
+        memories = [host_arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
         leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(described, memories, strict=True)]
         return Terms(tuple(leaves), self._rules.settings), memories
 
@@ -184,3 +183,24 @@ def _as_gradient(path: str, leaf: Any) -> Any:
 
 def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if hasattr(leaf, "dtype") else type(leaf)
+
+
+class Usage:
+    """What steps that were not averaged (``no_sync``) used, by the structure of their gradients."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Any, list[bool]] = {}
+
+    def note(self, structure: Any, used: Sequence[bool]) -> None:
+        """One more step, of which the gradients stay this rank's own."""
+        before = self._pending.get(structure, [False] * len(used))
+        self._pending[structure] = [a or b for a, b in zip(before, used, strict=True)]
+
+    def take(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
+        """What is used by the gradients now averaged: those of this step, if there is one, and of those before it.
+
+        Where nothing is known of them, each counts as used.
+        """
+        if used is not None:
+            self.note(structure, used)
+        return self._pending.pop(structure, None) or [True] * structure.num_leaves

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from jdistgrad.data_parallel.arrays import numbers
+from jdistgrad.data_parallel.buckets.host_arrays import numbers
 from jdistgrad.errors import LeafError
 
 

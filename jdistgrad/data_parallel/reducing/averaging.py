@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
+from jdistgrad.data_parallel.buckets.leaves import is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
-from jdistgrad.data_parallel.layout import Bucket, join_flat
-from jdistgrad.data_parallel.leaves import is_sparse
-from jdistgrad.data_parallel.memory import Scratch, blank, host_device, writable
+from jdistgrad.data_parallel.reducing.memory import Scratch, blank, host_device, writable
 
 
 def plainly(

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
+from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
+from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.hooks import average as plain_average, base as hooks
-from jdistgrad.data_parallel.layout import Bucket, join_flat
-from jdistgrad.data_parallel.leaves import flatten, is_sparse
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.reducing.settings import Rules
+from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 
 

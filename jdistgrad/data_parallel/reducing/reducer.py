@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.data_parallel import averaging, rolls, verification
-from jdistgrad.data_parallel.agreement import Terms, require_agreement
+from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.leaves import is_sparse
+from jdistgrad.data_parallel.collectives import roll_call
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.handling import Handling
-from jdistgrad.data_parallel.layout import Bucket
-from jdistgrad.data_parallel.leaves import is_sparse
-from jdistgrad.data_parallel.memory import Scratch
-from jdistgrad.data_parallel.rolls import Act, Call, Joining, Roll
-from jdistgrad.data_parallel.rules import Plan, Rules
-from jdistgrad.data_parallel.sparse import reduce_rows, reduce_sparse
-from jdistgrad.data_parallel.statistics import Clock, Span
+from jdistgrad.data_parallel.collectives.roll_call import Act, Call, Joining, Roll
+from jdistgrad.data_parallel.reducing import averaging
+from jdistgrad.data_parallel.reducing.agreement import Terms, require_agreement, require_same_bits
+from jdistgrad.data_parallel.reducing.memory import Scratch
+from jdistgrad.data_parallel.reducing.settings import Handling, Plan, Rules
+from jdistgrad.data_parallel.reducing.sparse import reduce_rows, reduce_sparse
+from jdistgrad.data_parallel.reducing.statistics import Clock, Span
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
 
 
@@ -46,15 +46,17 @@ class Reducer:
         """``terms``: of the tree that this rank comes with."""
         with self._breaking():
             while self._announced:
-                rolls.call(self._announced.pop(0)(self.rules.timeout))
+                roll_call.call(self._announced.pop(0)(self.rules.timeout))
             words = self._announce(mine)(self.rules.timeout)
         try:
             self._require_same_terms(words, terms)
         except DisagreementError:
-            self.step = max(rolls.unpack(word).step for word in words)  # whoever goes on, all go on from the same step
+            self.step = max(
+                roll_call.unpack(word).step for word in words
+            )  # whoever goes on, goes on from the same step
             raise
         with self._breaking():
-            call = rolls.call(words)
+            call = roll_call.call(words)
         self.last_active = call.active or self.last_active
         return call
 
@@ -91,8 +93,8 @@ class Reducer:
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
-        active = {r: roll for r, roll in enumerate(map(rolls.unpack, words)) if roll.act is not Act.SHADOW}
-        if not rolls.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
+        active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
+        if not roll_call.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
             return
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
@@ -203,7 +205,7 @@ class Reducer:
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
         """Compare everybody's leaves."""
         self._meet(self._here(Act.VERIFY, digest=terms.digest()), terms)
-        verification.verify(terms.leaves, memories, self.collectives.gather_objects)
+        require_same_bits(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
 
@@ -227,7 +229,7 @@ class Reducer:
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
             elif lead.act is not Act.FAILED:  # of which the others hear, and may go on
-                raise rolls.apart(self.collectives.rank, self._here(Act.SHADOW), call.leader, lead)
+                raise roll_call.apart(self.collectives.rank, self._here(Act.SHADOW), call.leader, lead)
 
     def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:
         bucket = plan.buckets[number]

@@ -5,11 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.data_parallel.agreement import Settings, Terms
+from jdistgrad.data_parallel.buckets.bucket import Bucket, lay_out
+from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
+from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook, checked
-from jdistgrad.data_parallel.layout import Bucket, lay_out
-from jdistgrad.data_parallel.leaves import Leaf, describe, require_inexact
-from jdistgrad.data_parallel.plan import limits_of, plan_buckets
+from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
+from jdistgrad.data_parallel.reducing.statistics import Clock
 from jdistgrad.errors import LeafError
 
 
@@ -99,3 +101,26 @@ class Rules:
         walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last parameters' come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
         return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
+
+
+@dataclasses.dataclass
+class Handling:
+    """One step's.
+
+    Arguments:
+      step: its number.
+      hook: what to do with a bucket instead of averaging it.
+      states: the hook's, by bucket; it changes them.
+      overwrite: whether averages may be written over the gradients.
+      clock: where its times are noted.
+      act: what the other ranks are told of it: REDUCE or AVERAGE.
+      joining: in which kind of ``join`` block it began.
+    """
+
+    step: int
+    hook: Hook | None
+    states: dict[int, Any]
+    overwrite: bool = True
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    act: Act = Act.REDUCE
+    joining: Joining = Joining.NONE
