@@ -53,6 +53,18 @@ def test_the_journey_is_the_real_one():
         assert f"```text\n{part.strip()}\n```" in (DOCS / "journey.md").read_text()
 
 
+def test_the_journey_of_a_step_is_the_real_one():
+    """But for JAX's names of what a piece computes, which change with its versions."""
+
+    def without_names(text):
+        return re.sub(r"compute .*", "compute", text)
+
+    command = [sys.executable, DOCS / "programs" / "journey_of_a_step.py"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = re.search(r"```text\n(.*?)```", (DOCS / "journey-of-a-step.md").read_text(), re.DOTALL).group(1)
+    assert without_names(printed) == without_names(shown)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_name_on_a_page_exists(page):
     for name in set(NAME.findall(page.read_text())):
