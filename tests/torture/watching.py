@@ -20,6 +20,7 @@ from torture.judging import CRASH, HANG, MISMATCH, Problem
 from torture.programs import ParallelProgram
 
 TO_START = 120.0  # seconds in which a batch must have begun its first program
+TOGETHER = 40  # programs of one process: what it has compiled stays, and slows down the collection of garbage
 TO_WRITE = 1.0  # seconds for the stacks
 
 # What a program's seed says of the process that runs it: whether floats are 64 bits wide, and how many devices it has.
@@ -80,7 +81,7 @@ def verdicts(world: World, seeds: Sequence[int], features: Sequence[str], limit:
     for place in dict.fromkeys(PLACES):
         left = [seed for seed in seeds if PLACES[seed % len(PLACES)] == place]
         while left:
-            found = run_batch(world, left, features, limit, place)
+            found = run_batch(world, left[:TOGETHER], features, limit, place)
             yield from found
             left = left[len(found) :]
 
