@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from jdistgrad.exports import *  # noqa: F403
 
 if _launched() or "jax" in sys.modules:  # before a program makes arrays: then it is too late
-    from jdistgrad.ffi.dispatch import run_programs_where_they_are_called as _run_programs_where_they_are_called
+    from jdistgrad.ffi import dispatch as _dispatch
 
-    _run_programs_where_they_are_called()
+    _dispatch.run_programs_where_they_are_called()
+    if not _launched():
+        _dispatch.provide_threads()
 
 
 def __getattr__(name: str) -> Any:

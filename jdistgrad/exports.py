@@ -41,6 +41,7 @@ from jdistgrad.errors import (
     WorldClosedError as WorldClosedError,
     WorldError as WorldError,
 )
+from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
@@ -59,5 +60,8 @@ from jdistgrad.rpc.worlds.worlds import (
     worker_info as worker_info,
     world_size as world_size,
 )
+from jdistgrad.wire.launcher_env import launched as _launched
 
+if not _launched():
+    _provide_threads()  # local worlds need them
 _traced_calls.install()  # from here on, calls inside grad and jit are differentiable

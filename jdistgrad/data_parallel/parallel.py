@@ -138,7 +138,7 @@ class DataParallel:
                 own = localized(self.collectives, args, argnums)
                 value, gradients = jax.value_and_grad(loss_fn, argnums, has_aux)(*own, **kwargs)
                 self._rules.require_sparse_paths(gradients)
-                return value, self._average_inside(gradients) if self._syncing else gradients
+                return value, self._average_inside(gradients, "step") if self._syncing else gradients
             if not self._syncing:
                 return driver.local_step(programs, args, kwargs)
             return driver.step(programs, args, kwargs, overlap=self.overlap)
@@ -225,5 +225,5 @@ class DataParallel:
             raise CollectiveError(otherwise)
         return self._driver
 
-    def _average_inside(self, gradients: Any) -> Any:
-        return self._inside.average(gradients, joining=self._driver is not None and self._driver.joining)
+    def _average_inside(self, gradients: Any, what: str = "average") -> Any:
+        return self._inside.average(gradients, what, joining=self._driver is not None and self._driver.joining)

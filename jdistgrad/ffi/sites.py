@@ -6,10 +6,12 @@ Here the handler that XLA calls returns at once. The function runs on a thread o
 are needed, and says when the program may go on.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -75,14 +77,17 @@ def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
 class Call:
     """A call under way. It ends once: with its function, or when it is cancelled. Then the results' memory is XLA's."""
 
-    def __init__(self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.Pending):
+    def __init__(
+        self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.Pending, *, holds_thread: bool
+    ):
         self._function, self._results, self._pending = function, results, pending
+        self._crowd: Any = _waiting if holds_thread else contextlib.nullcontext()
         self._ended, self._lock = False, threading.Lock()
         _under_way.add(self)
 
     def run(self) -> None:
         try:
-            with _waiting:
+            with self._crowd:
                 found = self._function()
             self._end(lambda: _put(found, self._results))
         except BaseException as error:
@@ -140,12 +145,19 @@ def _handle(address: int) -> int | None:
         whole = functools.partial(site.function, *operands)
         found = whole() if site.quick else Later(whole)
         if isinstance(found, Later):
-            _threads.run(Call(found.rest, results, frame.begin()).run)
+            call = Call(found.rest, results, frame.begin(), holds_thread=_is_xlas())
+            _threads.run(call.run)
         else:
             _put(found, results)
     except BaseException as error:
         return frame.error(in_words(error), code_of(error))
     return None
+
+
+def _is_xlas() -> bool:
+    """Whether the thread that runs the program is one of XLA's pool: nothing of Python's is below."""
+    handler = sys._getframe(1)
+    return handler.f_back is None
 
 
 def copied(array: np.ndarray) -> np.ndarray:

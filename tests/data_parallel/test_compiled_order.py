@@ -36,7 +36,7 @@ def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length):
 
         right()
         for step, x in [(one, a), (two, b)] if rank else [(two, b), (one, a)]:
-            with pytest.raises(TOLD, match=r"not in the same operation.*rank 0 does compiled average of \['[ab]'\]"):
+            with pytest.raises(TOLD, match=r"not in the same operation.*rank 0 does compiled step of \['[ab]'\]"):
                 jax.block_until_ready(step(x))
         right()
 
@@ -122,5 +122,20 @@ def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeo
         with pytest.raises((jax.errors.JaxRuntimeError, WorkerLostError), match=told):
             jax.block_until_ready(first(x))
         jd.collectives.of_this_world().allreduce(x["w"])  # nobody leaves until all have been told
+
+    on_all(big_world, body)
+
+
+def test_a_step_is_not_an_average_of_given_gradients(big_world):
+    """Of equal trees: nothing but what the ranks say of them tells one from the other."""
+
+    def body(rank, size):
+        dp = DataParallel()
+        a = {"a": jnp.full((2, 2), 1.0 + rank)}
+        step, average = jax.jit(dp.value_and_grad(square)), jax.jit(dp.average)
+        for run in (step, average) if rank == 1 else (average, step):
+            with pytest.raises(TOLD, match=r"rank 0 does compiled (step|average) of \['a'\]"):
+                jax.block_until_ready(run(a))
+        np.testing.assert_allclose(average(a)["a"], np.mean([1.0 + r for r in range(size)]))
 
     on_all(big_world, body)

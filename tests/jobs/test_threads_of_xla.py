@@ -50,6 +50,27 @@ def test_collectives_in_compiled_code_of_more_workers_than_cores(mpi_job, worker
     ).expect("done")
 
 
+def test_programs_whose_arguments_are_still_being_copied(mpi_job):
+    """XLA runs them on its own threads: one for each worker, if they wait for each other."""
+    mpi_job(
+        1,
+        on_two_cores(
+            """
+            def main():
+                me, c = jd.init(), jd.collectives.of_this_world()
+                step = jax.jit(lambda x: c.allreduce(x[0, :3]))
+                for k in range(3):
+                    large = np.full((4096, 4096), float(me.rank + k), np.float32)
+                    np.testing.assert_array_equal(step(jnp.asarray(large)), 6.0 + 4 * k)
+                jd.shutdown()
+
+            jd.spawn(main, 4)
+            print("done", flush=True)
+            """
+        ),
+    ).expect("done")
+
+
 def test_a_sharded_optimizer_in_compiled_code_of_more_workers_than_cores(mpi_job):
     mpi_job(
         1,

@@ -33,11 +33,11 @@ class Inside:
         """The hook's states for the buckets of a tree."""
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
 
-    def average_with(self, gradients: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
         """The average of a tree of gradients, and the hook's new states. Every rank must call it."""
         leaves, structure = flatten(gradients)
         buckets, after = self._buckets(gradients), []
-        with self._section(buckets) as all_:
+        with self._section(what, buckets) as all_:
             for bucket, state in zip(buckets, states, strict=True):
                 found, state = self._averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state, all_)
                 for slot, value in zip(bucket.slots, found, strict=True):
@@ -45,17 +45,21 @@ class Inside:
                 after.append(state)
         return jax.tree.unflatten(structure, leaves), after
 
-    def _section(self, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
+    def _section(self, what: str, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
         """One agreement is enough for a plan that the ranks know."""
         if not isinstance(self._collectives, HostCollectives) or not buckets:
             return contextlib.nullcontext(self._collectives)
         leaves = [f"{slot.path} {bucket.dtype}{list(slot.shape)}" for bucket in buckets for slot in bucket.slots]
         digest = hashlib.blake2b(repr((leaves, self._rules.settings)).encode(), digest_size=8).hexdigest()
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-        return self._collectives.section(f"average of {', '.join(leaves[:3])}{rest} (plan {digest})")
+        return self._collectives.section(f"{what} of {', '.join(leaves[:3])}{rest} (plan {digest})")
 
-    def average(self, gradients: Any, *, joining: bool) -> Any:
-        """The average of a tree of gradients, where nothing is kept from step to step."""
+    def average(self, gradients: Any, what: str, *, joining: bool) -> Any:
+        """The average of a tree of gradients, where nothing is kept from step to step.
+
+        Arguments:
+          what: whether they are a step's own or were given: other ranks must do the same.
+        """
         self._refuse_what_waits(joining)
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
@@ -63,7 +67,7 @@ class Inside:
                 f"the hook {self._rules.hook_name!r} has a state, and a step inside jit has nowhere to keep it. Use "
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
-        return self.average_with(gradients, states)[0]
+        return self.average_with(gradients, states, what)[0]
 
     def _refuse_what_waits(self, joining: bool) -> None:
         rules = self._rules

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import errors
+from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
@@ -43,6 +44,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
       >>> jd.spawn(main, 3)
       [0, 1, 4]
     """
+    provide_threads()
     hub = Hub(checked_size(n))
     results: list[Any] = [None] * n
     failures: list[BaseException] = []
@@ -75,6 +77,7 @@ class LocalWorkers:
     """A local world whose worker 0 is the caller; what ``local_workers`` returns."""
 
     def __init__(self, n: int, timeout: float):
+        provide_threads()
         hub = Hub(n)
         self._servers = [
             threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
