@@ -41,7 +41,7 @@ def test_fetches_and_parts_of_gradients_share_a_message(world):
         step.plan(a, b, c)
         with jd.context():
             results = []
-            count = messages_of(lambda: results.append(step(a, b, c)), "run_errands")
+            count = messages_of(lambda: results.append(step(a, b, c)), "serve_requests")
             ((value, gradients),) = results
             close(value, 10 * X.sum())
             close([one.to_here() for one in gradients], [jnp.ones_like(X)] * 3)
@@ -57,7 +57,7 @@ def test_gradients_that_depend_on_the_values_follow_together(world):
         step.plan(a, b)
         with jd.context():
             results = []
-            count = messages_of(lambda: results.append(step(a, b)), "run_errands")
+            count = messages_of(lambda: results.append(step(a, b)), "serve_requests")
             ((_, gradients),) = results
             close([one.to_here() for one in gradients], [3 * X, 2 * X])
         assert count == (0 if last() == 0 else 2)
