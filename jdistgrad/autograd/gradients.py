@@ -22,12 +22,17 @@ from jdistgrad.wire.ids import spell
 class RemoteGradient:
     """The gradient of a reference's value. It stays with the value, on its owner; ``to_here`` fetches a copy.
 
-    To JAX it is a pytree with one leaf: how many parts it was made of.
+    To JAX it is a pytree with one leaf: the marks of the contributions it was made of.
     """
 
-    def __init__(self, rref: RRef, parts: Any, scope: Scope | None, lease: Any = None):
-        self.rref, self.parts = rref, parts
+    def __init__(self, rref: RRef, marks: Any, scope: Scope | None, lease: Any = None):
+        self.rref, self.marks = rref, marks
         self._scope, self.lease = scope, lease
+
+    @property
+    def parts(self) -> Any:
+        """How many contributions it was made of."""
+        return self.marks[..., 0]
 
     @property
     def owner(self) -> WorkerInfo:
@@ -51,7 +56,7 @@ def _unflatten(reference: Any, children: Any) -> RemoteGradient:
 
 
 def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
-    return (gradient.parts,), jax.tree.structure(gradient.rref)
+    return (gradient.marks,), jax.tree.structure(gradient.rref)
 
 
 jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
@@ -176,7 +181,7 @@ def _scalar(root: Any) -> Any:
 
 
 def _with_remote(gradients: Any, lease: Any) -> Any:
-    """References in gradients are what JAX makes of the count of parts: say what they are."""
+    """JAX returns a reference whose handle has the marks of contributions; wrap it as a RemoteGradient."""
 
     def convert(leaf: Any) -> Any:
         return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, Contribution, Ledger, Node, total
+from jdistgrad.autograd.tape.ledger import CONTRIBUTION, EXACT, REFERENCE, Contribution, Ledger, Node, mark, total
 
 NODE = Node(REFERENCE, 7)
 
@@ -18,13 +18,18 @@ def part(number, value=1.0, lanes=()):
     return Contribution(number, lanes, [jnp.full((*lanes, 2), value, jnp.float32)])
 
 
+def marks(*members):
+    """The sum of the marks of some contributions: numbers, or pairs of a number and how often it counts."""
+    return sum((mark(one) if isinstance(one, int) else one[1] * mark(one[0]) for one in members), np.zeros(3))
+
+
 def numbers(contributions):
     return [one.number for one in contributions]
 
 
 def test_whoever_takes_waits_for_the_count():
     ledger = Ledger()
-    taken = ledger.take(NODE, 3)
+    taken = ledger.take(NODE, marks(1, 3, 5))
     for number in (5, 1):
         ledger.put(NODE, part(number))
         assert not taken.done()
@@ -36,47 +41,61 @@ def test_contributions_may_come_before_they_are_asked_for():
     ledger = Ledger()
     ledger.put(NODE, part(2))
     ledger.put(NODE, part(1))
-    assert numbers(ledger.take(NODE, 2).result(0)) == [1, 2]
+    assert numbers(ledger.take(NODE, marks(1, 2)).result(0)) == [1, 2]
 
 
 def test_none_are_waited_for_where_the_count_is_zero():
-    assert Ledger().take(NODE, 0).result(0) == []
+    assert Ledger().take(NODE, marks()).result(0) == []
 
 
 def test_who_takes_none_leaves_those_of_others():
     ledger = Ledger()
-    others = ledger.take(NODE, 2)
+    others = ledger.take(NODE, marks(1, 2))
     ledger.put(NODE, part(1))
-    assert ledger.take(NODE, 0).result(0) == []
+    assert ledger.take(NODE, marks()).result(0) == []
     ledger.put(NODE, part(2))
     assert numbers(others.result(0)) == [1, 2]
 
 
-def test_contributions_of_two_passes_are_told_not_summed():
-    """They say how many they are, and not whose."""
+def test_each_pass_gets_its_own_contributions_where_others_come_first():
+    """As many of another pass, and of one that has failed, are there: their marks are not these."""
     ledger = Ledger()
-    ledger.put(NODE, part(1))
-    ledger.put(NODE, part(2))
-    with pytest.raises(jd.DifferentiationError, match="two backward passes"):
-        ledger.take(NODE, 1).result(0)
+    one, other = ledger.take(NODE, marks(1, 4)), ledger.take(NODE, marks(2, 3))
+    for number in (2, 1, 9):
+        ledger.put(NODE, part(number))
+    assert not one.done()
+    assert not other.done()
+    ledger.put(NODE, part(3))
+    assert numbers(other.result(0)) == [2, 3]
+    ledger.put(NODE, part(4))
+    assert numbers(one.result(0)) == [1, 4]
+    assert numbers(ledger.read(NODE)) == [9]
 
 
-def test_two_who_take_at_a_time_are_both_told():
+def test_batched_passes_get_their_own():
     ledger = Ledger()
-    both = [ledger.take(NODE, 1), ledger.take(NODE, 2)]
-    for one in both:
-        with pytest.raises(jd.DifferentiationError, match="at the same time"):
-            one.result(0)
-    third = ledger.take(Node(CONTRIBUTION, 8), 1)
-    ledger.put(Node(CONTRIBUTION, 8), part(3))
-    assert numbers(third.result(0)) == [3]
+    for number in (1, 2, 3):
+        ledger.put(NODE, part(number, lanes=(4,)))
+    assert numbers(ledger.take(NODE, marks((1, 4), (3, 4))).result(0)) == [1, 3]
+    assert numbers(ledger.take(NODE, marks(2), (4,)).result(0)) == [2]
+
+
+def test_so_many_that_their_marks_are_not_exact_are_counted():
+    ledger, many = Ledger(), EXACT + 2
+    for number in range(many):
+        ledger.put(NODE, part(number))
+    assert len(ledger.take(NODE, np.array([many, 0, 0])).result(0)) == many
+    for number in range(many, 2 * many + 1):
+        ledger.put(NODE, part(number))
+    with pytest.raises(jd.DifferentiationError, match="so many contributions that they cannot be told apart"):
+        ledger.take(NODE, np.array([many, 0, 0])).result(0)
 
 
 def test_what_is_taken_is_gone():
     ledger = Ledger()
     ledger.put(NODE, part(1))
     assert ledger.nodes() == [NODE]
-    ledger.take(NODE, 1).result(0)
+    ledger.take(NODE, marks(1)).result(0)
     assert ledger.nodes() == []
     assert ledger.read(NODE) == []
 
@@ -90,7 +109,7 @@ def test_reading_leaves_everything():
 
 def test_nodes_do_not_mix():
     ledger, other = Ledger(), Node(CONTRIBUTION, NODE.id)
-    taken, others = ledger.take(NODE, 1), ledger.take(other, 1)
+    taken, others = ledger.take(NODE, marks(1)), ledger.take(other, marks(1))
     ledger.put(other, part(1))
     assert not taken.done()
     assert numbers(others.result(0)) == [1]
@@ -100,7 +119,7 @@ def test_nodes_do_not_mix():
 
 def test_the_same_number_counts_once():
     ledger = Ledger()
-    taken = ledger.take(NODE, 2)
+    taken = ledger.take(NODE, marks(1, 2))
     for value in (1.0, 5.0):
         ledger.put(NODE, part(1, value))
     assert not taken.done()
@@ -111,14 +130,14 @@ def test_the_same_number_counts_once():
 def test_a_number_that_was_taken_does_not_come_again():
     ledger = Ledger()
     ledger.put(NODE, part(1))
-    ledger.take(NODE, 1).result(0)
+    ledger.take(NODE, marks(1)).result(0)
     ledger.put(NODE, part(1))
     assert ledger.nodes() == []
 
 
 def test_a_batched_contribution_counts_for_each_lane():
     ledger = Ledger()
-    taken = ledger.take(NODE, 7)
+    taken = ledger.take(NODE, marks((1, 6), 2))
     ledger.put(NODE, part(1, lanes=(2, 3)))
     assert not taken.done()
     ledger.put(NODE, part(2))
@@ -127,7 +146,7 @@ def test_a_batched_contribution_counts_for_each_lane():
 
 def test_a_batched_taker_counts_each_contribution_once():
     ledger = Ledger()
-    taken = ledger.take(NODE, 2, (3,))
+    taken = ledger.take(NODE, marks(1, 2), (3,))
     ledger.put(NODE, part(1, lanes=(3,)))
     assert not taken.done()
     ledger.put(NODE, part(2, lanes=(3,)))
@@ -161,7 +180,7 @@ def test_leaves_nobody_contributed_to_stay_empty():
 
 def sum_of(arrivals):
     ledger = Ledger()
-    taken = ledger.take(NODE, len(arrivals))
+    taken = ledger.take(NODE, marks(*(one.number for one in arrivals)))
     for one in arrivals:
         ledger.put(NODE, one)
     return np.asarray(total(taken.result(0))[0])
@@ -179,26 +198,29 @@ def test_sums_are_the_same_to_the_bit_whatever_the_order_of_arrival():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_mixture_of_puts_and_takes_tells_everybody_what_is_theirs(seed):
+    """Of one or several passes through each node."""
     chance = random.Random(seed)
     ledger, wanted, events = Ledger(), {}, []
-    for k in range(chance.randint(1, 6)):
+    for k in range(chance.randint(1, 4)):
         node = Node(chance.choice([REFERENCE, CONTRIBUTION]), k)
-        wanted[node] = sorted(chance.sample(range(100), chance.randint(1, 6)))
-        events += [("put", node, number) for number in wanted[node]] + [("take", node, len(wanted[node]))]
+        drawn = chance.sample(range(100), chance.randint(3, 9))
+        for turn in range(3):
+            wanted[node, turn] = sorted(drawn[turn::3])
+            events += [("put", node, number) for number in wanted[node, turn]] + [("take", node, turn)]
     chance.shuffle(events)
     taken = {}
-    for what, node, number in events:
+    for what, node, which in events:
         if what == "put":
-            ledger.put(node, part(number))
+            ledger.put(node, part(which))
         else:
-            taken[node] = ledger.take(node, number)
-    assert {node: numbers(future.result(0)) for node, future in taken.items()} == wanted
+            taken[node, which] = ledger.take(node, marks(*wanted[node, which]))
+    assert {key: numbers(future.result(0)) for key, future in taken.items()} == wanted
     assert ledger.nodes() == []
 
 
 def test_contributions_from_many_threads_all_count():
     ledger = Ledger()
-    taken = ledger.take(NODE, 400)
+    taken = ledger.take(NODE, marks(*range(400)))
 
     def contribute(thread):
         for k in range(50):
@@ -214,7 +236,7 @@ def test_contributions_from_many_threads_all_count():
 
 def test_giving_up_ends_every_wait():
     ledger = Ledger()
-    waits = [ledger.take(Node(REFERENCE, k), 1) for k in range(3)]
+    waits = [ledger.take(Node(REFERENCE, k), marks(1)) for k in range(3)]
     ledger.put(Node(REFERENCE, 1), part(1))
     ledger.give_up(jd.ContextError("closed"))
     assert numbers(waits[1].result(0)) == [1]

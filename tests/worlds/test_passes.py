@@ -152,3 +152,35 @@ def pass_over(rref, x):
             found.append(gradient.to_here()["w"])
     assert all((one == found[0]).all() for one in found)
     return found[0]
+
+
+@pytest.mark.parametrize("jit", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
+def test_two_passes_at_the_same_time_through_one_reference(big_world, jit):
+    """Neither needs the other's result: as many contributions of each meet at the owner, in any order."""
+
+    def program(call, remote):
+        def loss(x):
+            kept = remote(1, jnp.sin, x)
+            return call(0, jnp.multiply, kept, x), call(2, jnp.add, kept, x * x)
+
+        def both(x, one, other):
+            _, pull = jax.vjp(loss, x)
+            return pull(one), pull(other)
+
+        return both
+
+    remotely = program(
+        lambda to, f, *args: jd.rpc_sync(to, f, args=args), lambda to, f, *args: jd.remote(to, f, args=args)
+    )
+    serially = program(lambda to, f, *args: f(*args), lambda to, f, *args: f(*args))
+
+    def body():
+        x = jnp.arange(1.0, 5.0)
+        step = jit(remotely)
+        for k in range(8):
+            one, other = (x + k, 2 * x), (x * x, x - k)
+            with jd.context():
+                found = jax.block_until_ready(step(x, one, other))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, serially(x, one, other))
+
+    big_world.drive(body)

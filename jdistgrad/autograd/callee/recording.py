@@ -13,7 +13,7 @@ from jdistgrad.autograd.callee.functions import Publishing, gradient_layout
 from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
 from jdistgrad.autograd.tape.contributions import contribute
-from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Node, total
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Node, mark, total
 from jdistgrad.autograd.tape.program_order import Place, next_place
 from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched, serving
 from jdistgrad.autograd.values.holes import Layout, split
@@ -138,9 +138,10 @@ class Recording:
         """Cotangents of the wanted leaves the message asks for, from those of the live results."""
         if self._published is None:
             return self._pull(pulled, pulled.live, cotangents, pulled.maps)
-        (count,) = cotangents
-        lanes = np.shape(count)
-        taken = tape.ledger.take(Node(REFERENCE, self._published), int(np.ravel(count)[0]), lanes).result()
+        marks = np.asarray(cotangents[0])
+        lanes = marks.shape[: marks.ndim - HANDLE.ndim]
+        first = marks.reshape(-1, *HANDLE.shape)[0]
+        taken = tape.ledger.take(Node(REFERENCE, self._published), first, lanes).result()
         sums = as_jax(total(taken, lanes))
         live = tuple(k for k, one in enumerate(sums) if one is not None)
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
@@ -155,7 +156,8 @@ class Recording:
         lanes = tuple(one.size for one in reversed(maps))
         gradients: dict[RRef, list[Any]] = {}
         wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
-        found = [self._found(reference, part, lanes, gradients) for reference, part in wanted]
+        marks = np.array(np.broadcast_to(mark(pulled.number), (*lanes, *HANDLE.shape)))
+        found = [self._found(reference, part, marks, gradients) for reference, part in wanted]
         for reference, leaves in gradients.items():
             contribution = Contribution(pulled.number, lanes, leaves, next_place())
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
@@ -165,10 +167,10 @@ class Recording:
         self,
         reference: RRef | None,
         part: list[Any],
-        lanes: tuple[int, ...],
+        marks: np.ndarray,
         gradients: dict[RRef, list[Any]],
     ) -> Any:
-        """An array's cotangent, or that of a reference: it goes to the owner, and counts as one for each lane.
+        """An array's cotangent, or that of a reference: it goes to the owner, and its marks to who made the reference.
 
         A reference that was passed twice makes one contribution.
         """
@@ -176,7 +178,7 @@ class Recording:
             return part[0]
         before = gradients.get(reference)
         gradients[reference] = [a + b for a, b in zip(before, part, strict=True)] if before else part
-        return np.full(lanes, before is None, np.float32)
+        return np.zeros_like(marks) if before else marks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jdistgrad.autograd.operations.requests import Request, send
 from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
-from jdistgrad.autograd.tape.ledger import Contribution
+from jdistgrad.autograd.tape.ledger import Contribution, mark
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
 from jdistgrad.autograd.values.holes import Layout
@@ -147,10 +147,11 @@ class Put:
         return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
 
     def _known(self, contribution: Contribution) -> list[Any]:
-        return [np.ones(self.lanes, np.float32), as_token(contribution.number)]
+        marks = np.broadcast_to(mark(contribution.number), (*self.lanes, *HANDLE.shape))
+        return [np.array(marks), as_token(contribution.number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [jax.ShapeDtypeStruct(self.lanes, np.float32), TOKEN]
+        return [jax.ShapeDtypeStruct((*self.lanes, *HANDLE.shape), HANDLE.dtype), TOKEN]
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands
@@ -162,7 +163,7 @@ class Put:
 
 @dataclasses.dataclass(eq=False)
 class Take:
-    """The sum of the contributions to something. Operands: the handle, which says how many, and its token.
+    """The sum of the contributions to something. Operands: the handle, which says which these are, and its token.
 
     Outputs: the wanted leaves, and a token of what was taken.
     """
@@ -178,8 +179,9 @@ class Take:
         return f"for the sum of contributions on rank {self.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
-        count, (identifier,), taken = int(np.ravel(operands[0])[0]), from_token(operands[1]), next_number()
-        worker, args = current_worker(), (self.kind, identifier, count, self.lanes, taken)
+        (identifier,), taken = from_token(operands[1]), next_number()
+        marks = tuple(np.reshape(operands[0], (-1, *HANDLE.shape))[0].tolist())
+        worker, args = current_worker(), (self.kind, identifier, marks, self.lanes, taken)
         future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
         return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 

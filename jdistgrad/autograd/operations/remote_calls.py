@@ -23,7 +23,7 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
-HANDLE_SHAPE = jax.ShapeDtypeStruct((), np.float32)
+HANDLE_SHAPE = jax.ShapeDtypeStruct(HANDLE.shape, HANDLE.dtype)
 
 
 @dataclasses.dataclass(eq=False)

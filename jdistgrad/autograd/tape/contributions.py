@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.autograd.tape.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape.tape import current_tape
@@ -27,8 +28,14 @@ def accept(kind: str, identifier: int, contribution: Contribution) -> None:
     current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
 
 
-def take(kind: str, identifier: int, count: int, lanes: tuple[int, ...], taken: int) -> concurrent.futures.Future:
-    """The sum of so many contributions to something here, when they have come; remembered under ``taken``."""
+def take(
+    kind: str, identifier: int, marks: tuple[float, ...], lanes: tuple[int, ...], taken: int
+) -> concurrent.futures.Future:
+    """The sum of the contributions to something here with these marks, when they have come.
+
+    Arguments:
+      taken: the id under which it is remembered what was summed.
+    """
     tape = current_tape(lambda: "a gradient")
     summed: concurrent.futures.Future = concurrent.futures.Future()
     before = tape.taken_before(taken)
@@ -44,7 +51,7 @@ def take(kind: str, identifier: int, count: int, lanes: tuple[int, ...], taken: 
         except BaseException as error:
             summed.set_exception(error)
 
-    tape.ledger.take(Node(kind, identifier), count, lanes).add_done_callback(add_up)
+    tape.ledger.take(Node(kind, identifier), np.asarray(marks), lanes).add_done_callback(add_up)
     return summed
 
 

@@ -1,7 +1,8 @@
 """Gradients on their way: what was contributed to the values of a context, and who waits for how much of it.
 
-A contribution counts as one for each lane it holds (a batched one holds several); whoever takes them knows how many
-there must be. Sums are made in the order of the contributions' numbers, whatever order they came in.
+A contribution counts as one for each lane it holds (a batched one holds several). Whoever takes them has the sum of
+their marks: how many there must be, and which. Gradients are added in the order of the contributions' numbers,
+whatever order they came in.
 """
 
 import concurrent.futures
@@ -17,6 +18,16 @@ from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
+
+
+EXACT = 4096  # contributions whose marks add up exactly in 32 bits
+TRIED = 100_000  # combinations
+
+
+def mark(number: int) -> np.ndarray:
+    """What a contribution of this number adds to the cotangent of a handle: one, and two numbers that tell which."""
+    mixed = (number * 0x9E3779B97F4A7C15 + 0x7F4A7C159E3779B9) % (1 << 64)
+    return np.array([1, (mixed >> 40) % EXACT, mixed >> 52], np.float32)
 
 
 class Node(NamedTuple):
@@ -53,19 +64,56 @@ class Contribution:
         )
 
     def count(self, lanes: tuple[int, ...]) -> int:
+        """As how many it counts for somebody who has these batch dimensions."""
         return int(np.prod(self.lanes)) if not lanes else 1
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
-    """Somebody who needs so many contributions."""
+    """Somebody who needs the contributions of which this is the sum of marks."""
 
-    count: int
+    marks: np.ndarray
     lanes: tuple[int, ...]
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
+    def among(self, found: list[Contribution]) -> list[Contribution] | None:
+        """Its contributions, if they are all there. Others may be those of another backward pass."""
+        there, count = sum(one.count(self.lanes) for one in found), self.marks[0]
+        if there < count:
+            return None
+        if count > EXACT:  # these only say how many they are
+            if there > count:
+                raise mixed_passes()
+            return found
+        each = [mark(one.number) * one.count(self.lanes) for one in found]
+        if there == count:
+            return found if np.array_equal(sum(each), self.marks) else None
+        chosen = _adding_up(each, self.marks)
+        return None if chosen is None else [found[k] for k in chosen]
 
-Completed = tuple[Waiting, list[Contribution] | None]
+
+def _adding_up(each: list[np.ndarray], wanted: np.ndarray) -> list[int] | None:
+    """Which of some marks have this sum. Tried first are the latest: passes come one after the other."""
+    tried = 0
+
+    def search(last: int, left: np.ndarray) -> list[int] | None:
+        nonlocal tried
+        if not left.any():
+            return []
+        for k in range(last, -1, -1):
+            tried += 1
+            if tried > TRIED:
+                raise mixed_passes()
+            if np.all(each[k] <= left):
+                rest = search(k - 1, left - each[k])
+                if rest is not None:
+                    return [*rest, k]
+        return None
+
+    return search(len(each) - 1, wanted)
+
+
+Completed = tuple[Waiting, "list[Contribution] | DifferentiationError"]
 
 
 class Ledger:
@@ -73,7 +121,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._found: dict[Node, list[Contribution]] = {}
-        self._waiting: dict[Node, Waiting] = {}
+        self._waiting: dict[Node, list[Waiting]] = {}
         self._seen: set[tuple[Node, int]] = set()
         self._lock = threading.Lock()
 
@@ -86,22 +134,15 @@ class Ledger:
             ready = self._complete(node)
         _finish(ready)
 
-    def take(self, node: Node, count: int, lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
-        """The contributions to a node, in order, once there are so many of them. They are gone then.
-
-        They do not say of which backward pass they are: where more than one takes them at a time, none gets any.
-        """
-        waiting = Waiting(count, lanes)
-        if not count:  # of a derivative that does not depend on the value: what is here is for others
+    def take(self, node: Node, marks: np.ndarray, lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
+        """The contributions to a node that have this sum of marks, in order, when they have come. They go with it."""
+        waiting = Waiting(np.asarray(marks, np.float64), lanes)
+        if not marks[0]:  # of a derivative that does not depend on the value: what is here is for others
             waiting.future.set_result([])
             return waiting.future
         with self._lock:
-            other = self._waiting.pop(node, None)
-            if other is None:
-                self._waiting[node] = waiting
+            self._waiting.setdefault(node, []).append(waiting)
             ready = self._complete(node)
-        for one in () if other is None else (other, waiting):
-            one.future.set_exception(mixed_passes())
         _finish(ready)
         return waiting.future
 
@@ -122,31 +163,50 @@ class Ledger:
     def give_up(self, error: BaseException) -> None:
         """Nothing will come any more."""
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
         for one in waiting:
             one.future.set_exception(error)
 
-    def _complete(self, node: Node) -> Completed | None:
-        """Who takes, and all there is; None in its place where that is more than one pass has contributed."""
-        waiting, found = self._waiting.get(node), self._found.get(node, [])
-        there = 0 if waiting is None else sum(one.count(waiting.lanes) for one in found)
-        if waiting is None or there < waiting.count:
-            return None
-        del self._waiting[node]
-        return waiting, None if there > waiting.count else in_order(self._found.pop(node, []))
+    def _complete(self, node: Node) -> list[Completed]:
+        """Those who wait for what is there now, and what each gets."""
+        ready: list[Completed] = []
+        for waiting in list(self._waiting.get(node, [])):
+            try:
+                mine = waiting.among(self._found.get(node, []))
+            except DifferentiationError as error:
+                self._forget(node, waiting)
+                ready.append((waiting, error))
+                continue
+            if mine is not None:
+                self._forget(node, waiting)
+                self._remove(node, mine)
+                ready.append((waiting, in_order(mine)))
+        return ready
+
+    def _forget(self, node: Node, waiting: Waiting) -> None:
+        self._waiting[node].remove(waiting)
+        if not self._waiting[node]:
+            del self._waiting[node]
+
+    def _remove(self, node: Node, taken: list[Contribution]) -> None:
+        gone = {id(one) for one in taken}
+        left = [one for one in self._found.pop(node, []) if id(one) not in gone]
+        if left:
+            self._found[node] = left
 
 
-def _finish(ready: Completed | None) -> None:
-    if ready is not None:
-        waiting, found = ready
-        waiting.future.set_exception(mixed_passes()) if found is None else waiting.future.set_result(found)
+def _finish(ready: list[Completed]) -> None:
+    for waiting, found in ready:
+        if isinstance(found, DifferentiationError):
+            waiting.future.set_exception(found)
+        else:
+            waiting.future.set_result(found)
 
 
 def mixed_passes() -> DifferentiationError:
     return DifferentiationError(
-        "two backward passes go through the value of one reference at the same time, or one that failed has left its "
-        "contributions there: they cannot be told apart. In compiled code let one of them need the other's result, or "
-        "use rpc_sync in the place of remote; else open a context for each."
+        "several backward passes go through the value of one reference at the same time, with so many contributions "
+        "that they cannot be told apart. Let one of them need the other's result, or open a context for each."
     )
 
 

@@ -22,7 +22,7 @@ from jdistgrad.wire import ids
 
 T = TypeVar("T")
 
-HANDLE = np.zeros((), np.float32)
+HANDLE = np.zeros(3, np.float32)  # its cotangent: how many contributions there are, and two numbers that tell which
 
 
 class RRef(Generic[T]):
@@ -31,8 +31,8 @@ class RRef(Generic[T]):
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
     sends the reference itself. The value lives as long as any worker holds a reference to it.
 
-    To JAX it is a pytree with one leaf, a float32 that stands for the value, so that derivatives can be taken with
-    respect to it.
+    To JAX it is a pytree with one leaf of three numbers that stands for the value, so that derivatives can be taken
+    with respect to it.
 
     Arguments:
       value: what to refer to; it stays on this worker.
@@ -154,7 +154,7 @@ class RRef(Generic[T]):
         handle = self.handle
         if handle is HANDLE or not isinstance(handle, jax.Array | np.ndarray) or isinstance(handle, jax.core.Tracer):
             return
-        if handle.ndim == 0 and float(handle) != 0:
+        if handle.shape == HANDLE.shape and handle[0] != 0:
             raise DifferentiationError(
                 f"{self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use jd.grad or "
                 "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
