@@ -175,7 +175,7 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def in_words(error: BaseException) -> str:
-    """An error with its notes: of an exception in compiled code, JAX keeps the text alone."""
+    """Spell an error with its notes: XLA keeps only the text of an exception in compiled code."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 

@@ -1,4 +1,4 @@
-"""Where traced values meet calls. What a derivative of a call is, a layer above knows: it installs itself here."""
+"""Hook for calls on traced values; autograd installs its handler here."""
 
 import functools
 import types

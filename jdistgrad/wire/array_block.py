@@ -21,7 +21,7 @@ Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
 class ArrayBlock(list):
-    """Arrays. They arrive as a list of NumPy's, but for those of a special kind."""
+    """Arrays that arrive as NumPy arrays; random keys, weak scalars and sharded arrays travel the ordinary way."""
 
     def __reduce__(self) -> Any:
         hosts = _hosts(self)

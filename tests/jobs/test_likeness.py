@@ -12,7 +12,7 @@ REFUSED = """
 import sys
 import jax
 import jdistgrad as jd
-from jdistgrad.wire import environment
+from jdistgrad.wire import launcher_env
 {before}
 try:
     jd.init()
@@ -50,7 +50,7 @@ def two_programs(mpi_job, tmp_path):
         (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
     become = f"""
         import os, sys
-        from jdistgrad.wire import environment
+        from jdistgrad.wire import launcher_env
         script = "follows.py" if launcher_env.rank() else "leads.py"
         os.execv(sys.executable, [sys.executable, os.path.join({str(tmp_path)!r}, script)])
         """

@@ -15,7 +15,7 @@ from jdistgrad.autograd.values.uniform import made
 from jdistgrad.wire.arrays import adopted
 
 VARIABLE, ARRAY = "variable", "array"
-STATICS_COMPILED = 16  # for so many values of arguments that are no arrays
+STATICS_COMPILED = 16  # combinations of non-array arguments that are compiled for
 
 
 @dataclasses.dataclass

@@ -116,7 +116,7 @@ class Pull:
 
 @dataclasses.dataclass(eq=False)
 class Number:
-    """A new number of this worker's. Its operands only say when it is made."""
+    """Draw a fresh contribution id. Operands only order the draw."""
 
     def __str__(self) -> str:
         return "nothing: a number"

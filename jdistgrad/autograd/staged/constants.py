@@ -1,4 +1,4 @@
-"""What a step's operations are given that is known before it runs: numbers, and arrays of one number everywhere."""
+"""Constants of a step that its operations need: numbers, and arrays that are one number everywhere."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,11 +16,10 @@ SMALL = 1 << 16  # bytes: arrays up to here are kept
 
 
 def constants_known(equations: Sequence[Equation]) -> list[Equation]:
-    """The equations, with what is known as constants of the operations that need it: cotangents of sums and means are.
+    """Replace inputs of operations that are known at trace time by constants; cotangents of sums and means usually are.
 
-    Small arrays are kept; large ones are made where they are needed, if they can be. What is multiplied by one is used
-    as it is: no operation waits for the product. (It is still made where the step returns it: nobody's outputs are
-    inputs.)
+    Small arrays are kept; large ones are made where they are needed, if possible. A product with one is replaced by its
+    other factor, so that no operation waits for it; the product is still computed if the step returns it.
     """
     numbers: dict[Atom, Constant] = {}
     filled: dict[Atom, Uniform] = {}

@@ -28,8 +28,8 @@ Atom = int | Constant
 class Equation:
     """One equation of the step, over numbered variables.
 
-    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere; ``weaker``: the
-    same arrays as they were before their types were made strong.
+    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere; ``weaker``: for
+    an input that only lost its weak type, the variable it came from.
     """
 
     inputs: list[Atom]

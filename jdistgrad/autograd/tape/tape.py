@@ -34,7 +34,7 @@ def serving(message: int, place: program_order.Place) -> Iterator[None]:
 
 
 def cause() -> int | None:
-    """The message this code runs because of, if it does."""
+    """Id of the message being served here, or None."""
     return _serving.get()
 
 

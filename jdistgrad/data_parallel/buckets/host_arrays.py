@@ -52,7 +52,7 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether what is done with a tree here becomes part of a program, even if all its leaves are there."""
+    """Whether operations on the tree are being traced."""
     return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
 
 

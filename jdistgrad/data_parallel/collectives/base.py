@@ -26,7 +26,7 @@ class Collectives(abc.ABC):
 
     rank: Any
     size: int
-    has_room: bool = True  # whether something is gained where reductions go beside the computation
+    has_room: bool = True  # whether overlap pays here
 
     def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
         """The sum (or ``"max"``, ``"min"``) over all ranks. Every rank must call it; all get the same.
@@ -41,7 +41,7 @@ class Collectives(abc.ABC):
         return _broadcast(self, self._checked_root(root), jnp.asarray(x))
 
     def allgather(self, x: Any) -> jax.Array:
-        """Everybody's array, stacked by rank. Every rank must call it. The transpose: one's row of their sum."""
+        """Everybody's array, stacked by rank. Every rank must call it. Transpose: this rank's row of their sum."""
         return _allgather(self, jnp.asarray(x))
 
     def _checked_root(self, root: int) -> int:

@@ -16,14 +16,14 @@ from jdistgrad.wire.buffers import BufferPool
 
 @functools.lru_cache(maxsize=256)
 def host_device(sharding: Any) -> Any:
-    """The device whose memory, that of the host, holds an array that lies so; None: it is elsewhere, or on several."""
+    """The CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
     devices = sharding.device_set
     only = next(iter(devices))
     return only if len(devices) == 1 and only.platform == "cpu" else None
 
 
 def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
-    """A flat writable view of an array on the host that is computed. ``like``: another; JAX is slow to say its size."""
+    """Writable flat view of a finished CPU array. ``like``: its NumPy view; cheaper than asking JAX for the size."""
     if like.size == 0:
         return like
     memory = (ctypes.c_char * like.nbytes).from_address(array.unsafe_buffer_pointer())

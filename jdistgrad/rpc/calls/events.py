@@ -1,4 +1,4 @@
-"""What is told of a call: that it was made and answered, and what serving it took."""
+"""Timeline events of calls: sent, answered, served."""
 
 from typing import Any
 

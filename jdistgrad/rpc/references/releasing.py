@@ -1,4 +1,4 @@
-"""What a worker stops holding: scopes that are closed, values whose last weight has come home."""
+"""Release what nobody needs any more: scopes that are closed, values whose last weight has been returned."""
 
 import collections
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Releasing:
-    """What one worker does when it, or another one, needs something no longer.
+    """Releases what one worker holds when this worker, or another one, needs it no longer.
 
     Arguments:
       lost: the workers that need not be told any more.
@@ -30,7 +30,7 @@ class Releasing:
         self._abandoned.append(identifier)
 
     def close_scope(self, identifier: int) -> None:
-        """Let go of a scope, here and on every worker that was called in it."""
+        """Release a scope, here and on every worker that was called in it."""
         mailbox, scope = self._mailbox, self._scopes.release(identifier)
         if scope is None:
             return
@@ -41,19 +41,19 @@ class Releasing:
             content.close()
 
     def closed_elsewhere(self, scope: int) -> None:
-        """Somebody has closed a scope: let go of what is kept for it here, and tell those who were called from here."""
+        """Release what is kept here for a scope that another worker has closed; tell the workers called from here."""
         try:
             self.close_scope(scope)
         finally:
             self._mailbox.work.served()
 
     def die(self, freed: list[Any]) -> None:
-        """Let values die. References among them send their weight home: until then this worker is busy."""
+        """Destroy freed values. The worker stays busy until references inside them have returned their weight."""
         freed.clear()
         self._mailbox.work.served()
 
     def flush(self) -> None:
-        """Close abandoned scopes, and send dropped weights home."""
+        """Close abandoned scopes, and return dropped weights to their owners."""
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
         for owner, dropped in self._claims.dropped().items():
