@@ -80,7 +80,7 @@ def test_a_shutdown_that_waits_says_for_what_on_stderr(mpi_job):
         """
         import threading
         import jdistgrad as jd
-        from jdistgrad.rpc import closing
+        from jdistgrad.rpc.members import closing
 
         closing.SPEAK_SECONDS = 0.3
         end = threading.Event()
