@@ -13,7 +13,6 @@ import pathlib
 import signal
 import subprocess
 import textwrap
-import time
 
 import jax
 import pytest
@@ -79,10 +78,10 @@ def interruptible():
 
 
 class Job:
-    """A finished job: its exit status, what it printed, how long it took."""
+    """A finished job: its exit status, and what it printed."""
 
-    def __init__(self, process, seconds):
-        self.status, self.output, self.seconds = process.returncode, process.stdout, seconds
+    def __init__(self, process):
+        self.status, self.output = process.returncode, process.stdout
 
     def expect(self, *texts, status=0):
         """Check the exit status (``None``: any failure) and that all of these texts were printed."""
@@ -101,7 +100,6 @@ def mpi_job(tmp_path):
         script.write_text(textwrap.dedent(source))
         paths = os.pathsep.join(str(pathlib.Path(__file__).parent / part) for part in ("worlds", "jobs"))
         variables = {**os.environ, "PYTHONPATH": paths, **environment}
-        start = time.monotonic()
         process = subprocess.run(
             launch.command(n, [str(script)]),
             env=variables,
@@ -111,6 +109,6 @@ def mpi_job(tmp_path):
             stderr=subprocess.STDOUT,
             check=False,
         )
-        return Job(process, time.monotonic() - start)
+        return Job(process)
 
     return run
