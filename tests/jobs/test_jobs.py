@@ -1,4 +1,4 @@
-"""Jobs that end badly: they do end, with a message that names the rank and the cause. The fixture ends those that hang."""
+"""Jobs that end badly: they do end, with a message that names rank and cause. The fixture ends those that hang."""
 
 import pytest
 
