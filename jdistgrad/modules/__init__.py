@@ -1,1 +1,4 @@
-"""Functions and flax modules whose parameters live on another worker."""
+"""Functions and flax modules whose parameters live on another worker.
+
+Uses rpc and autograd. Users call it.
+"""

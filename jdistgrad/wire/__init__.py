@@ -1,1 +1,4 @@
-"""Moving messages between workers. Knows nothing of functions and gradients."""
+"""Moving messages between workers. Knows nothing of functions and gradients. README.md says how bytes travel.
+
+Uses MPI, or memory. Used by rpc.
+"""

@@ -1,4 +1,7 @@
-"""Operations that all ranks do together: over MPI, along an axis of a mesh, among the workers of a local world."""
+"""Operations that all ranks do together: over MPI, along an axis of a mesh, among the workers of a local world.
+
+Uses buckets, and rpc for who takes part. Used by hooks, reducing and steps.
+"""
 
 from jdistgrad.data_parallel.collectives.base import Collectives as Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world as of_this_world

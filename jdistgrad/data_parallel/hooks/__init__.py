@@ -1,4 +1,7 @@
-"""What may be done to a bucket in place of averaging it: pairs of pure functions with a state of their own."""
+"""Hooks: what is done to a bucket in place of averaging it, as pairs of pure functions with a state of their own.
+
+Uses collectives and buckets. Used by reducing and steps.
+"""
 
 from jdistgrad.data_parallel.hooks.base import Hook as Hook, checked as checked
 from jdistgrad.data_parallel.hooks.casting import bfloat16 as bfloat16, float16 as float16
