@@ -23,7 +23,8 @@ from jdistgrad import errors
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
-from jdistgrad.wire.mpi_progress import Progress, pause
+from jdistgrad.wire.mpi_progress import Progress
+from jdistgrad.wire.polling import pause
 from jdistgrad.wire.transport import Codec, Receiver, Task
 
 FRAME_TAG = 0

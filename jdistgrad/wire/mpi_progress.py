@@ -13,25 +13,20 @@ The baton (a lock, only tried, never waited for until the end) is held while loo
 """
 
 import concurrent.futures
-import ctypes
 import itertools
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.polling import LONGEST, nap
+from jdistgrad.wire.polling import LONGEST, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
 from jdistgrad.wire.transport import Task
 
 Look = Callable[[], tuple[bool, Task | None]]
 
 log = logging.getLogger("jdistgrad.wire")
-
-_tuned = threading.local()
 
 
 class Progress:
@@ -221,15 +216,3 @@ class Progress:
             self._free += 1
             self._busy -= 1
         self._last_activity = time.monotonic()
-
-
-def pause(seconds: float) -> None:
-    """Sleep, on time (Linux rounds a thread's sleeps up by 50 us unless told); or just let others run."""
-    if seconds <= 0:
-        os.sched_yield()
-        return
-    if not getattr(_tuned, "done", False):
-        _tuned.done = True
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, for this thread
-    time.sleep(seconds)

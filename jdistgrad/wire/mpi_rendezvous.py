@@ -4,16 +4,14 @@ Rank 0 collects everybody's hello and tells everybody all of them, or who did no
 duplicated: everybody is known to be there.
 """
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
 
 from jdistgrad.errors import WorldError
+from jdistgrad.wire.polling import poll
 
 ROLL_TAG, ROSTER_TAG = 31_071, 31_072
-NAP_SECONDS = 200e-6
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer names who is missing
 
 
@@ -37,7 +35,7 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
 def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     """A communicator of our own. Every rank must call it."""
     twin, request = comm.Idup()
-    if not _poll(request.Test, timeout):
+    if not poll(request.Test, timeout):
         raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
     return twin
 
@@ -51,25 +49,16 @@ def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
             hellos[status.source] = message.recv()
         return len(hellos) == comm.size
 
-    _poll(all_here, timeout)
+    poll(all_here, timeout)
     answers = [comm.isend(hellos, rank, ROSTER_TAG) for rank in hellos if rank != 0]
-    _poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
+    poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
     return hellos
 
 
 def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
     sent = comm.isend(hello, 0, ROLL_TAG)
-    if not _poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
+    if not poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
         return dict.fromkeys(range(1, comm.size), hello)
     roster = comm.recv(source=0, tag=ROSTER_TAG)
     sent.wait()
     return roster
-
-
-def _poll(done: Callable[[], Any], timeout: float) -> bool:
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(NAP_SECONDS)
-    return True

@@ -1,14 +1,24 @@
-"""How a thread that polls paces itself: pure arithmetic.
+"""How a thread that polls paces itself.
 
 At first it looks without pause, where its core would idle otherwise: waking a sleeping core costs 15 to 40 us. Then it
 naps for a fixed share of the time nothing has happened, so that what comes after ``t`` seconds is noticed at most
 ``t / SHARE`` late: 6 % of whatever the other side was doing. An idle worker costs about 2 % of a core.
 """
 
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
 SPIN = 1e-3
 SHORTEST = 20e-6
 LONGEST = 1e-3
 SHARE = 16
+
+_tuned = threading.local()
 
 
 def nap(quiet: float, *, may_spin: bool) -> float:
@@ -16,3 +26,27 @@ def nap(quiet: float, *, may_spin: bool) -> float:
     if may_spin and quiet < SPIN:
         return 0.0
     return min(LONGEST, max(SHORTEST, quiet / SHARE))
+
+
+def pause(seconds: float) -> None:
+    """Sleep, on time (Linux rounds a thread's sleeps up by 50 us unless told); or just let others run."""
+    if seconds <= 0:
+        os.sched_yield()
+        return
+    if not getattr(_tuned, "done", False):
+        _tuned.done = True
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, for this thread
+    time.sleep(seconds)
+
+
+def poll(done: Callable[[], Any], timeout: float, check: Callable[[], None] = lambda: None) -> bool:
+    """Wait until ``done()``, without spinning: others may need the core. False if that takes longer than ``timeout``."""
+    start = time.monotonic()
+    while not done():
+        check()
+        quiet = time.monotonic() - start
+        if quiet > timeout:
+            return False
+        pause(nap(quiet, may_spin=False))
+    return True

@@ -3,8 +3,7 @@
 import copy
 import functools
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +20,7 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Later
 from jdistgrad.rpc.worker import find_worker
-from jdistgrad.wire.mpi_progress import pause
-from jdistgrad.wire.polling import nap
+from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the ranks
 HERE_TAG = 31_073
@@ -267,18 +265,6 @@ def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
       size: how many ranks there are on all.
     """
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
-
-
-def poll(done: Callable[[], Any], timeout: float, check: Callable[[], None] = lambda: None) -> bool:
-    """Wait without spinning: whoever computes beside needs the core. False when it took too long."""
-    start = time.monotonic()
-    while not done():
-        check()
-        quiet = time.monotonic() - start
-        if quiet > timeout:
-            return False
-        pause(nap(quiet, may_spin=False))
-    return True
 
 
 def _carrier(dtype: Any) -> Any:
