@@ -41,7 +41,7 @@ def pause(seconds: float) -> None:
 
 
 def poll(done: Callable[[], Any], timeout: float, check: Callable[[], None] = lambda: None) -> bool:
-    """Wait until ``done()``, without spinning: others may need the core. False if that takes longer than ``timeout``."""
+    """Wait until ``done()``, without spinning: others may need the core. False if it takes longer than ``timeout``."""
     start = time.monotonic()
     while not done():
         check()
