@@ -7,6 +7,7 @@ import pytest
 from workers import last, needs_pickling, still_works, wire_world as wire_world
 
 import jdistgrad as jd
+from jdistgrad.wire import launcher_env
 
 SECONDS = 20  # for a call that would never be answered
 
@@ -162,9 +163,14 @@ class Secretive:
 
 
 def test_a_function_that_must_not_be_asked(world):
+    """Who encodes it asks; whoever calls it does not."""
+
     def body():
-        with pytest.raises((SystemError, jd.EncodingError)):
-            jd.rpc_sync(last(), Secretive(), timeout=SECONDS)
+        if launcher_env.launched() and jd.world_size() > 1:
+            with pytest.raises((SystemError, jd.EncodingError)):
+                jd.rpc_sync(last(), Secretive(), timeout=SECONDS)
+        else:
+            assert jd.rpc_sync(last(), Secretive(), timeout=SECONDS) == 1
         assert jd.rpc_sync(last(), operator.add, args=(1, 2)) == 3
 
     world.drive(body)
