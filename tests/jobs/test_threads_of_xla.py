@@ -200,10 +200,16 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
         import os
         os.environ["NPROC"] = "1"
         import jax, jax.numpy as jnp
-        x = jnp.ones(3)
+        import numpy as np
+        x = jnp.ones((4096, 4096))
         import jdistgrad as jd
+
         with jd.local_workers(2):
-            print(jax.jit(lambda x: jd.rpc_sync(1, jnp.add, args=(x, 1)))(x), flush=True)
+            step = jax.jit(lambda x: jd.rpc_sync(1, jnp.add, args=(x[0, :3], 1)))
+            step(x)
+            for _ in range(3):  # while it is copied
+                found = step(jnp.asarray(np.ones((4096, 4096), np.float32)))
+            print(found, flush=True)
         """,
     ).expect("[2. 2. 2.]", "XLA has no more threads here", "before the first array")
 
