@@ -26,9 +26,7 @@ class Resident(Protocol):
     device: Any
     slots: "Slots"
     severed: bool
-
-    @property
-    def hands_over(self) -> bool: ...
+    hands_over: bool
 
 
 _bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistgrad_worker", default=None)

@@ -43,6 +43,7 @@ class Mailbox:
       work: counts of the messages that carry work.
       home: the thread that opened the world.
       failure: what broke the world, if anything did.
+      hands_over: whether messages are handed over as they are: workers are threads of one process.
       severed: whether this is the copy of a worker in a forked process.
     """
 
@@ -62,7 +63,7 @@ class Mailbox:
         self.info, self.size = directory.workers[rank], len(directory.workers)
         self.timeout, self.device, self.process = timeout, device, process
         self.transport: Transport = transport
-        self._codec = codec
+        self._codec, self.hands_over = codec, transport.hands_over
         self.ids, self.work, self.slots = IdSource(rank), WorkCount(), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
@@ -78,11 +79,6 @@ class Mailbox:
     def part(self, kind: type[P]) -> P:
         found: P = self._parts[kind]
         return found
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether messages are handed over as they are: workers are threads of one process."""
-        return self.transport.hands_over
 
     @property
     def shares_process(self) -> bool:
@@ -150,14 +146,9 @@ class Mailbox:
         self._threads.close()
 
 
-def current_mailbox() -> Mailbox:
-    """That of the worker this code runs on. Raises NotInitializedError where there is none."""
-    return cast("Mailbox", current.current_resident())
-
-
-def find_mailbox() -> Mailbox | None:
-    """That of the worker this code runs on, if any."""
-    return cast("Mailbox | None", current.find_resident())
+# Every resident is a mailbox: what ``current`` says of threads, in the type of those above.
+current_mailbox = cast("Callable[[], Mailbox]", current.current_resident)
+find_mailbox = cast("Callable[[], Mailbox | None]", current.find_resident)
 
 
 def current_part(kind: type[P]) -> P:

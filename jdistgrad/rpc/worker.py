@@ -3,6 +3,7 @@
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -148,11 +149,6 @@ class Worker(Mailbox):
         self.references.owned.clear()
 
 
-def current_worker() -> Worker:
-    """The worker this code runs on. Raises NotInitializedError where there is none."""
-    return cast("Worker", current.current_resident())
-
-
-def find_worker() -> Worker | None:
-    """The worker this code runs on, if any."""
-    return cast("Worker | None", current.find_resident())
+# Every resident is a worker: what ``current`` says of threads, in the type of those above.
+current_worker = cast("Callable[[], Worker]", current.current_resident)
+find_worker = cast("Callable[[], Worker | None]", current.find_resident)
