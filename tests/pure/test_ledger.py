@@ -20,7 +20,8 @@ def part(number, value=1.0, lanes=()):
 
 def marks(*members):
     """The sum of the marks of some contributions: numbers, or pairs of a number and how often it counts."""
-    return sum((mark(one) if isinstance(one, int) else one[1] * mark(one[0]) for one in members), np.zeros(3))
+    pairs = [one if isinstance(one, tuple) else (one, 1) for one in members]
+    return sum((times * np.array(mark(number)) for number, times in pairs), np.zeros(3)).tolist()
 
 
 def numbers(contributions):

@@ -140,7 +140,7 @@ class Recording:
             return self._pull(pulled, pulled.live, cotangents, pulled.maps)
         marks = np.asarray(cotangents[0])
         lanes = marks.shape[: marks.ndim - HANDLE.ndim]
-        first = marks.reshape(-1, *HANDLE.shape)[0]
+        first = marks.reshape(-1, *HANDLE.shape)[0].tolist()
         taken = tape.ledger.take(Node(REFERENCE, self._published), first, lanes).result()
         sums = as_jax(total(taken, lanes))
         live = tuple(k for k, one in enumerate(sums) if one is not None)
@@ -156,7 +156,7 @@ class Recording:
         lanes = tuple(one.size for one in reversed(maps))
         gradients: dict[RRef, list[Any]] = {}
         wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
-        marks = np.array(np.broadcast_to(mark(pulled.number), (*lanes, *HANDLE.shape)))
+        marks = np.full((*lanes, *HANDLE.shape), mark(pulled.number), HANDLE.dtype)
         found = [self._found(reference, part, marks, gradients) for reference, part in wanted]
         for reference, leaves in gradients.items():
             contribution = Contribution(pulled.number, lanes, leaves, next_place())

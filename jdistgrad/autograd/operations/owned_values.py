@@ -147,8 +147,8 @@ class Put:
         return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
 
     def _known(self, contribution: Contribution) -> list[Any]:
-        marks = np.broadcast_to(mark(contribution.number), (*self.lanes, *HANDLE.shape))
-        return [np.array(marks), as_token(contribution.number)]
+        marks = np.full((*self.lanes, *HANDLE.shape), mark(contribution.number), HANDLE.dtype)
+        return [marks, as_token(contribution.number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct((*self.lanes, *HANDLE.shape), HANDLE.dtype), TOKEN]

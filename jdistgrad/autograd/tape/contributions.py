@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdistgrad.autograd.tape.ledger import Contribution, Node, total
 from jdistgrad.autograd.tape.tape import current_tape
@@ -51,7 +50,7 @@ def take(
         except BaseException as error:
             summed.set_exception(error)
 
-    tape.ledger.take(Node(kind, identifier), np.asarray(marks), lanes).add_done_callback(add_up)
+    tape.ledger.take(Node(kind, identifier), marks, lanes).add_done_callback(add_up)
     return summed
 
 

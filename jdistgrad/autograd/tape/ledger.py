@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,10 +25,13 @@ EXACT = 4096  # contributions whose marks add up exactly in 32 bits
 TRIED = 100_000  # combinations
 
 
-def mark(number: int) -> np.ndarray:
+Marks = tuple[float, ...]
+
+
+def mark(number: int) -> Marks:
     """What a contribution of this number adds to the cotangent of a handle: one, and two numbers that tell which."""
     mixed = (number * 0x9E3779B97F4A7C15 + 0x7F4A7C159E3779B9) % (1 << 64)
-    return np.array([1, (mixed >> 40) % EXACT, mixed >> 52], np.float32)
+    return 1.0, float((mixed >> 40) % EXACT), float(mixed >> 52)
 
 
 class Node(NamedTuple):
@@ -72,7 +76,7 @@ class Contribution:
 class Waiting:
     """Somebody who needs the contributions of which this is the sum of marks."""
 
-    marks: np.ndarray
+    marks: Marks
     lanes: tuple[int, ...]
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
@@ -85,27 +89,28 @@ class Waiting:
             if there > count:
                 raise mixed_passes()
             return found
-        each = [mark(one.number) * one.count(self.lanes) for one in found]
+        each = [tuple(part * one.count(self.lanes) for part in mark(one.number)) for one in found]
         if there == count:
-            return found if np.array_equal(sum(each), self.marks) else None
+            return found if tuple(map(sum, zip(*each, strict=True))) == self.marks else None
         chosen = _adding_up(each, self.marks)
         return None if chosen is None else [found[k] for k in chosen]
 
 
-def _adding_up(each: list[np.ndarray], wanted: np.ndarray) -> list[int] | None:
+def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
     """Which of some marks have this sum. Tried first are the latest: passes come one after the other."""
     tried = 0
 
-    def search(last: int, left: np.ndarray) -> list[int] | None:
+    def search(last: int, left: Marks) -> list[int] | None:
         nonlocal tried
-        if not left.any():
+        if not any(left):
             return []
         for k in range(last, -1, -1):
             tried += 1
             if tried > TRIED:
                 raise mixed_passes()
-            if np.all(each[k] <= left):
-                rest = search(k - 1, left - each[k])
+            less = tuple(a - b for a, b in zip(left, each[k], strict=True))
+            if min(less) >= 0:
+                rest = search(k - 1, less)
                 if rest is not None:
                     return [*rest, k]
         return None
@@ -134,9 +139,9 @@ class Ledger:
             ready = self._complete(node)
         _finish(ready)
 
-    def take(self, node: Node, marks: np.ndarray, lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
+    def take(self, node: Node, marks: Sequence[float], lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
         """The contributions to a node that have this sum of marks, in order, when they have come. They go with it."""
-        waiting = Waiting(np.asarray(marks, np.float64), lanes)
+        waiting = Waiting(tuple(marks), lanes)
         if not marks[0]:  # of a derivative that does not depend on the value: what is here is for others
             waiting.future.set_result([])
             return waiting.future
