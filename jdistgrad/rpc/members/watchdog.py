@@ -186,6 +186,7 @@ class Watchdog:
     def told_crossed(self, peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
         for one in list(self._engaged.values()):
             if one.occasion in mine and one.error is None:
+                self._tell_those_crossed(one)
                 self._give_up(one, peer, self._waits_elsewhere(peer, [occasion], place))
 
     def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
