@@ -1,32 +1,35 @@
-"""The only file that may touch JAX internals: what is used, why, and what replaces it where it is gone."""
+"""The only module that may use JAX internals: each use with its reason, and its replacement where JAX has one."""
 
 from typing import Any
 
 import jax
-from jax._src import core, xla_bridge
+from jax._src import core, dispatch, xla_bridge
 
-# Where the pure functions that JAX offers say they are defined: some under their public module, some under their own.
+# Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has opened its devices. JAX has no public question for it, and asking for devices opens them."""
+    """Return whether JAX has opened its devices. Its public API has no such test, and listing devices opens them."""
     return bool(xla_bridge.backends_are_initialized())
 
 
 def trace_state_clean() -> bool:
-    """Whether no transformation is under way. ``jax.core`` had it; its documented remains say no more than "jit"."""
+    """Return whether no transformation is under way.
+
+    ``jax.core`` no longer offers this test; the tests that JAX still documents only detect jit.
+    """
     return bool(core.trace_state_clean())
 
 
 def shaped(shape: tuple[int, ...], dtype: Any, *, weak: bool = False) -> Any:
-    """An abstract array."""
+    """Return an abstract array of this shape and dtype."""
     canonical = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.core.ShapedArray(shape, canonical, weak_type=weak)
 
 
 def weakly_typed(array: Any) -> Any:
-    """An array whose type gives way to others, as a Python number's does. JAX makes such arrays of numbers only."""
+    """Return an array as weakly typed, like a Python number. JAX's public API makes such arrays from numbers only."""
     if getattr(array, "weak_type", False):
         return array
     array = jax.numpy.asarray(array)
@@ -34,10 +37,26 @@ def weakly_typed(array: Any) -> Any:
 
 
 def configured(option: str) -> Any:
-    """What a JAX option is set to, as ``jax.config.update`` takes it. Not every option can be read as an attribute."""
+    """Return a JAX option's value, as ``jax.config.update`` takes it. Some options cannot be read as attributes."""
     return jax.config.values[option]
 
 
 def abstract_token() -> Any:
-    """The type of the tokens that order effects. ``jax.ffi`` offers it from JAX 0.11 on."""
+    """Return the type of the tokens that order effects. ``jax.ffi`` offers it from JAX 0.11 on."""
     return getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+
+
+def forget_failed_effects() -> None:
+    """Let this thread's next programs with ordered effects begin anew if an earlier one failed.
+
+    JAX keeps the token of the last such program. If that one failed while it ran on a thread of XLA's, JAX raises its
+    error in every later program of this thread, and offers no way to clear it.
+    """
+    tokens = dispatch.runtime_tokens
+    for token in tokens.current_tokens.values():
+        if token._buf.is_ready():
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                tokens.clear()
+                return

@@ -247,3 +247,30 @@ def test_a_served_program_that_begins_late_is_still_in_its_context(mpi_job, wrap
             """
         ),
     ).expect("done")
+
+
+def test_a_new_world_does_not_inherit_the_error_of_a_compiled_step(mpi_job):
+    """While its argument is copied a step runs on a thread of XLA's, and JAX repeats its error in every later step."""
+    mpi_job(
+        3,
+        on_two_cores(
+            """
+            me = jd.init()
+            parallel = jd.DataParallel(timeout=30)
+            average = jax.jit(parallel.average)
+            trees = [{name: np.ones((3000, 3000), np.float32)} for name in ("a", "b")]
+            jax.block_until_ready([average(tree) for tree in trees])
+            try:
+                jax.block_until_ready(average(jax.device_put(trees[me.rank % 2])))
+            except jax.errors.JaxRuntimeError as error:
+                assert "DisagreementError" in str(error)
+            jd.shutdown()
+
+            jd.init()
+            found = jax.jit(jd.DataParallel().average)(jnp.full(3, me.rank, float))
+            np.testing.assert_array_equal(found, np.ones(3))
+            jd.shutdown()
+            print("right", flush=True)
+            """
+        ),
+    ).expect("right")

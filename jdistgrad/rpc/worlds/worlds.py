@@ -7,6 +7,7 @@ import sys
 import threading
 
 from jdistgrad import errors
+from jdistgrad._compat import forget_failed_effects
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo, checked_name
@@ -58,6 +59,7 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
       >>> jd.shutdown()
     """
     refuse_second_world("init")
+    forget_failed_effects()
     seconds = checked_timeout(timeout)
     name = None if name is None else checked_name(name)
     seat = _seat.get()
@@ -158,6 +160,7 @@ def world_size() -> int:
 def _close(worker: Worker, *, graceful: bool) -> None:
     worker.close(graceful=graceful)
     current.unbind(worker)
+    forget_failed_effects()
 
 
 def leftovers(worker: Worker) -> list[str]:
