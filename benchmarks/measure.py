@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jdistgrad import launch
+from jdistgrad.cli import launch
 
 ROWS: list["Row"] = []  # of all tables this process has printed
 JOBS = pathlib.Path(__file__).parent / "jobs"

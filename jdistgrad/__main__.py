@@ -2,7 +2,7 @@
 
 import sys
 
-from jdistgrad.cli import main
+from jdistgrad.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -49,12 +49,13 @@ def abstract_token() -> Any:
 def forget_failed_effects() -> None:
     """Let this thread's next programs with ordered effects begin anew if an earlier one failed.
 
-    JAX keeps the token of the last such program. If that one failed while it ran on a thread of XLA's, JAX raises its
-    error in every later program of this thread, and offers no way to clear it.
+    JAX keeps the token of the last such program. If that program failed on one of XLA's threads, JAX raises its error
+    in every later program of this thread, and offers no way to clear the error.
     """
     tokens = dispatch.runtime_tokens
     for token in tokens.current_tokens.values():
-        if token._buf.is_ready():
+        buffer: Any = token._buf
+        if buffer.is_ready():
             try:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError:

@@ -17,7 +17,7 @@ import textwrap
 import jax
 import pytest
 
-from jdistgrad import launch
+from jdistgrad.cli import launch
 from jdistgrad.wire import launcher_env
 
 SIZES = [1] if launcher_env.launched() else [3]  # under mpirun: any size will do, and there are runs with 1 to 4

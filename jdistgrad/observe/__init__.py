@@ -1,4 +1,4 @@
-"""Looking at an installation and at what a world does: doctor, bench, timelines and their pictures.
+"""Timelines: recording the events of workers, files for Perfetto, pictures.
 
-Uses the public names and events. The command line calls it.
+Uses events. Users and the command line call it.
 """

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jdistgrad.observe import bench, reference
+from jdistgrad.cli import bench, reference
 
 pytestmark = pytest.mark.one_process
 

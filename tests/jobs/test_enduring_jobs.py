@@ -10,7 +10,7 @@ def test_importing_does_not_start_mpi(mpi_job):
         1,
         """
         import sys
-        import jdistgrad, jdistgrad.cli
+        import jdistgrad, jdistgrad.cli.main
         assert "mpi4py.MPI" not in sys.modules
         print("not started", flush=True)
         """,

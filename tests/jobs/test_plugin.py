@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from jdistgrad import launch
+from jdistgrad.cli import launch
 
 pytestmark = pytest.mark.one_process
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jdistgrad import cli
+from jdistgrad.cli.main import main
 from jdistgrad.observe import chrome
 
 pytestmark = pytest.mark.one_process
@@ -130,7 +130,7 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message, capsys):
-    assert cli.main(["run", *arguments]) == 2
+    assert main(["run", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from jdistgrad import cli
+from jdistgrad.cli.main import main
 from jdistgrad.errors import TimelineError
 from jdistgrad.events import Event
 from jdistgrad.observe import chrome, plot
@@ -48,7 +48,7 @@ def test_the_command_merges_and_draws(tmp_path, capsys):
         trace = chrome.to_trace([event(rank=rank, start=rank, end=rank + 1)], host="a", epoch=0.0)
         chrome.write(trace, tmp_path / f"{rank}.json")
     files = [str(tmp_path / f"{rank}.json") for rank in range(3)]
-    assert cli.main(["trace", *files, "-o", str(tmp_path / "all.json"), "--plot", str(tmp_path / "all.png")]) == 0
+    assert main(["trace", *files, "-o", str(tmp_path / "all.json"), "--plot", str(tmp_path / "all.png")]) == 0
     assert "3 events of 3 workers" in capsys.readouterr().out
     assert len(chrome.read(tmp_path / "all.json")["traceEvents"]) == 9
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
@@ -62,7 +62,7 @@ def test_a_file_that_is_none(text, message, tmp_path, capsys):
     path = tmp_path / "trace.json"
     if text is not None:
         path.write_text(text)
-    assert cli.main(["trace", str(path), "-o", str(tmp_path / "out.json")]) == 2
+    assert main(["trace", str(path), "-o", str(tmp_path / "out.json")]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jdistgrad.observe.doctor import diagnose
+from jdistgrad.cli.doctor import diagnose
 
 HEALTHY = {
     "host": "node0",

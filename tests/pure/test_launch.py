@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from jdistgrad import cli, launch
+from jdistgrad.cli import launch
+from jdistgrad.cli.main import main, split
 from jdistgrad.errors import LauncherError
 
 
@@ -49,7 +50,7 @@ def test_what_the_user_has_set_stays(monkeypatch):
     ],
 )
 def test_the_programs_arguments_are_its_own(arguments, ours, program):
-    assert cli.split(arguments) == (ours, program)
+    assert split(arguments) == (ours, program)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_the_programs_arguments_are_its_own(arguments, ours, program):
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(arguments, message, capsys):
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 

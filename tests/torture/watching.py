@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jdistgrad
-from jdistgrad import launch
+from jdistgrad.cli import launch
 from torture import batch, generator, judging
 from torture.judging import CRASH, HANG, MISMATCH, Problem
 from torture.programs import ParallelProgram

@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jdistgrad import launch, programs
 from jdistgrad._version import __version__
+from jdistgrad.cli import doctor, launch, programs
 from jdistgrad.errors import DistgradError, TimelineError
-from jdistgrad.observe import chrome, doctor
+from jdistgrad.observe import chrome
 
 VALUED = ("-n", "-np", "--timeline")  # options of run that have a value
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
-    from jdistgrad.observe import bench
+    from jdistgrad.cli import bench
 
     return bench.main(options.n)
 

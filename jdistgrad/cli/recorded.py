@@ -1,9 +1,9 @@
-"""One rank of a recorded job: ``python -m jdistgrad.recorded trace.json script.py [arguments]``."""
+"""One rank of a recorded job: ``python -m jdistgrad.cli.recorded trace.json script.py [arguments]``."""
 
 import sys
 
+from jdistgrad.cli.programs import Program
 from jdistgrad.observe.timeline import timeline
-from jdistgrad.programs import Program
 
 if __name__ == "__main__":
     path, *arguments = sys.argv[1:]

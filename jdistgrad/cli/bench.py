@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistgrad as jd
-from jdistgrad import launch
+from jdistgrad.cli import launch
+from jdistgrad.cli.reference import JOB, LOCAL, MACHINE
 from jdistgrad.errors import LauncherError
-from jdistgrad.observe.reference import JOB, LOCAL, MACHINE
 
 Times = dict[str, float]
 
@@ -102,7 +102,7 @@ def measure() -> Times:
 
 def of_a_job(n: int) -> Times:
     """The numbers of a job of so many ranks."""
-    command = launch.command(n, ["-m", "jdistgrad.observe.bench"])
+    command = launch.command(n, ["-m", "jdistgrad.cli.bench"])
     done = launch.attend(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from jdistgrad import launch
-from jdistgrad.observe import probe
-from jdistgrad.observe.probe import Facts
+from jdistgrad.cli import launch, probe
+from jdistgrad.cli.probe import Facts
 from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 120

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdistgrad import leash
+from jdistgrad.cli import leash
+from jdistgrad.cli.programs import check
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
-from jdistgrad.programs import check
 
 RANKS_PER_CORE = 32
 
@@ -147,7 +147,7 @@ def run_recorded(n: int, program: Sequence[str], path: str) -> int:
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        status = run(n, ["-m", "jdistgrad.recorded", str(parts / "trace.json"), *program])
+        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program])
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
         raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")
