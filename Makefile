@@ -24,14 +24,14 @@ test: .venv/installed-test .venv/installed-docs
 
 test-worlds: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest --ignore tests/jobs --basetemp build/files-of-worlds
+	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --basetemp build/files-of-worlds
 
 test-jobs: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest tests/jobs --basetemp build/files-of-jobs
+	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
 
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest -m "not one_process" tests/worlds tests/data_parallel tests/torture
+	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli
 
 # Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
 # unless there were no mismatches, crashes and hangs.

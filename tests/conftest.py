@@ -1,23 +1,17 @@
 """One suite for every kind of world: threads of this process, or the ranks of the MPI job pytest was started in.
 
-    pytest                                          # local worlds of 3 workers, where it matters of 1 too
-    jdistgrad run -n 3 -m pytest -m "not one_process"   # the ranks there are; every rank runs every test
-
-A test that needs a world asks for ``world`` and gives it a body for worker 0 (``drive``), or a whole program for
-every worker (``run``). Functions that run remotely stand at the top level of a test module.
+pytest                            # local worlds of 3 workers, where it matters of 1 too
+jdistgrad run -n 3 -m pytest      # the ranks there are; every rank runs every test that asks for a world
 """
 
 import gc
-import os
-import pathlib
 import signal
-import subprocess
 import textwrap
 
 import jax
 import pytest
+from helpers.jobs import finished_job
 
-from jdistgrad.cli import launch
 from jdistgrad.wire import launcher_env
 
 SIZES = [1] if launcher_env.launched() else [3]  # under mpirun: any size will do, and there are runs with 1 to 4
@@ -38,11 +32,18 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of the runs under mpirun, the one with three ranks has the tests of three workers."""
-    if launcher_env.launched() and mpi_size() != 3:
-        big = [item for item in items if "big_world" in item.fixturenames]
-        config.hook.pytest_deselected(items=big)
-        items[:] = [item for item in items if item not in big]
+    """Leave to the run in one process what needs no ranks; to the one with three ranks the tests of three workers."""
+    if launcher_env.launched():
+        three = mpi_size() == 3
+        left_out = [item for item in items if not needs_ranks(item) or ("big_world" in item.fixturenames and not three)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def needs_ranks(item):
+    if item.get_closest_marker("every_rank"):
+        return True
+    return "world" in item.fixturenames and not item.get_closest_marker("one_process")
 
 
 def mpi_size():
@@ -77,20 +78,6 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-class Job:
-    """A finished job: its exit status, and what it printed."""
-
-    def __init__(self, process):
-        self.status, self.output = process.returncode, process.stdout
-
-    def expect(self, *texts, status=0):
-        """Check the exit status (``None``: any failure) and that all of these texts were printed."""
-        assert self.status == status if status is not None else self.status != 0, self.output
-        for text in texts:
-            assert text in self.output, f"{text!r} is not in\n{self.output}"
-        return self
-
-
 @pytest.fixture
 def mpi_job(tmp_path):
     """Runs a program on some ranks: a job of its own, for what no test survives."""
@@ -98,17 +85,6 @@ def mpi_job(tmp_path):
     def run(n, source, *, timeout=60, **environment):
         script = tmp_path / "program.py"
         script.write_text(textwrap.dedent(source))
-        paths = os.pathsep.join(str(pathlib.Path(__file__).parent / part) for part in ("worlds", "jobs"))
-        variables = {**os.environ, "PYTHONPATH": paths, **environment}
-        process = subprocess.run(
-            launch.command(n, [str(script)]),
-            env=variables,
-            timeout=timeout,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        return Job(process)
+        return finished_job(n, script, timeout, environment)
 
     return run

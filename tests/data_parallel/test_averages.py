@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import on_all
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.mpi import has_room
@@ -12,78 +12,65 @@ from jdistgrad.data_parallel.parallel import DataParallel
 
 
 @pytest.mark.parametrize("cap", [None, 1e-5], ids=["one bucket", "small buckets"])
-def test_what_is_averaged_stays_as_it_is(big_world, cap):
-    def body(rank, size):
-        dp, mine = DataParallel(bucket_cap_mb=cap), {"w": jnp.arange(5.0) + rank, "b": jnp.full((), 1.0 + rank)}
-        found = [dp.average(mine) for _ in range(2)]
-        np.testing.assert_array_equal(mine["w"], np.arange(5) + rank)
-        for one in found:
-            np.testing.assert_allclose(one["w"], np.arange(5) + (size - 1) / 2, rtol=1e-6)
-            np.testing.assert_allclose(one["b"], (size + 1) / 2, rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_what_is_averaged_stays_as_it_is(big_world, cap, rank, size):
+    dp, mine = DataParallel(bucket_cap_mb=cap), {"w": jnp.arange(5.0) + rank, "b": jnp.full((), 1.0 + rank)}
+    found = [dp.average(mine) for _ in range(2)]
+    np.testing.assert_array_equal(mine["w"], np.arange(5) + rank)
+    for one in found:
+        np.testing.assert_allclose(one["w"], np.arange(5) + (size - 1) / 2, rtol=1e-6)
+        np.testing.assert_allclose(one["b"], (size + 1) / 2, rtol=1e-6)
 
 
-def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world):
+@on_every_worker
+def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size):
     """Each is written to: zeros that XLA made once for all would hold the last leaf's numbers."""
-
-    def body(rank, size):
-        found = DataParallel().average([jnp.full(3, float(k)) for k in range(5)])
-        assert [float(one[0]) for one in found] == list(range(5))
-        assert len({one.unsafe_buffer_pointer() for one in found}) == 5
-
-    on_all(big_world, body)
+    found = DataParallel().average([jnp.full(3, float(k)) for k in range(5)])
+    assert [float(one[0]) for one in found] == list(range(5))
+    assert len({one.unsafe_buffer_pointer() for one in found}) == 5
 
 
 @pytest.mark.one_process
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
-def test_leaves_on_several_devices_stay_there(big_world):
-    def body(rank, size):
-        dp, devices = DataParallel(), jax.devices()
-        apart = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
-        for mine in (apart[::2], apart, [*apart, jnp.full(3, 1.0 + rank)]):
-            found = dp.average(mine)
-            assert [one.devices() for one in found[:2]] == [one.devices() for one in mine[:2]]
-            for one in found:
-                np.testing.assert_allclose(one, np.full(3, (size + 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_leaves_on_several_devices_stay_there(big_world, rank, size):
+    dp, devices = DataParallel(), jax.devices()
+    apart = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
+    for mine in (apart[::2], apart, [*apart, jnp.full(3, 1.0 + rank)]):
+        found = dp.average(mine)
+        assert [one.devices() for one in found[:2]] == [one.devices() for one in mine[:2]]
+        for one in found:
+            np.testing.assert_allclose(one, np.full(3, (size + 1) / 2), rtol=1e-6)
 
 
 @pytest.mark.one_process
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
-def test_leaves_that_lie_on_several_devices_at_once(big_world):
-    def body(rank, size):
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        mine = {"split": jax.device_put(jnp.arange(4.0) + rank, split), "whole": jnp.arange(3.0) + rank}
-        found = DataParallel().average(mine)
-        assert found["split"].sharding == split
-        np.testing.assert_allclose(found["split"], np.arange(4) + (size - 1) / 2, rtol=1e-6)
-        np.testing.assert_allclose(found["whole"], np.arange(3) + (size - 1) / 2, rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_leaves_that_lie_on_several_devices_at_once(big_world, rank, size):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    mine = {"split": jax.device_put(jnp.arange(4.0) + rank, split), "whole": jnp.arange(3.0) + rank}
+    found = DataParallel().average(mine)
+    assert found["split"].sharding == split
+    np.testing.assert_allclose(found["split"], np.arange(4) + (size - 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(found["whole"], np.arange(3) + (size - 1) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.float32, float], ids=["NumPy", "Python"])
-def test_leaves_that_are_no_arrays_of_jax(world, kind):
-    def body(rank, size):
-        found = DataParallel().average({"w": kind(1.0 + rank)})["w"]
-        assert isinstance(found, jax.Array)
-        np.testing.assert_allclose(found, (size + 1) / 2, rtol=1e-6)
-
-    on_all(world, body)
+@on_every_worker
+def test_leaves_that_are_no_arrays_of_jax(world, kind, rank, size):
+    found = DataParallel().average({"w": kind(1.0 + rank)})["w"]
+    assert isinstance(found, jax.Array)
+    np.testing.assert_allclose(found, (size + 1) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_overlap_is_the_default_where_there_is_room(world, room):
-    def body(rank, size):
-        c = of_this_world()
-        c.has_room = room
-        assert DataParallel(c).overlap is room
-        assert DataParallel(c, overlap=not room).overlap is not room
-
-    on_all(world, body)
+@on_every_worker
+def test_overlap_is_the_default_where_there_is_room(world, room, rank, size):
+    c = of_this_world()
+    c.has_room = room
+    assert DataParallel(c).overlap is room
+    assert DataParallel(c, overlap=not room).overlap is not room
 
 
 def test_where_there_is_room_beside_the_computation():

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import batch, loss, on_all, parameters
+from helpers.models import batch, loss, parameters
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives import Mesh
@@ -40,65 +41,56 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what):
+@on_every_worker
+def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what, rank, size):
     theirs, said = DIFFERENT[what]
-
-    def body(rank, size):
-        dp, ours = DataParallel(), tree(w=jnp.ones(4))
-        mine = theirs if rank == 1 else ours
-        with pytest.raises(DisagreementError, match=said) as caught:
-            dp.average(mine)
-        assert caught.value.rank == 1
-        np.testing.assert_array_equal(mine["a"], np.ones(3))
-        np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)  # and it still works
-        with pytest.raises(DisagreementError, match=said):  # one rank turns to another tree later
-            dp.average(mine)
-        with pytest.raises(DisagreementError, match=said):
-            dp.broadcast(mine)
-        with pytest.raises(DisagreementError, match=said):
-            dp.verify(mine)
-        np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)
-
-    on_all(big_world, body)
+    dp, ours = DataParallel(), tree(w=jnp.ones(4))
+    mine = theirs if rank == 1 else ours
+    with pytest.raises(DisagreementError, match=said) as caught:
+        dp.average(mine)
+    assert caught.value.rank == 1
+    np.testing.assert_array_equal(mine["a"], np.ones(3))
+    np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)  # and it still works
+    with pytest.raises(DisagreementError, match=said):  # one rank turns to another tree later
+        dp.average(mine)
+    with pytest.raises(DisagreementError, match=said):
+        dp.broadcast(mine)
+    with pytest.raises(DisagreementError, match=said):
+        dp.verify(mine)
+    np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)
 
 
-def test_ranks_with_different_settings_are_told(big_world):
-    def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=1 if rank != 2 else 2)
-        with pytest.raises(DisagreementError, match="bucket_cap_mb is 1 on rank 0, 2 on rank 2"):
-            dp.value_and_grad(loss)(parameters(), batch(rank))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_with_different_settings_are_told(big_world, rank, size):
+    dp = DataParallel(bucket_cap_mb=1 if rank != 2 else 2)
+    with pytest.raises(DisagreementError, match="bucket_cap_mb is 1 on rank 0, 2 on rank 2"):
+        dp.value_and_grad(loss)(parameters(), batch(rank))
 
 
-def test_ranks_in_different_operations_are_told(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        dp.average(tree())
-        with pytest.raises(
-            DisagreementError, match=r"rank 0 reduces bucket 0 of given gradients in step 2, rank 2 verifies"
-        ):
-            dp.verify(tree()) if rank == 2 else dp.average(tree())
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_in_different_operations_are_told(big_world, rank, size):
+    dp = DataParallel()
+    dp.average(tree())
+    with pytest.raises(
+        DisagreementError, match=r"rank 0 reduces bucket 0 of given gradients in step 2, rank 2 verifies"
+    ):
+        dp.verify(tree()) if rank == 2 else dp.average(tree())
 
 
-def test_a_step_taken_by_some_ranks_only(big_world):
-    def body(rank, size):
-        dp, done = DataParallel(timeout=0.5), DataParallel()
-        dp.average(tree())
-        if rank == 1:
-            time.sleep(2)
-        else:
-            said = rf"rank {rank} reduces bucket 0 of given gradients in step 2: rank 1 has not come within 0\.5 s"
-            with pytest.raises(MissingRanksError, match=said) as caught:
-                dp.average(tree())
-            assert caught.value.missing == [1]
-            with pytest.raises(MissingRanksError):
-                dp.average(tree())
-        done.average(tree())
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_step_taken_by_some_ranks_only(big_world, rank, size):
+    dp, done = DataParallel(timeout=0.5), DataParallel()
+    dp.average(tree())
+    if rank == 1:
+        time.sleep(2)
+    else:
+        said = rf"rank {rank} reduces bucket 0 of given gradients in step 2: rank 1 has not come within 0\.5 s"
+        with pytest.raises(MissingRanksError, match=said) as caught:
+            dp.average(tree())
+        assert caught.value.missing == [1]
+        with pytest.raises(MissingRanksError):
+            dp.average(tree())
+    done.average(tree())
 
 
 def returning(value, name="mine"):
@@ -114,13 +106,11 @@ def returning(value, name="mine"):
         (hooks.Hook(lambda bucket: (), lambda bucket, state, collectives: bucket.flat, "mine"), "ArrayImpl"),
     ],
 )
-def test_a_hook_that_returns_something_else(big_world, hook, got):
-    def body(rank, size):
-        said = rf"the hook 'mine' returned .*{got}.* for bucket 0, expected \(a JAX array float32\[3\], the new state\)"
-        with pytest.raises(HookError, match=said):
-            DataParallel(hook=hook).average(tree())
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_hook_that_returns_something_else(big_world, hook, got, rank, size):
+    said = rf"the hook 'mine' returned .*{got}.* for bucket 0, expected \(a JAX array float32\[3\], the new state\)"
+    with pytest.raises(HookError, match=said):
+        DataParallel(hook=hook).average(tree())
 
 
 @pytest.mark.parametrize("hook", ["powersgd", hooks.powersgd, lambda bucket: bucket])
@@ -137,75 +127,63 @@ def test_hooks_refuse_impossible_settings():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_found(big_world, bad):
-    def body(rank, size):
-        dp = DataParallel(check_finite=True, bucket_cap_mb=1e-5)
-        mine = tree(w=jnp.ones(4).at[2].set(bad) if rank == 2 else jnp.ones(4))
-        with pytest.raises(NonFiniteError, match=r"the gradient of \['w'\] on rank 2 holds NaN or infinity") as caught:
-            dp.average(mine)
-        assert (caught.value.rank, caught.value.path) == (2, "['w']")
-        np.testing.assert_allclose(dp.average(tree(w=jnp.ones(4)))["w"], np.ones(4), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_numbers_that_are_not_finite_are_found(big_world, bad, rank, size):
+    dp = DataParallel(check_finite=True, bucket_cap_mb=1e-5)
+    mine = tree(w=jnp.ones(4).at[2].set(bad) if rank == 2 else jnp.ones(4))
+    with pytest.raises(NonFiniteError, match=r"the gradient of \['w'\] on rank 2 holds NaN or infinity") as caught:
+        dp.average(mine)
+    assert (caught.value.rank, caught.value.path) == (2, "['w']")
+    np.testing.assert_allclose(dp.average(tree(w=jnp.ones(4)))["w"], np.ones(4), rtol=1e-6)
 
 
-def test_integer_parameters_are_refused(world):
-    def body(rank, size):
-        dp = DataParallel()
-        said = r"the leaf \['n'\] is int32\[2\], expected a floating or complex dtype"
-        with pytest.raises(LeafError, match="value_and_grad: " + said):
-            dp.value_and_grad(lambda p: p["a"].sum())({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
-        with pytest.raises(LeafError, match=said):
-            dp.average({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
-
-    on_all(world, body)
+@on_every_worker
+def test_integer_parameters_are_refused(world, rank, size):
+    dp = DataParallel()
+    said = r"the leaf \['n'\] is int32\[2\], expected a floating or complex dtype"
+    with pytest.raises(LeafError, match="value_and_grad: " + said):
+        dp.value_and_grad(lambda p: p["a"].sum())({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
+    with pytest.raises(LeafError, match=said):
+        dp.average({"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)})
 
 
-def test_gradients_marked_twice_or_never(world):
-    def body(rank, size):
-        dp = DataParallel()
-        reduction = dp.reduction(tree(b=jnp.ones(2)))
-        reduction.ready(1, jnp.ones(2) + 0)
-        with pytest.raises(LeafError, match=r"\['b'\] .* was marked ready twice"):
-            reduction.ready(1, jnp.ones(2))
-        with pytest.raises(LeafError, match=r"1 gradients were never marked ready, first \['a'\]"):
-            reduction.finish()
-
-    on_all(world, body)
+@on_every_worker
+def test_gradients_marked_twice_or_never(world, rank, size):
+    dp = DataParallel()
+    reduction = dp.reduction(tree(b=jnp.ones(2)))
+    reduction.ready(1, jnp.ones(2) + 0)
+    with pytest.raises(LeafError, match=r"\['b'\] .* was marked ready twice"):
+        reduction.ready(1, jnp.ones(2))
+    with pytest.raises(LeafError, match=r"1 gradients were never marked ready, first \['a'\]"):
+        reduction.finish()
 
 
-def test_parameters_that_have_drifted_are_found(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        params = tree(w=jnp.zeros((2, 3)).at[1, 2].set(5.0 if rank == 2 else 4.0))
-        with pytest.raises(DisagreementError, match=r"\['w'\]\[1, 2\] is 4.0 on rank 0, 5.0 on rank 2") as caught:
-            dp.verify(params)
-        assert (caught.value.rank, caught.value.path) == (2, "['w']")
-        dp.verify(dp.broadcast(params, root=2))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_parameters_that_have_drifted_are_found(big_world, rank, size):
+    dp = DataParallel()
+    params = tree(w=jnp.zeros((2, 3)).at[1, 2].set(5.0 if rank == 2 else 4.0))
+    with pytest.raises(DisagreementError, match=r"\['w'\]\[1, 2\] is 4.0 on rank 0, 5.0 on rank 2") as caught:
+        dp.verify(params)
+    assert (caught.value.rank, caught.value.path) == (2, "['w']")
+    dp.verify(dp.broadcast(params, root=2))
 
 
-def test_an_exception_in_a_joined_block_passes_through(world):
-    def body(rank, size):
-        dp = DataParallel()
-        with pytest.raises(ZeroDivisionError, match="mine"), dp.join():
-            raise ZeroDivisionError("mine")
-        with dp.join() as join:
+@on_every_worker
+def test_an_exception_in_a_joined_block_passes_through(world, rank, size):
+    dp = DataParallel()
+    with pytest.raises(ZeroDivisionError, match="mine"), dp.join():
+        raise ZeroDivisionError("mine")
+    with dp.join() as join:
+        join.finish(tree())
+        with pytest.raises(CollectiveError, match="finish was called twice"):
             join.finish(tree())
-            with pytest.raises(CollectiveError, match="finish was called twice"):
-                join.finish(tree())
-
-    on_all(world, body)
 
 
-def test_a_hook_with_a_state_inside_jit(world):
-    def body(rank, size):
-        dp = DataParallel(hook=hooks.int8())
-        with pytest.raises(HookError, match=r"the hook 'int8\(block=1024\)' has a state.*Use average_gradients"):
-            jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
-
-    on_all(world, body)
+@on_every_worker
+def test_a_hook_with_a_state_inside_jit(world, rank, size):
+    dp = DataParallel(hook=hooks.int8())
+    with pytest.raises(HookError, match=r"the hook 'int8\(block=1024\)' has a state.*Use average_gradients"):
+        jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
 
 
 @pytest.mark.parametrize(
@@ -217,26 +195,22 @@ def test_settings_that_are_none(settings, said):
         DataParallel(Mesh("batch"), **settings)
 
 
-def test_leaves_that_are_no_numbers(world):
-    def body(rank, size):
-        dp = DataParallel()
-        for ask in (dp.average, dp.broadcast, dp.verify):
-            with pytest.raises(LeafError, match=r"\['name'\] is a str, expected an array or a number"):
-                ask({"name": "a text"})
-        with pytest.raises(ValueError, match="the root must be a rank from 0 to"):
-            dp.broadcast(tree(), root=0.5)
-
-    on_all(world, body)
+@on_every_worker
+def test_leaves_that_are_no_numbers(world, rank, size):
+    dp = DataParallel()
+    for ask in (dp.average, dp.broadcast, dp.verify):
+        with pytest.raises(LeafError, match=r"\['name'\] is a str, expected an array or a number"):
+            ask({"name": "a text"})
+    with pytest.raises(ValueError, match="the root must be a rank from 0 to"):
+        dp.broadcast(tree(), root=0.5)
 
 
-def test_arguments_that_cannot_be_differentiated(world):
-    def body(rank, size):
-        with pytest.raises(TypeError, match="argnums=0 names positional arguments, of which there are 0"):
-            DataParallel().value_and_grad(loss)(params=parameters())
-        step = DataParallel().value_and_grad(lambda x, w: (x * w).sum(), argnums=np.int64(1))
-        np.testing.assert_array_equal(step(jnp.arange(3.0), jnp.ones(3))[1], np.arange(3))
-
-    on_all(world, body)
+@on_every_worker
+def test_arguments_that_cannot_be_differentiated(world, rank, size):
+    with pytest.raises(TypeError, match="argnums=0 names positional arguments, of which there are 0"):
+        DataParallel().value_and_grad(loss)(params=parameters())
+    step = DataParallel().value_and_grad(lambda x, w: (x * w).sum(), argnums=np.int64(1))
+    np.testing.assert_array_equal(step(jnp.arange(3.0), jnp.ones(3))[1], np.arange(3))
 
 
 def test_a_mesh_outside_shard_map():

@@ -4,43 +4,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
-from models import on_all
 
 from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 
-def test_steps_of_different_numbers_are_not_averaged_together(big_world):
+@on_every_worker
+def test_steps_of_different_numbers_are_not_averaged_together(big_world, rank, size):
     """A rank that has failed in a step of its own and goes on is one ahead."""
-
-    def body(rank, size):
-        dp = DataParallel()
-        params = {"w": jnp.full(3, 1.0 + rank)}
+    dp = DataParallel()
+    params = {"w": jnp.full(3, 1.0 + rank)}
+    dp.average(params)
+    if rank == 1:
+        dp.reduction(params)  # and something fails before a gradient is there
+    with pytest.raises(DisagreementError, match="have come apart"):
         dp.average(params)
-        if rank == 1:
-            dp.reduction(params)  # and something fails before a gradient is there
-        with pytest.raises(DisagreementError, match="have come apart"):
-            dp.average(params)
-
-    on_all(big_world, body)
 
 
-def test_what_a_rank_that_has_joined_cannot_do(big_world):
-    def body(rank, size):
-        dp = DataParallel(timeout=10)
-        params = {"w": jnp.ones(3)}
+@on_every_worker
+def test_what_a_rank_that_has_joined_cannot_do(big_world, rank, size):
+    dp = DataParallel(timeout=10)
+    params = {"w": jnp.ones(3)}
 
-        def steps():
-            with dp.join():
-                if rank:
-                    dp.verify(params)
+    def steps():
+        with dp.join():
+            if rank:
+                dp.verify(params)
 
-        with pytest.raises(DisagreementError, match="has joined"):
-            steps()
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match="has joined"):
+        steps()
 
 
 BAD_GRADIENTS = {
@@ -53,47 +48,38 @@ BAD_GRADIENTS = {
 
 
 @pytest.mark.parametrize("what", BAD_GRADIENTS)
-def test_gradients_of_another_kind_than_announced(world, what):
+@on_every_worker
+def test_gradients_of_another_kind_than_announced(world, what, rank, size):
     leaf, gradient, said = BAD_GRADIENTS[what]
-
-    def body(rank, size):
-        dp = DataParallel()
-        reduction = dp.reduction({"w": jnp.ones(3)})
-        with pytest.raises(LeafError, match=said):
-            reduction.ready(leaf, gradient)
-        reduction.ready(0, jnp.full(3, 1.0 + rank))
-        np.testing.assert_allclose(reduction.finish()[0], np.full(3, (1 + size) / 2))
-
-    on_all(world, body)
+    dp = DataParallel()
+    reduction = dp.reduction({"w": jnp.ones(3)})
+    with pytest.raises(LeafError, match=said):
+        reduction.ready(leaf, gradient)
+    reduction.ready(0, jnp.full(3, 1.0 + rank))
+    np.testing.assert_allclose(reduction.finish()[0], np.full(3, (1 + size) / 2))
 
 
-def test_sparse_and_dense_trees_of_one_shape_have_plans_of_their_own(world):
-    def body(rank, size):
-        dp = DataParallel()
-        dense = jnp.eye(3) * (1 + rank)
-        for tree in ({"t": dense}, {"t": BCOO.fromdense(dense)}, {"t": dense}):
-            found = dp.average(tree)["t"]
-            found = found.todense() if isinstance(found, BCOO) else found
-            np.testing.assert_allclose(found, np.eye(3) * (1 + size) / 2)
-
-    on_all(world, body)
+@on_every_worker
+def test_sparse_and_dense_trees_of_one_shape_have_plans_of_their_own(world, rank, size):
+    dp = DataParallel()
+    dense = jnp.eye(3) * (1 + rank)
+    for tree in ({"t": dense}, {"t": BCOO.fromdense(dense)}, {"t": dense}):
+        found = dp.average(tree)["t"]
+        found = found.todense() if isinstance(found, BCOO) else found
+        np.testing.assert_allclose(found, np.eye(3) * (1 + size) / 2)
 
 
-def test_sparse_gradients_with_batch_dimensions_are_refused(world):
-    def body(rank, size):
-        with pytest.raises(LeafError, match="1 batch dimensions; expected none"):
-            DataParallel().average({"t": BCOO.fromdense(jnp.eye(3), n_batch=1)})
-
-    on_all(world, body)
+@on_every_worker
+def test_sparse_gradients_with_batch_dimensions_are_refused(world, rank, size):
+    with pytest.raises(LeafError, match="1 batch dimensions; expected none"):
+        DataParallel().average({"t": BCOO.fromdense(jnp.eye(3), n_batch=1)})
 
 
-def test_checks_need_steps_called_from_python(world):
-    def body(rank, size):
-        step = DataParallel(check_finite=True).value_and_grad(lambda w: (w**2).sum())
-        with pytest.raises(CollectiveError, match=r"check_finite: inside jax\.jit"):
-            jax.jit(step)(jnp.ones(3))
-
-    on_all(world, body)
+@on_every_worker
+def test_checks_need_steps_called_from_python(world, rank, size):
+    step = DataParallel(check_finite=True).value_and_grad(lambda w: (w**2).sum())
+    with pytest.raises(CollectiveError, match=r"check_finite: inside jax\.jit"):
+        jax.jit(step)(jnp.ones(3))
 
 
 @pytest.mark.parametrize("ask", [lambda dp, tree: dp.verify(tree), lambda dp, tree: dp.reduction(tree)])

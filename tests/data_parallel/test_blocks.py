@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import on_all
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -18,97 +18,84 @@ def mine(rank):
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_that_divide_differently_are_told_so(big_world, odd):
+@on_every_worker
+def test_ranks_that_divide_differently_are_told_so(big_world, odd, rank, size):
     """The sums of one step must not be divided by one number on one rank and by another on the next."""
+    dp, steps = DataParallel(timeout=20), []
+    first, second = ("False", "True") if odd == 0 else ("True", "False")
+    said = rf"rank 0 is in join\(divide_by_initial_world_size={first}\), rank {odd or 1} in .*={second}\)"
 
-    def body(rank, size):
-        dp, steps = DataParallel(timeout=20), []
-        first, second = ("False", "True") if odd == 0 else ("True", "False")
-        said = rf"rank 0 is in join\(divide_by_initial_world_size={first}\), rank {odd or 1} in .*={second}\)"
+    def train():
+        with dp.join(divide_by_initial_world_size=rank != odd) as join:
+            steps.extend(dp.average(mine(rank)) for _ in range(1 + (rank != 2)))
+            join.finish(mine(rank))
 
-        def train():
-            with dp.join(divide_by_initial_world_size=rank != odd) as join:
-                steps.extend(dp.average(mine(rank)) for _ in range(1 + (rank != 2)))
-                join.finish(mine(rank))
-
-        with pytest.raises(DisagreementError, match=said):
-            train()
-        assert steps == []
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match=said):
+        train()
+    assert steps == []
 
 
 @pytest.mark.parametrize("inside", [0, 1, 2])
-def test_a_rank_alone_in_a_join_block_is_told_so(big_world, inside):
+@on_every_worker
+def test_a_rank_alone_in_a_join_block_is_told_so(big_world, inside, rank, size):
     """Before its first step, and not when it has waited for the others to come to its end of the block."""
+    dp, steps = DataParallel(timeout=20), []
 
-    def body(rank, size):
-        dp, steps = DataParallel(timeout=20), []
+    def train():
+        with dp.join() if rank == inside else contextlib.nullcontext():
+            steps.append(dp.average(mine(rank)))
 
-        def train():
-            with dp.join() if rank == inside else contextlib.nullcontext():
-                steps.append(dp.average(mine(rank)))
-
-        with pytest.raises(DisagreementError, match="in no join block"):
-            train()
-        assert steps == []
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match="in no join block"):
+        train()
+    assert steps == []
 
 
-def test_a_rank_that_has_joined_where_others_are_in_no_block(big_world):
-    def body(rank, size):
-        dp = DataParallel(timeout=20)
-        dp.average(mine(rank))
+@on_every_worker
+def test_a_rank_that_has_joined_where_others_are_in_no_block(big_world, rank, size):
+    dp = DataParallel(timeout=20)
+    dp.average(mine(rank))
 
-        def train():
-            with dp.join() if rank == 1 else contextlib.nullcontext():
-                if rank != 1:
-                    dp.average(mine(rank))
+    def train():
+        with dp.join() if rank == 1 else contextlib.nullcontext():
+            if rank != 1:
+                dp.average(mine(rank))
 
-        with pytest.raises(DisagreementError, match=r"rank 0 is in no join block, rank 1 in join\(.*=True\)"):
-            train()
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match=r"rank 0 is in no join block, rank 1 in join\(.*=True\)"):
+        train()
 
 
-def test_blocks_follow_each_other_with_different_divisors(big_world):
+@on_every_worker
+def test_blocks_follow_each_other_with_different_divisors(big_world, rank, size):
     """The second inside the first: its end is not that of the first."""
+    dp, found = DataParallel(timeout=20), []
 
-    def body(rank, size):
-        dp, found = DataParallel(timeout=20), []
+    def steps(count):
+        found.extend(dp.average({"w": jnp.full(3, rank + 1.0)})["w"][0] for _ in range(count))
 
-        def steps(count):
-            found.extend(dp.average({"w": jnp.full(3, rank + 1.0)})["w"][0] for _ in range(count))
-
-        with dp.join(divide_by_initial_world_size=False) as outer:
-            with dp.join():
-                steps(1 + rank)
-            steps(1 + (rank == 2))
-            outer.finish({})
-        by_all = [sum(r + 1.0 for r in range(step, size)) / size for step in range(1 + rank)]
-        by_active = [2.0, 3.0][: 1 + (rank == 2)]
-        np.testing.assert_allclose(found, by_all + by_active, rtol=1e-6)
-
-    on_all(big_world, body)
+    with dp.join(divide_by_initial_world_size=False) as outer:
+        with dp.join():
+            steps(1 + rank)
+        steps(1 + (rank == 2))
+        outer.finish({})
+    by_all = [sum(r + 1.0 for r in range(step, size)) / size for step in range(1 + rank)]
+    by_active = [2.0, 3.0][: 1 + (rank == 2)]
+    np.testing.assert_allclose(found, by_all + by_active, rtol=1e-6)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_gradients_accumulated_on_one_rank_are_not_averaged_with_steps_of_others(big_world, odd):
-    def body(rank, size):
-        dp = DataParallel(timeout=20)
-        step, sums = dp.value_and_grad(lambda w: (w**2).sum() * (rank + 1)), []
+@on_every_worker
+def test_gradients_accumulated_on_one_rank_are_not_averaged_with_steps_of_others(big_world, odd, rank, size):
+    dp = DataParallel(timeout=20)
+    step, sums = dp.value_and_grad(lambda w: (w**2).sum() * (rank + 1)), []
 
-        def train():
-            with dp.no_sync() if rank == odd else contextlib.nullcontext():
-                parts = [step(jnp.arange(3.0) + k)[1] for k in range(2)]
-            sums.append(dp.average(jax.tree.map(jnp.add, *parts)))
+    def train():
+        with dp.no_sync() if rank == odd else contextlib.nullcontext():
+            parts = [step(jnp.arange(3.0) + k)[1] for k in range(2)]
+        sums.append(dp.average(jax.tree.map(jnp.add, *parts)))
 
-        with pytest.raises(DisagreementError, match=r"of given gradients.*under no_sync"):
-            train()
-        assert sums == []
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match=r"of given gradients.*under no_sync"):
+        train()
+    assert sums == []
 
 
 SETTINGS = {
@@ -120,21 +107,18 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_settings_of_a_rank_that_has_joined_count_too(big_world, name):
+@on_every_worker
+def test_the_settings_of_a_rank_that_has_joined_count_too(big_world, name, rank, size):
     """It learns the tree from the others, and would cut it as its own settings say."""
     settings, said = SETTINGS[name]
+    dp, steps = DataParallel(timeout=20, **({} if rank == 2 else settings)), []
 
-    def body(rank, size):
-        dp, steps = DataParallel(timeout=20, **({} if rank == 2 else settings)), []
+    def train():
+        with dp.join() as join:
+            if rank != 2:
+                steps.append(dp.average({"w": jnp.ones(300), "v": jnp.ones((30, 20)), "u": jnp.ones(7)}))
+            join.finish({})
 
-        def train():
-            with dp.join() as join:
-                if rank != 2:
-                    steps.append(dp.average({"w": jnp.ones(300), "v": jnp.ones((30, 20)), "u": jnp.ones(7)}))
-                join.finish({})
-
-        with pytest.raises(DisagreementError, match=f"{said} 0, .* on rank 2"):
-            train()
-        assert steps == []
-
-    on_all(big_world, body)
+    with pytest.raises(DisagreementError, match=f"{said} 0, .* on rank 2"):
+        train()
+    assert steps == []

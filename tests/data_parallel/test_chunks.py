@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from models import on_all
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel.buckets import bucket
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -24,74 +24,62 @@ def leaves(rank):
 
 
 @pytest.mark.parametrize("cap", [None, 1e-5, 3e-4], ids=str)
-def test_leaves_around_the_ends_of_chunks(small_chunks, big_world, cap):
-    def body(rank, size):
-        found = DataParallel(bucket_cap_mb=cap).average(leaves(rank))
-        everybody = [leaves(other) for other in range(size)]
-        for mine, *theirs in zip(found, *everybody, strict=True):
-            np.testing.assert_allclose(mine, sum(theirs) / size, rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_leaves_around_the_ends_of_chunks(small_chunks, big_world, cap, rank, size):
+    found = DataParallel(bucket_cap_mb=cap).average(leaves(rank))
+    everybody = [leaves(other) for other in range(size)]
+    for mine, *theirs in zip(found, *everybody, strict=True):
+        np.testing.assert_allclose(mine, sum(theirs) / size, rtol=1e-6)
 
 
-def test_who_has_joined_sends_zeros_chunk_by_chunk(small_chunks, big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        with dp.join():
-            for _ in range(rank + 1):
-                found = dp.average(leaves(0))
-        if rank == size - 1:  # the last step was this rank's alone
-            for mine, own in zip(found, leaves(0), strict=True):
-                np.testing.assert_allclose(mine, own / size, rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_who_has_joined_sends_zeros_chunk_by_chunk(small_chunks, big_world, rank, size):
+    dp = DataParallel()
+    with dp.join():
+        for _ in range(rank + 1):
+            found = dp.average(leaves(0))
+    if rank == size - 1:  # the last step was this rank's alone
+        for mine, own in zip(found, leaves(0), strict=True):
+            np.testing.assert_allclose(mine, own / size, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128", "int64", "uint64"])
-def test_types_of_eight_bytes_and_more(big_world, dtype):
-    def body(rank, size):
-        with jax.enable_x64(True):
-            all_, x = of_this_world(), jnp.arange(5).astype(dtype) + rank
-            assert x.dtype == dtype
-            total = all_.allreduce(x)
-            assert total.dtype == dtype
-            np.testing.assert_array_equal(total, np.arange(5) * size + sum(range(size)))
-            np.testing.assert_array_equal(
-                all_.allreduce(x, "max") if "complex" not in dtype else x,
-                x + (size - 1 - rank) * ("complex" not in dtype),
-            )
-            np.testing.assert_array_equal(all_.broadcast(x, 1), np.arange(5) + 1)
-            np.testing.assert_array_equal(all_.allgather(x)[1], np.arange(5) + 1)
-            if dtype in ("float64", "complex128"):
-                found = DataParallel().average({"w": x})["w"]
-                assert found.dtype == dtype
-                np.testing.assert_allclose(found, np.arange(5) + (size - 1) / 2)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_types_of_eight_bytes_and_more(big_world, dtype, rank, size):
+    with jax.enable_x64(True):
+        all_, x = of_this_world(), jnp.arange(5).astype(dtype) + rank
+        assert x.dtype == dtype
+        total = all_.allreduce(x)
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total, np.arange(5) * size + sum(range(size)))
+        np.testing.assert_array_equal(
+            all_.allreduce(x, "max") if "complex" not in dtype else x,
+            x + (size - 1 - rank) * ("complex" not in dtype),
+        )
+        np.testing.assert_array_equal(all_.broadcast(x, 1), np.arange(5) + 1)
+        np.testing.assert_array_equal(all_.allgather(x)[1], np.arange(5) + 1)
+        if dtype in ("float64", "complex128"):
+            found = DataParallel().average({"w": x})["w"]
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found, np.arange(5) + (size - 1) / 2)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e4m3fn"])
-def test_narrow_floats_whose_letters_mean_other_types_to_mpi(big_world, dtype):
-    def body(rank, size):
-        total = of_this_world().allreduce(jnp.asarray(np.full(8, 1.0 + rank), getattr(ml_dtypes, dtype)))
-        np.testing.assert_array_equal(np.asarray(total, np.float32), np.full(8, sum(range(1, size + 1))))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_narrow_floats_whose_letters_mean_other_types_to_mpi(big_world, dtype, rank, size):
+    total = of_this_world().allreduce(jnp.asarray(np.full(8, 1.0 + rank), getattr(ml_dtypes, dtype)))
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.full(8, sum(range(1, size + 1))))
 
 
-def test_arrays_in_the_order_of_fortran_are_broadcast(big_world):
-    def body(rank, size):
-        own = np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3) + rank)
-        found = DataParallel().broadcast({"w": own}, root=1)["w"]
-        np.testing.assert_array_equal(found, np.arange(6).reshape(2, 3) + 1)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_arrays_in_the_order_of_fortran_are_broadcast(big_world, rank, size):
+    own = np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3) + rank)
+    found = DataParallel().broadcast({"w": own}, root=1)["w"]
+    np.testing.assert_array_equal(found, np.arange(6).reshape(2, 3) + 1)
 
 
-def test_numpy_leaves_of_a_type_that_jax_has_not_here(world):
-    def body(rank, size):
-        found = DataParallel().average({"w": np.full(3, 1.0 + rank)})["w"]
-        assert found.dtype == jnp.ones(3).dtype
-        np.testing.assert_allclose(found, np.full(3, (1 + size) / 2))
-
-    on_all(world, body)
+@on_every_worker
+def test_numpy_leaves_of_a_type_that_jax_has_not_here(world, rank, size):
+    found = DataParallel().average({"w": np.full(3, 1.0 + rank)})["w"]
+    assert found.dtype == jnp.ones(3).dtype
+    np.testing.assert_allclose(found, np.full(3, (1 + size) / 2))

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import on_all, serially
+from helpers.models import serially
+from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import collectives as all_of
@@ -23,36 +24,30 @@ def value(rank, shape, dtype):
     return jnp.asarray(np.arange(np.prod(shape)).reshape(shape) % 3 + rank + 1, dtype)
 
 
-def test_sums_of_every_dtype_and_shape(world):
-    def body(rank, size):
-        c = of_this_world()
-        for dtype in DTYPES:
-            for shape in SHAPES if dtype == "float32" else SHAPES[2:3]:
-                expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
-                for run in (c.allreduce, jax.jit(c.allreduce)):
-                    got = run(value(rank, shape, dtype))
-                    assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
-                    np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
-
-    on_all(world, body)
+@on_every_worker
+def test_sums_of_every_dtype_and_shape(world, rank, size):
+    c = of_this_world()
+    for dtype in DTYPES:
+        for shape in SHAPES if dtype == "float32" else SHAPES[2:3]:
+            expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
+            for run in (c.allreduce, jax.jit(c.allreduce)):
+                got = run(value(rank, shape, dtype))
+                assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
+                np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
 
 
-def test_maximum_broadcast_and_gather(world):
-    def body(rank, size):
-        c = of_this_world()
-        x = value(rank, (3, 2), "float32")
-        for wrap in (lambda f: f, jax.jit):
-            np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), value(size - 1, (3, 2), "float32"))
-            np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "min"))(x), value(0, (3, 2), "float32"))
-            np.testing.assert_array_equal(
-                wrap(lambda x: c.broadcast(x, size - 1))(x), value(size - 1, (3, 2), "float32")
-            )
-            gathered = wrap(c.allgather)(x)
-            assert gathered.shape == (size, 3, 2)
-            for other in range(size):
-                np.testing.assert_array_equal(gathered[other], value(other, (3, 2), "float32"))
-
-    on_all(world, body)
+@on_every_worker
+def test_maximum_broadcast_and_gather(world, rank, size):
+    c = of_this_world()
+    x = value(rank, (3, 2), "float32")
+    for wrap in (lambda f: f, jax.jit):
+        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), value(size - 1, (3, 2), "float32"))
+        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "min"))(x), value(0, (3, 2), "float32"))
+        np.testing.assert_array_equal(wrap(lambda x: c.broadcast(x, size - 1))(x), value(size - 1, (3, 2), "float32"))
+        gathered = wrap(c.allgather)(x)
+        assert gathered.shape == (size, 3, 2)
+        for other in range(size):
+            np.testing.assert_array_equal(gathered[other], value(other, (3, 2), "float32"))
 
 
 OPERATIONS = {
@@ -74,7 +69,8 @@ def weight(rank, y):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name):
+@on_every_worker
+def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, rank, size):
     """The first and the second, eagerly and compiled."""
 
     def losses(xs):
@@ -85,121 +81,98 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name):
 
     inputs = [np.random.default_rng(80 + r).normal(size=(3, 2)).astype("float32") for r in range(big_world.size)]
     first, second = serially(jax.grad(losses), inputs), serially(jax.grad(squares), inputs)
+    c, x = of_this_world(), jnp.asarray(inputs[rank])
 
-    def body(rank, size):
-        c, x = of_this_world(), jnp.asarray(inputs[rank])
+    def derivative(x):
+        return jax.grad(lambda x: weight(rank, OPERATIONS[name](c, x)))(x)
 
-        def derivative(x):
-            return jax.grad(lambda x: weight(rank, OPERATIONS[name](c, x)))(x)
-
-        twice = jax.jit(jax.grad(lambda x: jnp.sum(derivative(x) ** 2)))
-        np.testing.assert_allclose(derivative(x), first[rank], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(jax.jit(derivative)(x), first[rank], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(twice(x), second[rank], rtol=1e-4, atol=1e-5)
-
-    on_all(big_world, body)
+    twice = jax.jit(jax.grad(lambda x: jnp.sum(derivative(x) ** 2)))
+    np.testing.assert_allclose(derivative(x), first[rank], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(derivative)(x), first[rank], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(twice(x), second[rank], rtol=1e-4, atol=1e-5)
 
 
-def test_vmap_is_one_operation_on_the_batch(big_world):
-    def body(rank, size):
-        c = of_this_world()
-        x = value(rank, (4, 3), "float32")
-        total = sum(value(r, (4, 3), "float32") for r in range(size))
-        np.testing.assert_array_equal(jax.jit(jax.vmap(c.allreduce))(x), total)
-        gathered = jax.jit(jax.vmap(c.allgather))(x)
-        np.testing.assert_array_equal(gathered, np.stack([value(r, (4, 3), "float32") for r in range(size)], 1))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_vmap_is_one_operation_on_the_batch(big_world, rank, size):
+    c = of_this_world()
+    x = value(rank, (4, 3), "float32")
+    total = sum(value(r, (4, 3), "float32") for r in range(size))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(c.allreduce))(x), total)
+    gathered = jax.jit(jax.vmap(c.allgather))(x)
+    np.testing.assert_array_equal(gathered, np.stack([value(r, (4, 3), "float32") for r in range(size)], 1))
 
 
-def test_memory_larger_than_a_chunk(world, monkeypatch):
+@on_every_worker
+def test_memory_larger_than_a_chunk(world, monkeypatch, rank, size):
     """What is done with more than MPI can count, with a smaller count."""
     from jdistgrad.data_parallel.collectives import mpi
 
     monkeypatch.setattr(mpi, "CHUNK", 1000)
-
-    def body(rank, size):
-        c = of_this_world()
-        for dtype in ("float64", "bfloat16"):
-            memory = (np.arange(1777) % 50 + rank).astype(jnp.dtype(dtype))
-            c.reduce_in_place(memory)
-            np.testing.assert_array_equal(memory, (np.arange(1777) % 50 * size + sum(range(size))).astype(memory.dtype))
-            memory = np.full(1777, rank, jnp.dtype(dtype))
-            c.broadcast_in_place(memory, size - 1)
-            assert (memory == size - 1).all()
-            stacked = c.gather_arrays(np.full((7, 111), rank, jnp.dtype(dtype)))
-            assert [float(part.astype("float32").mean()) for part in stacked] == list(range(size))
-
-    on_all(world, body)
+    c = of_this_world()
+    for dtype in ("float64", "bfloat16"):
+        memory = (np.arange(1777) % 50 + rank).astype(jnp.dtype(dtype))
+        c.reduce_in_place(memory)
+        np.testing.assert_array_equal(memory, (np.arange(1777) % 50 * size + sum(range(size))).astype(memory.dtype))
+        memory = np.full(1777, rank, jnp.dtype(dtype))
+        c.broadcast_in_place(memory, size - 1)
+        assert (memory == size - 1).all()
+        stacked = c.gather_arrays(np.full((7, 111), rank, jnp.dtype(dtype)))
+        assert [float(part.astype("float32").mean()) for part in stacked] == list(range(size))
 
 
-def test_ranks_in_different_operations_are_told(big_world):
-    def body(rank, size):
-        c = of_this_world()
-        with pytest.raises(
-            DisagreementError, match=r"rank 0 does sum of float32\[3\], rank 2 does sum of float32\[4\]"
-        ):
-            c.allreduce(jnp.zeros(4 if rank == 2 else 3))
-        with pytest.raises(DisagreementError, match=r"rank 1 does max of float32\[3\]"):
-            c.allreduce(jnp.zeros(3), "max" if rank == 1 else "sum")
-        assert float(c.allreduce(jnp.ones(()))) == size
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_in_different_operations_are_told(big_world, rank, size):
+    c = of_this_world()
+    with pytest.raises(DisagreementError, match=r"rank 0 does sum of float32\[3\], rank 2 does sum of float32\[4\]"):
+        c.allreduce(jnp.zeros(4 if rank == 2 else 3))
+    with pytest.raises(DisagreementError, match=r"rank 1 does max of float32\[3\]"):
+        c.allreduce(jnp.zeros(3), "max" if rank == 1 else "sum")
+    assert float(c.allreduce(jnp.ones(()))) == size
 
 
-def test_ranks_that_do_not_come_are_named(big_world):
-    def body(rank, size):
-        c = of_this_world()
-        c.timeout = 0.3
-        if rank != 1:
-            with pytest.raises(MissingRanksError, match=r"rank 1 has not come within 0\.3 s") as caught:
-                c.allreduce(jnp.ones(3))
-            assert caught.value.missing == [1]
-        else:
-            time.sleep(1.5)
-        of_this_world().announce(b"x", "the end")(20)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_that_do_not_come_are_named(big_world, rank, size):
+    c = of_this_world()
+    c.timeout = 0.3
+    if rank != 1:
+        with pytest.raises(MissingRanksError, match=r"rank 1 has not come within 0\.3 s") as caught:
+            c.allreduce(jnp.ones(3))
+        assert caught.value.missing == [1]
+    else:
+        time.sleep(1.5)
+    of_this_world().announce(b"x", "the end")(20)
 
 
-def test_wrong_arguments_are_refused(world):
-    def body(rank, size):
-        c = of_this_world()
-        with pytest.raises(ValueError, match="op must be 'sum', 'max' or 'min', not 'mean'"):
-            c.allreduce(jnp.ones(3), "mean")
-        with pytest.raises(TypeError, match="no sum of bool"):
-            c.allreduce(jnp.ones(3, bool))
-        with pytest.raises(ValueError, match=f"a rank from 0 to {size - 1}, not {size}"):
-            c.broadcast(jnp.ones(3), size)
-
-    on_all(world, body)
+@on_every_worker
+def test_wrong_arguments_are_refused(world, rank, size):
+    c = of_this_world()
+    with pytest.raises(ValueError, match="op must be 'sum', 'max' or 'min', not 'mean'"):
+        c.allreduce(jnp.ones(3), "mean")
+    with pytest.raises(TypeError, match="no sum of bool"):
+        c.allreduce(jnp.ones(3, bool))
+    with pytest.raises(ValueError, match=f"a rank from 0 to {size - 1}, not {size}"):
+        c.broadcast(jnp.ones(3), size)
 
 
 @pytest.mark.world(4)
-def test_some_of_the_workers(world):
+@on_every_worker
+def test_some_of_the_workers(world, rank, size):
     """In the order they were named; the others take no part, and several groups do not mix."""
-
-    def body(rank, size):
-        named = [size - 1, 0] if rank in (0, size - 1) else list(range(1, size - 1))
-        some, everybody = of_this_world(named), of_this_world()
-        assert (some.rank, some.size) == (named.index(rank), len(named))
-        for again in (some, some.twin(), of_this_world(named)):
-            np.testing.assert_array_equal(again.allgather(jnp.int32(rank)), named)
-        assert float(everybody.allreduce(jnp.ones(()))) == size
-
-    on_all(world, body)
+    named = [size - 1, 0] if rank in (0, size - 1) else list(range(1, size - 1))
+    some, everybody = of_this_world(named), of_this_world()
+    assert (some.rank, some.size) == (named.index(rank), len(named))
+    for again in (some, some.twin(), of_this_world(named)):
+        np.testing.assert_array_equal(again.allgather(jnp.int32(rank)), named)
+    assert float(everybody.allreduce(jnp.ones(()))) == size
 
 
-def test_groups_that_are_none_are_refused(world):
-    def body(rank, size):
-        for workers in ([], [rank, rank], [rank, size], [(rank + 1) % size] if size > 1 else [1]):
-            with pytest.raises(CollectiveError, match=f"made by worker {rank} of {size}: expected ranks of this world"):
-                of_this_world(workers)
-
-    on_all(world, body)
+@on_every_worker
+def test_groups_that_are_none_are_refused(world, rank, size):
+    for workers in ([], [rank, rank], [rank, size], [(rank + 1) % size] if size > 1 else [1]):
+        with pytest.raises(CollectiveError, match=f"made by worker {rank} of {size}: expected ranks of this world"):
+            of_this_world(workers)
 
 
-@pytest.mark.one_process
 def test_collectives_of_a_closed_world_are_refused():
     kept = {}
 
@@ -216,7 +189,6 @@ def test_collectives_of_a_closed_world_are_refused():
     jd.spawn(main, 3)
 
 
-@pytest.mark.one_process
 def test_a_wait_ends_when_the_world_fails():
     def main():
         me = jd.init()
@@ -230,6 +202,7 @@ def test_a_wait_ends_when_the_world_fails():
     assert threading.active_count() <= before + 5
 
 
+@pytest.mark.every_rank
 @pytest.mark.skipif(not launcher_env.launched(), reason="needs MPI; the runs with mpirun have it")
 def test_communicators_that_are_none_are_refused():
     from mpi4py import MPI

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import SMALL, batch, close, loss, on_all, parameters, serial
+from helpers.data import close
+from helpers.models import SMALL, batch, loss, parameters, serial
+from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -24,70 +26,60 @@ def cube(p):
 
 
 @pytest.mark.parametrize("length", [4, 5000], ids=["as large as the other", "larger"])
-def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length):
-    def body(rank, size):
-        dp = DataParallel()
-        one, two = jax.jit(dp.value_and_grad(square)), jax.jit(dp.value_and_grad(cube))
-        a, b = {"a": jnp.full((2, 2), 1.0 + rank)}, {"b": jnp.full(length, 10.0 + rank)}
+@on_every_worker
+def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length, rank, size):
+    dp = DataParallel()
+    one, two = jax.jit(dp.value_and_grad(square)), jax.jit(dp.value_and_grad(cube))
+    a, b = {"a": jnp.full((2, 2), 1.0 + rank)}, {"b": jnp.full(length, 10.0 + rank)}
 
-        def right():
-            np.testing.assert_allclose(one(a)[1]["a"], 2 * np.mean([1.0 + r for r in range(size)]))
-            np.testing.assert_allclose(two(b)[1]["b"], 3 * np.mean([(10.0 + r) ** 2 for r in range(size)]), rtol=1e-6)
+    def right():
+        np.testing.assert_allclose(one(a)[1]["a"], 2 * np.mean([1.0 + r for r in range(size)]))
+        np.testing.assert_allclose(two(b)[1]["b"], 3 * np.mean([(10.0 + r) ** 2 for r in range(size)]), rtol=1e-6)
 
-        right()
-        for step, x in [(one, a), (two, b)] if rank else [(two, b), (one, a)]:
-            with pytest.raises(TOLD, match=r"not in the same operation.*rank 0 does compiled step of \['[ab]'\]"):
-                jax.block_until_ready(step(x))
-        right()
-
-    on_all(big_world, body)
+    right()
+    for step, x in [(one, a), (two, b)] if rank else [(two, b), (one, a)]:
+        with pytest.raises(TOLD, match=r"not in the same operation.*rank 0 does compiled step of \['[ab]'\]"):
+            jax.block_until_ready(step(x))
+    right()
 
 
-def test_operations_in_another_order_are_told_too(big_world):
+@on_every_worker
+def test_operations_in_another_order_are_told_too(big_world, rank, size):
     """Equal in size: nothing but what the ranks say tells one from the other."""
-
-    def body(rank, size):
-        c = jd.collectives.of_this_world()
-        total, most = jax.jit(c.allreduce), jax.jit(lambda x: c.allreduce(x, "max"))
-        x = jnp.arange(3.0) + rank
-        for run in (total, most) if rank else (most, total):
-            with pytest.raises(TOLD, match=r"rank 0 does compiled (sum|max) of float32"):
-                jax.block_until_ready(run(x))
-        np.testing.assert_array_equal(total(x), sum(np.arange(3.0) + r for r in range(size)))
-
-    on_all(big_world, body)
+    c = jd.collectives.of_this_world()
+    total, most = jax.jit(c.allreduce), jax.jit(lambda x: c.allreduce(x, "max"))
+    x = jnp.arange(3.0) + rank
+    for run in (total, most) if rank else (most, total):
+        with pytest.raises(TOLD, match=r"rank 0 does compiled (sum|max) of float32"):
+            jax.block_until_ready(run(x))
+    np.testing.assert_array_equal(total(x), sum(np.arange(3.0) + r for r in range(size)))
 
 
-def test_a_rank_that_does_not_come_is_named(big_world):
-    def body(rank, size):
-        dp = DataParallel(timeout=2)
-        step = jax.jit(dp.value_and_grad(square))
-        a = {"a": jnp.ones((2, 3))}
-        step(a)
-        if rank != 1:
-            with pytest.raises((jax.errors.JaxRuntimeError, MissingRanksError), match="rank 1 has not come within 2 s"):
-                jax.block_until_ready(step(a))
-            with pytest.raises(Exception, match="are not used any more"):
-                jax.block_until_ready(step(a))
-        jd.rpc_sync(0, abs, args=(-1,))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_rank_that_does_not_come_is_named(big_world, rank, size):
+    dp = DataParallel(timeout=2)
+    step = jax.jit(dp.value_and_grad(square))
+    a = {"a": jnp.ones((2, 3))}
+    step(a)
+    if rank != 1:
+        with pytest.raises((jax.errors.JaxRuntimeError, MissingRanksError), match="rank 1 has not come within 2 s"):
+            jax.block_until_ready(step(a))
+        with pytest.raises(Exception, match="are not used any more"):
+            jax.block_until_ready(step(a))
+    jd.rpc_sync(0, abs, args=(-1,))
 
 
-def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world):
+@on_every_worker
+def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world, rank, size):
     """Who came late would meet those who had gone on, one operation behind."""
-
-    def body(rank, size):
-        c = copy.copy(jd.collectives.of_this_world())
-        c.timeout = 1
-        x = jnp.ones(3)
-        if rank != 2:
-            with pytest.raises(MissingRanksError, match="rank 2 has not come"):
-                c.allreduce(x)
-            with pytest.raises(jd.CollectiveError, match=r"not used any more.*Make new ones, on every rank"):
-                c.allreduce(x)
-
-    on_all(big_world, body)
+    c = copy.copy(jd.collectives.of_this_world())
+    c.timeout = 1
+    x = jnp.ones(3)
+    if rank != 2:
+        with pytest.raises(MissingRanksError, match="rank 2 has not come"):
+            c.allreduce(x)
+        with pytest.raises(jd.CollectiveError, match=r"not used any more.*Make new ones, on every rank"):
+            c.allreduce(x)
 
 
 def asks(function, *args):
@@ -95,47 +87,39 @@ def asks(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("ordered_host_call[")
 
 
-def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world):
-    def body(rank, size):
-        dp, quiet = DataParallel(bucket_cap_mb=SMALL), DataParallel(bucket_cap_mb=SMALL, check=False)
-        args = parameters(), batch(rank)
-        assert len(dp._driver.buckets(parameters())) >= 3
-        with_check, without = (asks(each.value_and_grad(loss), *args) for each in (dp, quiet))
-        assert 1 <= with_check - without <= 2  # its beginning, and over MPI its end
-        expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
-        for each in (dp, quiet):
-            close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
+    dp, quiet = DataParallel(bucket_cap_mb=SMALL), DataParallel(bucket_cap_mb=SMALL, check=False)
+    args = parameters(), batch(rank)
+    assert len(dp._driver.buckets(parameters())) >= 3
+    with_check, without = (asks(each.value_and_grad(loss), *args) for each in (dp, quiet))
+    assert 1 <= with_check - without <= 2  # its beginning, and over MPI its end
+    expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
+    for each in (dp, quiet):
+        close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["compiled", "called"])
-def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeout(big_world, wrap):
+@on_every_worker
+def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeout(big_world, wrap, rank, size):
     """Each waits in a meeting of its own, to which the others never come: nobody's words differ."""
-
-    def body(rank, size):
-        one, two = (wrap(DataParallel(timeout=300).average) for _ in range(2))
-        x = {"w": jnp.full((2, 3), 1.0 + rank)}
-        jax.block_until_ready((one(x), two(x)))
-        first, other = (one, "worker1") if rank != 1 else (two, r"worker[02]")
-        told = rf"{other} \(rank \d\) will not come, it waits for this worker elsewhere \(.*\), at .*one order"
-        with pytest.raises((jax.errors.JaxRuntimeError, WorkerLostError), match=told):
-            jax.block_until_ready(first(x))
-        jd.collectives.of_this_world().allreduce(x["w"])  # nobody leaves until all have been told
-
-    on_all(big_world, body)
+    one, two = (wrap(DataParallel(timeout=300).average) for _ in range(2))
+    x = {"w": jnp.full((2, 3), 1.0 + rank)}
+    jax.block_until_ready((one(x), two(x)))
+    first, other = (one, "worker1") if rank != 1 else (two, r"worker[02]")
+    told = rf"{other} \(rank \d\) will not come, it waits for this worker elsewhere \(.*\), at .*one order"
+    with pytest.raises((jax.errors.JaxRuntimeError, WorkerLostError), match=told):
+        jax.block_until_ready(first(x))
+    jd.collectives.of_this_world().allreduce(x["w"])  # nobody leaves until all have been told
 
 
-def test_a_step_is_not_an_average_of_given_gradients(big_world):
+@on_every_worker
+def test_a_step_is_not_an_average_of_given_gradients(big_world, rank, size):
     """Of equal trees: nothing but what the ranks say of them tells one from the other."""
-
-    def body(rank, size):
-        dp = DataParallel()
-        a = {"a": jnp.full((2, 2), 1.0 + rank)}
-        step, average = jax.jit(dp.value_and_grad(square)), jax.jit(dp.average)
-        for run in (step, average) if rank == 1 else (average, step):
-            with pytest.raises(TOLD, match=r"rank 0 does compiled (step|average) of \['a'\]"):
-                jax.block_until_ready(run(a))
-        np.testing.assert_allclose(average(a)["a"], np.mean([1.0 + r for r in range(size)]))
-
-    on_all(big_world, body)
+    dp = DataParallel()
+    a = {"a": jnp.full((2, 2), 1.0 + rank)}
+    step, average = jax.jit(dp.value_and_grad(square)), jax.jit(dp.average)
+    for run in (step, average) if rank == 1 else (average, step):
+        with pytest.raises(TOLD, match=r"rank 0 does compiled (step|average) of \['a'\]"):
+            jax.block_until_ready(run(a))
+    np.testing.assert_allclose(average(a)["a"], np.mean([1.0 + r for r in range(size)]))

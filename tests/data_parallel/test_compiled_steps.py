@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import SMALL, batch, close, gradient, loss, on_all, parameters, serial
+from helpers.data import close
+from helpers.models import SMALL, batch, gradient, loss, parameters, serial
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives import mpi
@@ -16,80 +18,67 @@ def averaged(size):
     return serial(loss, parameters(), [batch(r) for r in range(size)])[1]
 
 
-def test_the_whole_step_inside_one_jit(world):
-    def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=SMALL)
-        _, gradients = jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
-        close(gradients, averaged(size))
-
-    on_all(world, body)
+@on_every_worker
+def test_the_whole_step_inside_one_jit(world, rank, size):
+    dp = DataParallel(bucket_cap_mb=SMALL)
+    _, gradients = jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
+    close(gradients, averaged(size))
 
 
-def test_a_step_whose_arguments_are_constants_of_the_program(big_world):
+@on_every_worker
+def test_a_step_whose_arguments_are_constants_of_the_program(big_world, rank, size):
     """Nothing in it is a tracer before it begins: it is compiled all the same, and runs each time."""
-
-    def body(rank, size):
-        dp, params, x, sums = DataParallel(bucket_cap_mb=SMALL), parameters(), batch(rank), of_this_world()
-        run = jax.jit(lambda: (dp.value_and_grad(loss)(params, x)[1], dp.average(params), sums.allreduce(x[0])))
-        for _ in range(2):
-            gradients, mean, total = run()
-            close(gradients, averaged(size))
-            close(mean, params)
-            np.testing.assert_allclose(total, sum(batch(r)[0] for r in range(size)), rtol=1e-5, atol=1e-6)
-        assert dp.statistics().steps == 0
-
-    on_all(big_world, body)
+    dp, params, x, sums = DataParallel(bucket_cap_mb=SMALL), parameters(), batch(rank), of_this_world()
+    run = jax.jit(lambda: (dp.value_and_grad(loss)(params, x)[1], dp.average(params), sums.allreduce(x[0])))
+    for _ in range(2):
+        gradients, mean, total = run()
+        close(gradients, averaged(size))
+        close(mean, params)
+        np.testing.assert_allclose(total, sum(batch(r)[0] for r in range(size)), rtol=1e-5, atol=1e-6)
+    assert dp.statistics().steps == 0
 
 
-def test_no_sync_and_average_in_one_program(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        step = dp.value_and_grad(loss)
+@on_every_worker
+def test_no_sync_and_average_in_one_program(big_world, rank, size):
+    dp = DataParallel()
+    step = dp.value_and_grad(loss)
 
-        @jax.jit
-        def accumulated(params, x):
-            with dp.no_sync():
-                own = step(params, x)[1]
-                return own, dp.average(own)
+    @jax.jit
+    def accumulated(params, x):
+        with dp.no_sync():
+            own = step(params, x)[1]
+            return own, dp.average(own)
 
-        own, mean = accumulated(parameters(), batch(rank))
-        close(own, gradient(loss)(parameters(), batch(rank)))
-        close(mean, averaged(size))
-
-    on_all(big_world, body)
+    own, mean = accumulated(parameters(), batch(rank))
+    close(own, gradient(loss)(parameters(), batch(rank)))
+    close(mean, averaged(size))
 
 
-def test_powersgd_decides_in_the_program(big_world):
+@on_every_worker
+def test_powersgd_decides_in_the_program(big_world, rank, size):
     """Its first steps are plain, by a count that is no constant of the program."""
+    from jdistgrad.optim.averaging import average_gradients
 
-    def body(rank, size):
-        from jdistgrad.optim.averaging import average_gradients
-
-        tx = average_gradients(hook=hooks.powersgd(rank=1, start=1, min_rate=0.1))
-        gradients = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(6, 6)).astype("float32"))}
-        state = tx.init(gradients)
-        update, ranks = jax.jit(lambda state: tx.update(gradients, state)), []
-        for _ in range(2):
-            found, state = update(state)
-            ranks.append(np.linalg.matrix_rank(found["w"], tol=1e-4))
-        assert ranks == [6 if size > 1 else np.linalg.matrix_rank(gradients["w"]), 1]
-
-    on_all(big_world, body)
+    tx = average_gradients(hook=hooks.powersgd(rank=1, start=1, min_rate=0.1))
+    gradients = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(6, 6)).astype("float32"))}
+    state = tx.init(gradients)
+    update, ranks = jax.jit(lambda state: tx.update(gradients, state)), []
+    for _ in range(2):
+        found, state = update(state)
+        ranks.append(np.linalg.matrix_rank(found["w"], tol=1e-4))
+    assert ranks == [6 if size > 1 else np.linalg.matrix_rank(gradients["w"]), 1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-def test_arrays_larger_than_mpi_can_count_go_in_pieces(world, monkeypatch, dtype):
+@on_every_worker
+def test_arrays_larger_than_mpi_can_count_go_in_pieces(world, monkeypatch, dtype, rank, size):
     monkeypatch.setattr(mpi, "CHUNK", 40)
-
-    def body(rank, size):
-        c = of_this_world()
-        x = jnp.asarray((np.arange(66).reshape(6, 11) + rank) % 3, dtype)
-        every = [jnp.asarray((np.arange(66).reshape(6, 11) + r) % 3, dtype) for r in range(size)]
-        if dtype != "bool":
-            np.testing.assert_array_equal(
-                jax.jit(c.allreduce)(x).astype("float32"), sum(e.astype("float32") for e in every)
-            )
-        np.testing.assert_array_equal(jax.jit(lambda x: c.broadcast(x, size - 1))(x), every[-1])
-        np.testing.assert_array_equal(jax.jit(c.allgather)(x), jnp.stack(every))
-
-    on_all(world, body)
+    c = of_this_world()
+    x = jnp.asarray((np.arange(66).reshape(6, 11) + rank) % 3, dtype)
+    every = [jnp.asarray((np.arange(66).reshape(6, 11) + r) % 3, dtype) for r in range(size)]
+    if dtype != "bool":
+        np.testing.assert_array_equal(
+            jax.jit(c.allreduce)(x).astype("float32"), sum(e.astype("float32") for e in every)
+        )
+    np.testing.assert_array_equal(jax.jit(lambda x: c.broadcast(x, size - 1))(x), every[-1])
+    np.testing.assert_array_equal(jax.jit(c.allgather)(x), jnp.stack(every))

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
-from models import on_all
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -21,20 +21,17 @@ def half_a_step(dp, number):
         reduction.ready(leaf, jnp.copy(jax.tree.leaves(MIXED)[leaf]))
 
 
-def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world):
+@on_every_worker
+def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, rank, size):
     """And not in averages of one rank's third step with another's fourth."""
-
-    def body(rank, size):
-        dp = DataParallel(timeout=20)
-        dp.average(MIXED)
-        half_a_step(dp, 2 if rank == 0 else 0)
-        for _ in range(3):
-            with pytest.raises(DisagreementError, match=r"come apart.*make a new DataParallel on every rank"):
-                dp.average(MIXED)
-        again = DataParallel()
-        np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
-
-    on_all(big_world, body)
+    dp = DataParallel(timeout=20)
+    dp.average(MIXED)
+    half_a_step(dp, 2 if rank == 0 else 0)
+    for _ in range(3):
+        with pytest.raises(DisagreementError, match=r"come apart.*make a new DataParallel on every rank"):
+            dp.average(MIXED)
+    again = DataParallel()
+    np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
 
 
 def failing_on(ranks, rank):
@@ -49,28 +46,24 @@ def failing_on(ranks, rank):
     return hooks.Hook(lambda bucket: (), apply, "failing")
 
 
-def test_a_hook_that_fails_on_one_rank_is_told_to_the_others_at_once(big_world):
-    def body(rank, size):
-        dp, other = DataParallel(hook=failing_on({1}, rank), timeout=15), DataParallel()
-        said = "rank 1 has failed at bucket 0 in step 1"
-        with pytest.raises(KeyError) if rank == 1 else pytest.raises(DisagreementError, match=said):
-            dp.average({"w": jnp.ones(2)})
-        other.average({"w": jnp.ones(2)})
-        with pytest.raises(DisagreementError, match="come apart"):
-            dp.average({"w": jnp.ones(2)})
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_hook_that_fails_on_one_rank_is_told_to_the_others_at_once(big_world, rank, size):
+    dp, other = DataParallel(hook=failing_on({1}, rank), timeout=15), DataParallel()
+    said = "rank 1 has failed at bucket 0 in step 1"
+    with pytest.raises(KeyError) if rank == 1 else pytest.raises(DisagreementError, match=said):
+        dp.average({"w": jnp.ones(2)})
+    other.average({"w": jnp.ones(2)})
+    with pytest.raises(DisagreementError, match="come apart"):
+        dp.average({"w": jnp.ones(2)})
 
 
-def test_a_hook_that_fails_on_all_ranks_can_be_used_again(big_world):
-    def body(rank, size):
-        dp, mine = DataParallel(hook=failing_on(range(size), rank)), {"w": jnp.full(2, 1.0 + rank)}
-        with pytest.raises(KeyError, match="the hook's own"):
-            dp.average(mine)
-        for _ in range(2):
-            np.testing.assert_allclose(dp.average(mine)["w"], np.full(2, (size + 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_hook_that_fails_on_all_ranks_can_be_used_again(big_world, rank, size):
+    dp, mine = DataParallel(hook=failing_on(range(size), rank)), {"w": jnp.full(2, 1.0 + rank)}
+    with pytest.raises(KeyError, match="the hook's own"):
+        dp.average(mine)
+    for _ in range(2):
+        np.testing.assert_allclose(dp.average(mine)["w"], np.full(2, (size + 1) / 2), rtol=1e-6)
 
 
 def failing_loss(fails):
@@ -88,70 +81,58 @@ def failing_loss(fails):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world, overlap):
-    def body(rank, size):
-        dp, other = DataParallel(bucket_cap_mb=1e-6, overlap=overlap, timeout=15), DataParallel()
-        step = dp.value_and_grad(failing_loss(rank == 1))
-        params = [jnp.ones(3), jnp.ones(2)]
-        with pytest.raises(Exception, match="the loss's own") if rank == 1 else pytest.raises(DisagreementError):
-            step(params)
-        other.average(params)
-        with pytest.raises(DisagreementError, match="come apart"):
-            dp.average(params)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world, overlap, rank, size):
+    dp, other = DataParallel(bucket_cap_mb=1e-6, overlap=overlap, timeout=15), DataParallel()
+    step = dp.value_and_grad(failing_loss(rank == 1))
+    params = [jnp.ones(3), jnp.ones(2)]
+    with pytest.raises(Exception, match="the loss's own") if rank == 1 else pytest.raises(DisagreementError):
+        step(params)
+    other.average(params)
+    with pytest.raises(DisagreementError, match="come apart"):
+        dp.average(params)
 
 
-def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_world):
-    def body(rank, size):
-        dp, params = DataParallel(), [jnp.ones(3), jnp.ones(2)]
-        with dp.join(divide_by_initial_world_size=False) as join:
-            if rank:
-                with pytest.raises(Exception, match="the loss's own"):
-                    dp.value_and_grad(failing_loss(True))(params)
-                params = dp.average([leaf * rank for leaf in params])
-            params = join.finish(params)
-        np.testing.assert_allclose(params[0], np.full(3, size / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_world, rank, size):
+    dp, params = DataParallel(), [jnp.ones(3), jnp.ones(2)]
+    with dp.join(divide_by_initial_world_size=False) as join:
+        if rank:
+            with pytest.raises(Exception, match="the loss's own"):
+                dp.value_and_grad(failing_loss(True))(params)
+            params = dp.average([leaf * rank for leaf in params])
+        params = join.finish(params)
+    np.testing.assert_allclose(params[0], np.full(3, size / 2), rtol=1e-6)
 
 
-def test_gradients_that_one_rank_cannot_hand_over(big_world):
+@on_every_worker
+def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
     """A layout that is refused when the step has begun."""
-
-    def body(rank, size):
-        dp, other = DataParallel(timeout=15), DataParallel()
-        layout = {"n_batch": 1} if rank == 1 else {"n_dense": 1}
-        expected = (LeafError, "1 batch dimensions") if rank == 1 else (DisagreementError, "rank 1 has failed")
-        with pytest.raises(expected[0], match=expected[1]):
-            dp.average({"t": BCOO.fromdense(jnp.eye(3), **layout)})
-        other.average({"w": jnp.ones(2)})
-
-    on_all(big_world, body)
+    dp, other = DataParallel(timeout=15), DataParallel()
+    layout = {"n_batch": 1} if rank == 1 else {"n_dense": 1}
+    expected = (LeafError, "1 batch dimensions") if rank == 1 else (DisagreementError, "rank 1 has failed")
+    with pytest.raises(expected[0], match=expected[1]):
+        dp.average({"t": BCOO.fromdense(jnp.eye(3), **layout)})
+    other.average({"w": jnp.ones(2)})
 
 
-def test_a_tree_that_only_one_rank_can_average(big_world):
+@on_every_worker
+def test_a_tree_that_only_one_rank_can_average(big_world, rank, size):
     """The others hear which leaf it was, instead of waiting."""
-
-    def body(rank, size):
-        dp = DataParallel()
-        with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
-            dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})
-        np.testing.assert_allclose(dp.average({"w": jnp.ones(3)})["w"], np.ones(3))
-
-    on_all(big_world, body)
+    dp = DataParallel()
+    with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
+        dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})
+    np.testing.assert_allclose(dp.average({"w": jnp.ones(3)})["w"], np.ones(3))
 
 
-def test_losses_over_values_that_are_being_differentiated_elsewhere(world):
-    def body(rank, size):
-        dp = DataParallel()
+@on_every_worker
+def test_losses_over_values_that_are_being_differentiated_elsewhere(world, rank, size):
+    dp = DataParallel()
 
-        def outer(w):
-            return dp.value_and_grad(lambda p: (p * w).sum())(jnp.ones(3))[0]
+    def outer(w):
+        return dp.value_and_grad(lambda p: (p * w).sum())(jnp.ones(3))[0]
 
-        with pytest.raises(CollectiveError, match=r"closes over a value that jax\.grad or jax\.vmap"):
-            jax.grad(outer)(jnp.ones(3))
-        through = jax.grad(lambda w: dp.value_and_grad(lambda p, w: (p * w).sum())(jnp.ones(3), w)[0])
-        np.testing.assert_array_equal(through(jnp.ones(3)), np.ones(3))
-
-    on_all(world, body)
+    with pytest.raises(CollectiveError, match=r"closes over a value that jax\.grad or jax\.vmap"):
+        jax.grad(outer)(jnp.ones(3))
+    through = jax.grad(lambda w: dp.value_and_grad(lambda p, w: (p * w).sum())(jnp.ones(3), w)[0])
+    np.testing.assert_array_equal(through(jnp.ones(3)), np.ones(3))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import on_all
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -35,87 +35,77 @@ def tree(rank):
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["from Python", "jit"])
-def test_a_hook_is_shown_its_bucket(big_world, jitted):
+@on_every_worker
+def test_a_hook_is_shown_its_bucket(big_world, jitted, rank, size):
     """Index, dtype, each leaf's path, place and shape, the numbers themselves, and which bucket is the last."""
-
-    def body(rank, size):
-        seen = []
-        dp = DataParallel(hook=watching(seen), bucket_cap_mb=20 / 2**20)
-        average = jax.jit(dp.average) if jitted else dp.average
-        averaged = average(tree(rank))
-        assert [bucket.index for bucket in seen] == [0, 1, 2]
-        assert [bucket.last for bucket in seen] == [False, False, True]
-        assert [bucket.dtype for bucket in seen] == [jnp.float32, jnp.float32, jnp.bfloat16]
-        assert [bucket.divisor for bucket in seen] == [size] * 3
-        places = [[(slot.path, slot.offset, slot.length, slot.shape) for slot in bucket.slots] for bucket in seen]
-        assert places == [
-            [("['c']", 0, 1, ()), ("['b']", 1, 4, (4,))],
-            [("['a']", 0, 6, (2, 3))],
-            [("['half']", 0, 5, (5,))],
-        ]
-        assert [bucket.flat.shape for bucket in seen] == [(5,), (6,), (5,)]
-        if not jitted:
-            np.testing.assert_array_equal(seen[0].flat, [rank, *[10 + rank] * 4])
-            np.testing.assert_array_equal(seen[1].views()[0], tree(rank)["a"])
-        np.testing.assert_allclose(averaged["a"], np.arange(6).reshape(2, 3) + (size - 1) / 2, rtol=1e-6)
-        np.testing.assert_allclose(averaged["c"], (size - 1) / 2, rtol=1e-6)
-
-    on_all(big_world, body)
+    seen = []
+    dp = DataParallel(hook=watching(seen), bucket_cap_mb=20 / 2**20)
+    average = jax.jit(dp.average) if jitted else dp.average
+    averaged = average(tree(rank))
+    assert [bucket.index for bucket in seen] == [0, 1, 2]
+    assert [bucket.last for bucket in seen] == [False, False, True]
+    assert [bucket.dtype for bucket in seen] == [jnp.float32, jnp.float32, jnp.bfloat16]
+    assert [bucket.divisor for bucket in seen] == [size] * 3
+    places = [[(slot.path, slot.offset, slot.length, slot.shape) for slot in bucket.slots] for bucket in seen]
+    assert places == [
+        [("['c']", 0, 1, ()), ("['b']", 1, 4, (4,))],
+        [("['a']", 0, 6, (2, 3))],
+        [("['half']", 0, 5, (5,))],
+    ]
+    assert [bucket.flat.shape for bucket in seen] == [(5,), (6,), (5,)]
+    if not jitted:
+        np.testing.assert_array_equal(seen[0].flat, [rank, *[10 + rank] * 4])
+        np.testing.assert_array_equal(seen[1].views()[0], tree(rank)["a"])
+    np.testing.assert_allclose(averaged["a"], np.arange(6).reshape(2, 3) + (size - 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(averaged["c"], (size - 1) / 2, rtol=1e-6)
 
 
-def test_hooks_see_every_step_and_keep_a_state_for_each_bucket(big_world):
-    def body(rank, size):
-        def apply(bucket, state, collectives):
-            return collectives.allreduce(bucket.flat + state) / bucket.divisor, state + 1 + bucket.index
+@on_every_worker
+def test_hooks_see_every_step_and_keep_a_state_for_each_bucket(big_world, rank, size):
+    def apply(bucket, state, collectives):
+        return collectives.allreduce(bucket.flat + state) / bucket.divisor, state + 1 + bucket.index
 
-        hook = hooks.Hook(lambda bucket: jnp.zeros(()), apply, "counting")
-        dp = DataParallel(hook=hook, bucket_cap_mb=1e-6)
-        like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
-        found = [dp.average(like) for _ in range(3)]
-        assert [float(one["b"][0]) for one in found] == [0, 1, 2]
-        assert [float(one["a"][0]) for one in found] == [0, 2, 4]
-
-    on_all(big_world, body)
+    hook = hooks.Hook(lambda bucket: jnp.zeros(()), apply, "counting")
+    dp = DataParallel(hook=hook, bucket_cap_mb=1e-6)
+    like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    found = [dp.average(like) for _ in range(3)]
+    assert [float(one["b"][0]) for one in found] == [0, 1, 2]
+    assert [float(one["a"][0]) for one in found] == [0, 2, 4]
 
 
-def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world):
-    def body(rank, size):
-        waits = []
+@on_every_worker
+def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world, rank, size):
+    waits = []
 
-        def apply(bucket, state, collectives):
-            waits.append(collectives.timeout)
-            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+    def apply(bucket, state, collectives):
+        waits.append(collectives.timeout)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
 
-        DataParallel(hook=hooks.Hook(lambda bucket: (), apply, "asking"), timeout=77).average({"w": jnp.ones(3)})
-        assert waits == [77]
-
-    on_all(world, body)
+    DataParallel(hook=hooks.Hook(lambda bucket: (), apply, "asking"), timeout=77).average({"w": jnp.ones(3)})
+    assert waits == [77]
 
 
-def test_transformations_made_in_every_step_share_what_they_need(big_world):
+@on_every_worker
+def test_transformations_made_in_every_step_share_what_they_need(big_world, rank, size):
     """With a hook that is new each time: one thread, and so one channel, for all of them."""
+    c, threads = of_this_world(), set()
 
-    def body(rank, size):
-        c, threads = of_this_world(), set()
+    def apply(bucket, state, collectives):
+        threads.update(t for t in threading.enumerate() if t.name == f"jdistgrad-reduce-{rank}")
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
 
-        def apply(bucket, state, collectives):
-            threads.update(t for t in threading.enumerate() if t.name == f"jdistgrad-reduce-{rank}")
-            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+    @optax.inject_hyperparams
+    def make(learning_rate):
+        hook = hooks.Hook(lambda bucket: (), lambda *args: apply(*args), "new")
+        return optax.chain(average_gradients(c, hook=hook), optax.sgd(learning_rate))
 
-        @optax.inject_hyperparams
-        def make(learning_rate):
-            hook = hooks.Hook(lambda bucket: (), lambda *args: apply(*args), "new")
-            return optax.chain(average_gradients(c, hook=hook), optax.sgd(learning_rate))
-
-        before = set(threading.enumerate())
-        tx, params = make(learning_rate=0.5), {"w": jnp.zeros(4)}
-        state = tx.init(params)
-        for _ in range(4):
-            updates, state = tx.update({"w": jnp.full(4, rank + 1.0)}, state, params)
-        np.testing.assert_allclose(updates["w"], np.full(4, -0.5 * (size + 1) / 2), rtol=1e-6)
-        assert len(threads - before) == 1
-
-    on_all(big_world, body)
+    before = set(threading.enumerate())
+    tx, params = make(learning_rate=0.5), {"w": jnp.zeros(4)}
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update({"w": jnp.full(4, rank + 1.0)}, state, params)
+    np.testing.assert_allclose(updates["w"], np.full(4, -0.5 * (size + 1) / 2), rtol=1e-6)
+    assert len(threads - before) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,49 +113,40 @@ def test_transformations_made_in_every_step_share_what_they_need(big_world):
     [(hooks.average(), 1e-300), (hooks.powersgd(start=0), 1e-300), (hooks.int8(block=4), 1e-30)],
     ids=["average", "powersgd", "int8"],
 )
-def test_hooks_compute_in_the_precision_of_who_calls(big_world, hook, small):
-    def body(rank, size):
-        with jax.enable_x64(True):
-            dp = DataParallel(hook=hook, sparse=["['rows']"])
-            found = dp.average({"w": jnp.full(3, small), "rows": jnp.zeros((4, 2)).at[rank].set(1e-300)})
-            assert found["w"].dtype == found["rows"].dtype == jnp.float64
-            np.testing.assert_allclose(found["w"], np.full(3, small), rtol=0.02)
-            np.testing.assert_allclose(found["rows"][:size], np.full((size, 2), 1e-300 / size), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_hooks_compute_in_the_precision_of_who_calls(big_world, hook, small, rank, size):
+    with jax.enable_x64(True):
+        dp = DataParallel(hook=hook, sparse=["['rows']"])
+        found = dp.average({"w": jnp.full(3, small), "rows": jnp.zeros((4, 2)).at[rank].set(1e-300)})
+        assert found["w"].dtype == found["rows"].dtype == jnp.float64
+        np.testing.assert_allclose(found["w"], np.full(3, small), rtol=0.02)
+        np.testing.assert_allclose(found["rows"][:size], np.full((size, 2), 1e-300 / size), rtol=1e-6)
 
 
-def test_sums_that_would_overflow(big_world):
-    def body(rank, size):
-        for hook in (None, hooks.average(), hooks.int8(), hooks.bfloat16()):
-            found = DataParallel(hook=hook).average({"w": jnp.full(4, 3e38)})["w"]
-            np.testing.assert_allclose(found, np.full(4, 3e38), rtol=0.02)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_sums_that_would_overflow(big_world, rank, size):
+    for hook in (None, hooks.average(), hooks.int8(), hooks.bfloat16()):
+        found = DataParallel(hook=hook).average({"w": jnp.full(4, 3e38)})["w"]
+        np.testing.assert_allclose(found, np.full(4, 3e38), rtol=0.02)
 
 
-def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world):
+@on_every_worker
+def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world, rank, size):
     """The same numbers from Python and in a compiled step."""
-
-    def body(rank, size):
-        seen = []
-        dp = DataParallel(hook=watching(seen), sparse=["['table']"])
-        mine = {"table": jnp.zeros((4, 2)).at[rank].set(1.0), "w": jnp.ones(3)}
-        found = [average(mine) for average in (dp.average, jax.jit(dp.average))]
-        jax.tree.map(np.testing.assert_array_equal, *found)
-        assert [[slot.path for slot in bucket.slots] for bucket in seen] == [["['w']"]] * 2
-
-    on_all(big_world, body)
+    seen = []
+    dp = DataParallel(hook=watching(seen), sparse=["['table']"])
+    mine = {"table": jnp.zeros((4, 2)).at[rank].set(1.0), "w": jnp.ones(3)}
+    found = [average(mine) for average in (dp.average, jax.jit(dp.average))]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert [[slot.path for slot in bucket.slots] for bucket in seen] == [["['w']"]] * 2
 
 
-def test_factors_wider_than_the_matrix(big_world):
-    def body(rank, size):
-        tx = average_gradients(hook=hooks.powersgd(rank=6, start=1, min_rate=0.01))
-        mine = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(4, 4)).astype("float32"))}
-        every = [np.random.default_rng(r).normal(size=(4, 4)).astype("float32") for r in range(size)]
-        state, update = tx.init(mine), jax.jit(tx.update)
-        for _ in range(3):
-            found, state = update(mine, state)
-            np.testing.assert_allclose(found["w"], sum(every) / size, atol=1e-4)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_factors_wider_than_the_matrix(big_world, rank, size):
+    tx = average_gradients(hook=hooks.powersgd(rank=6, start=1, min_rate=0.01))
+    mine = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(4, 4)).astype("float32"))}
+    every = [np.random.default_rng(r).normal(size=(4, 4)).astype("float32") for r in range(size)]
+    state, update = tx.init(mine), jax.jit(tx.update)
+    for _ in range(3):
+        found, state = update(mine, state)
+        np.testing.assert_allclose(found["w"], sum(every) / size, atol=1e-4)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.worlds import on_every_worker
 from jax.experimental.layout import Format, Layout
-from models import on_all
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -29,50 +29,42 @@ def test_it_lies_so():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["called", "compiled"])
-def test_operations(big_world, wrap):
-    def body(rank, size):
-        c = of_this_world()
-        x = table(rank, rank)
-        np.testing.assert_array_equal(wrap(c.allreduce)(x), sum(plain(r) for r in range(size)))
-        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), plain(size - 1))
-        np.testing.assert_array_equal(wrap(lambda x: c.broadcast(x, HERE % size))(x), plain(HERE % size))
-        np.testing.assert_array_equal(wrap(c.allgather)(x), np.stack([plain(r) for r in range(size)]))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_operations(big_world, wrap, rank, size):
+    c = of_this_world()
+    x = table(rank, rank)
+    np.testing.assert_array_equal(wrap(c.allreduce)(x), sum(plain(r) for r in range(size)))
+    np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), plain(size - 1))
+    np.testing.assert_array_equal(wrap(lambda x: c.broadcast(x, HERE % size))(x), plain(HERE % size))
+    np.testing.assert_array_equal(wrap(c.allgather)(x), np.stack([plain(r) for r in range(size)]))
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"hook": hooks.float16()}, {"sparse": ["[0]"]}], ids=["plainly", "by a hook", "as rows"]
 )
-def test_averages(big_world, settings):
-    def body(rank, size):
-        mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
-        found = DataParallel(**settings).average(mine)
-        np.testing.assert_allclose(found[0], plain((size - 1) / 2), rtol=1e-3)
-        np.testing.assert_allclose(found[1], np.full(3, (size + 1) / 2), rtol=1e-3)
-        np.testing.assert_array_equal(mine[0], plain(rank))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_averages(big_world, settings, rank, size):
+    mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
+    found = DataParallel(**settings).average(mine)
+    np.testing.assert_allclose(found[0], plain((size - 1) / 2), rtol=1e-3)
+    np.testing.assert_allclose(found[1], np.full(3, (size + 1) / 2), rtol=1e-3)
+    np.testing.assert_array_equal(mine[0], plain(rank))
 
 
-def test_averages_written_over_gradients(big_world):
-    def body(rank, size):
-        mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
-        reduction = DataParallel().reduction(mine)
-        reduction.ready(1, mine[1])
-        reduction.ready(0, mine[0])
-        np.testing.assert_allclose(reduction.finish()[0], plain((size - 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_averages_written_over_gradients(big_world, rank, size):
+    mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
+    reduction = DataParallel().reduction(mine)
+    reduction.ready(1, mine[1])
+    reduction.ready(0, mine[0])
+    np.testing.assert_allclose(reduction.finish()[0], plain((size - 1) / 2), rtol=1e-6)
 
 
-def test_models(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        dp.verify([table(rank)])
-        np.testing.assert_array_equal(dp.broadcast([table(rank, rank)], HERE % size)[0], plain(HERE % size))
-        step = dp.value_and_grad(lambda w, x: jnp.sum(w * x))
-        _, gradient = step(table(rank), table(rank, rank))
-        np.testing.assert_allclose(gradient, plain((size - 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_models(big_world, rank, size):
+    dp = DataParallel()
+    dp.verify([table(rank)])
+    np.testing.assert_array_equal(dp.broadcast([table(rank, rank)], HERE % size)[0], plain(HERE % size))
+    step = dp.value_and_grad(lambda w, x: jnp.sum(w * x))
+    _, gradient = step(table(rank), table(rank, rank))
+    np.testing.assert_allclose(gradient, plain((size - 1) / 2), rtol=1e-6)

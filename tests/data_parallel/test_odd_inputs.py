@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
-from models import on_all
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -13,135 +13,110 @@ from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import DisagreementError, LeafError
 
 
-def test_arrays_of_another_width_on_another_rank(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        tree = {"w": jnp.arange(1.0, 6) if rank == 0 else np.full(5, 7.0)}
-        with pytest.raises(DisagreementError, match=r"\['w'\].*float"):
-            dp.broadcast(tree)
-        np.testing.assert_array_equal(DataParallel().broadcast({"w": 2.5 if rank == 0 else jnp.ones(())})["w"], 2.5)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_arrays_of_another_width_on_another_rank(big_world, rank, size):
+    dp = DataParallel()
+    tree = {"w": jnp.arange(1.0, 6) if rank == 0 else np.full(5, 7.0)}
+    with pytest.raises(DisagreementError, match=r"\['w'\].*float"):
+        dp.broadcast(tree)
+    np.testing.assert_array_equal(DataParallel().broadcast({"w": 2.5 if rank == 0 else jnp.ones(())})["w"], 2.5)
 
 
-def test_arrays_of_numpy_keep_their_width(big_world):
-    def body(rank, size):
-        found = DataParallel().broadcast({"n": np.full(2, 2**40 + rank), "x": np.full(2, 1 / 3 + rank)})
-        np.testing.assert_array_equal(found["n"], np.full(2, 2**40))
-        np.testing.assert_array_equal(found["x"], np.full(2, 1 / 3))
-
-    on_all(big_world, body)
+@on_every_worker
+def test_arrays_of_numpy_keep_their_width(big_world, rank, size):
+    found = DataParallel().broadcast({"n": np.full(2, 2**40 + rank), "x": np.full(2, 1 / 3 + rank)})
+    np.testing.assert_array_equal(found["n"], np.full(2, 2**40))
+    np.testing.assert_array_equal(found["x"], np.full(2, 1 / 3))
 
 
 @pytest.mark.parametrize("number", [2**31 + 5, np.int64(2**40)], ids=["Python", "NumPy"])
-def test_integers_that_do_not_fit(big_world, number):
-    def body(rank, size):
-        with pytest.raises(OverflowError):
-            DataParallel().broadcast({"n": number})
-
-    on_all(big_world, body)
+@on_every_worker
+def test_integers_that_do_not_fit(big_world, number, rank, size):
+    with pytest.raises(OverflowError):
+        DataParallel().broadcast({"n": number})
 
 
-def test_numbers_smaller_than_a_byte(big_world):
-    def body(rank, size):
-        mine = jnp.asarray(np.arange(37) % 2 * 2, jnp.float4_e2m1fn)
-        for _ in range(3):
-            found = DataParallel().average([mine, jnp.ones(3) * rank])
-        expected = np.zeros(37, np.float32)
-        for _ in range(size):  # in this type every sum is rounded, from rank to rank
-            expected = (expected + (np.arange(37) % 2 * 2 / size).astype(mine.dtype).astype(np.float32)).astype(
-                mine.dtype
-            )
-            expected = expected.astype(np.float32)
-        np.testing.assert_allclose(np.asarray(found[0], np.float32), expected, atol=0.5)
-        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.arange(37) % 2 * 2)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_numbers_smaller_than_a_byte(big_world, rank, size):
+    mine = jnp.asarray(np.arange(37) % 2 * 2, jnp.float4_e2m1fn)
+    for _ in range(3):
+        found = DataParallel().average([mine, jnp.ones(3) * rank])
+    expected = np.zeros(37, np.float32)
+    for _ in range(size):  # in this type every sum is rounded, from rank to rank
+        expected = (expected + (np.arange(37) % 2 * 2 / size).astype(mine.dtype).astype(np.float32)).astype(mine.dtype)
+        expected = expected.astype(np.float32)
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), expected, atol=0.5)
+    np.testing.assert_array_equal(np.asarray(mine, np.float32), np.arange(37) % 2 * 2)
 
 
-def test_precision_that_is_switched_on_later(big_world):
-    def body(rank, size):
-        dp, third = DataParallel(), np.full(3, rank + 1 / 3)
-        step = dp.value_and_grad(lambda w, x: jnp.sum(w.astype(float) * x.astype(float)) / 3)
-        before = dp.average(third), step(jnp.ones(3), third)[1]
-        with jax.enable_x64(True):
-            after, (value, _) = dp.average(third), step(jnp.ones(3), third)
-        assert (before[0].dtype, after.dtype, value.dtype) == (jnp.float32, jnp.float64, jnp.float64)
-        np.testing.assert_allclose(after, (size - 1) / 2 + 1 / 3, rtol=1e-14)
-        np.testing.assert_allclose(value, rank + 1 / 3, rtol=1e-14)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_precision_that_is_switched_on_later(big_world, rank, size):
+    dp, third = DataParallel(), np.full(3, rank + 1 / 3)
+    step = dp.value_and_grad(lambda w, x: jnp.sum(w.astype(float) * x.astype(float)) / 3)
+    before = dp.average(third), step(jnp.ones(3), third)[1]
+    with jax.enable_x64(True):
+        after, (value, _) = dp.average(third), step(jnp.ones(3), third)
+    assert (before[0].dtype, after.dtype, value.dtype) == (jnp.float32, jnp.float64, jnp.float64)
+    np.testing.assert_allclose(after, (size - 1) / 2 + 1 / 3, rtol=1e-14)
+    np.testing.assert_allclose(value, rank + 1 / 3, rtol=1e-14)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["called", "compiled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_extremes_with_nan_on_any_rank(big_world, wrap, dtype):
-    def body(rank, size):
-        c = of_this_world()
-        for holder in range(size):
-            mine = jnp.asarray([np.nan if rank == holder else rank, rank], dtype)
-            for op, extreme in (("max", size - 1), ("min", 0)):
-                found = wrap(lambda x, op=op: c.allreduce(x, op))(mine)
-                assert np.isnan(found[0])
-                assert found[1] == extreme
-
-    on_all(big_world, body)
+@on_every_worker
+def test_extremes_with_nan_on_any_rank(big_world, wrap, dtype, rank, size):
+    c = of_this_world()
+    for holder in range(size):
+        mine = jnp.asarray([np.nan if rank == holder else rank, rank], dtype)
+        for op, extreme in (("max", size - 1), ("min", 0)):
+            found = wrap(lambda x, op=op: c.allreduce(x, op))(mine)
+            assert np.isnan(found[0])
+            assert found[1] == extreme
 
 
-def test_without_compilation_inputs_stay_as_they_are(big_world):
+@on_every_worker
+def test_without_compilation_inputs_stay_as_they_are(big_world, rank, size):
     @jax.custom_vjp
     def scaled(w, x):
         return jnp.sum(w * x)
 
     scaled.defvjp(lambda w, x: (scaled(w, x), x), lambda x, g: (jax.lax.stop_gradient(x), x))
-
-    def body(rank, size):
-        x = jnp.arange(4.0) + rank
-        with jax.disable_jit():
-            _, gradient = DataParallel().value_and_grad(scaled)(jnp.ones(4), x)
-        np.testing.assert_array_equal(x, np.arange(4.0) + rank)
-        np.testing.assert_allclose(gradient, np.arange(4) + (size - 1) / 2, rtol=1e-6)
-
-    on_all(big_world, body)
+    x = jnp.arange(4.0) + rank
+    with jax.disable_jit():
+        _, gradient = DataParallel().value_and_grad(scaled)(jnp.ones(4), x)
+    np.testing.assert_array_equal(x, np.arange(4.0) + rank)
+    np.testing.assert_allclose(gradient, np.arange(4) + (size - 1) / 2, rtol=1e-6)
 
 
-def test_what_the_loss_closes_over_is_as_it_was_when_traced(big_world):
-    def body(rank, size):
-        scale = np.ones(3, np.float32)
-        step = DataParallel().value_and_grad(lambda w: jnp.sum(w * scale))
-        step(jnp.ones(3))
-        scale *= 10
-        assert float(step(jnp.ones(3))[0]) == 3
-
-    on_all(big_world, body)
+@on_every_worker
+def test_what_the_loss_closes_over_is_as_it_was_when_traced(big_world, rank, size):
+    scale = np.ones(3, np.float32)
+    step = DataParallel().value_and_grad(lambda w: jnp.sum(w * scale))
+    step(jnp.ones(3))
+    scale *= 10
+    assert float(step(jnp.ones(3))[0]) == 3
 
 
 @pytest.mark.parametrize("hook", [hooks.int8(), hooks.powersgd(rank=1, start=0)], ids=["int8", "powersgd"])
-def test_hooks_forget_what_is_not_finite(big_world, hook):
-    def body(rank, size):
-        dp, good = DataParallel(hook=hook), jnp.ones((16, 16))
-        dp.average(good)
-        assert not np.isfinite(dp.average(good.at[3, 4].set(np.inf if rank == 1 else 1.0))).all()
-        np.testing.assert_allclose(dp.average(good), good, rtol=0.02)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_hooks_forget_what_is_not_finite(big_world, hook, rank, size):
+    dp, good = DataParallel(hook=hook), jnp.ones((16, 16))
+    dp.average(good)
+    assert not np.isfinite(dp.average(good.at[3, 4].set(np.inf if rank == 1 else 1.0))).all()
+    np.testing.assert_allclose(dp.average(good), good, rtol=0.02)
 
 
 @pytest.mark.one_process
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
-def test_a_gather_of_an_array_on_several_devices(big_world):
-    def body(rank, size):
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        found = of_this_world().allgather(jax.device_put(jnp.arange(4.0) + rank, split))
-        np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_gather_of_an_array_on_several_devices(big_world, rank, size):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    found = of_this_world().allgather(jax.device_put(jnp.arange(4.0) + rank, split))
+    np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
 
 
-def test_sparse_arrays_without_an_index(big_world):
-    def body(rank, size):
-        with pytest.raises(LeafError, match=r"\['t'\] has no index"):
-            DataParallel().average({"t": BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)})
-
-    on_all(big_world, body)
+@on_every_worker
+def test_sparse_arrays_without_an_index(big_world, rank, size):
+    with pytest.raises(LeafError, match=r"\['t'\] has no index"):
+        DataParallel().average({"t": BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)})

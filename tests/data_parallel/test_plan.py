@@ -15,8 +15,6 @@ from jdistgrad.data_parallel.steps import trace
 from jdistgrad.data_parallel.steps.reduction import Launching
 from jdistgrad.errors import LeafError
 
-pytestmark = pytest.mark.one_process
-
 
 def leaf(size, dtype="float32"):
     return jax.ShapeDtypeStruct((size // np.dtype(dtype).itemsize,), dtype)

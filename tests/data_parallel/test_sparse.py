@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.data import close
+from helpers.models import serial
+from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
-from models import close, on_all, serial
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -14,35 +16,31 @@ from jdistgrad.errors import DisagreementError, LeafError
 from jdistgrad.optim.averaging import average_gradients
 
 
-def test_sparse_gradients_travel_as_rows(big_world):
-    def body(rank, size):
-        dp = DataParallel()
-        rows = jnp.array([[rank], [rank], [4]])
-        data = jnp.arange(9.0).reshape(3, 3) + rank
-        mine = BCOO((data, rows), shape=(5, 3))
-        averaged = dp.average({"table": mine, "dense": jnp.ones(2) * rank})
-        expected = sum(
-            BCOO((jnp.arange(9.0).reshape(3, 3) + r, jnp.array([[r], [r], [4]])), shape=(5, 3)).todense()
-            for r in range(size)
-        )
-        np.testing.assert_allclose(averaged["table"].todense(), expected / size, rtol=1e-6)
-        assert len(set(averaged["table"].indices[:, 0].tolist())) == averaged["table"].nse == min(size, 4) + 1
-        np.testing.assert_allclose(averaged["dense"], np.full(2, (size - 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_sparse_gradients_travel_as_rows(big_world, rank, size):
+    dp = DataParallel()
+    rows = jnp.array([[rank], [rank], [4]])
+    data = jnp.arange(9.0).reshape(3, 3) + rank
+    mine = BCOO((data, rows), shape=(5, 3))
+    averaged = dp.average({"table": mine, "dense": jnp.ones(2) * rank})
+    expected = sum(
+        BCOO((jnp.arange(9.0).reshape(3, 3) + r, jnp.array([[r], [r], [4]])), shape=(5, 3)).todense()
+        for r in range(size)
+    )
+    np.testing.assert_allclose(averaged["table"].todense(), expected / size, rtol=1e-6)
+    assert len(set(averaged["table"].indices[:, 0].tolist())) == averaged["table"].nse == min(size, 4) + 1
+    np.testing.assert_allclose(averaged["dense"], np.full(2, (size - 1) / 2), rtol=1e-6)
 
 
-def test_a_table_of_which_few_rows_are_used(big_world):
+@on_every_worker
+def test_a_table_of_which_few_rows_are_used(big_world, rank, size):
     def lookup(params, ids):
         return jnp.sum(jnp.take(params["table"], ids, axis=0) ** 2) + params["b"]
 
-    def body(rank, size):
-        params = {"table": jax.random.normal(jax.random.key(0), (20, 3)), "b": jnp.ones(())}
-        ids = [jnp.array([r, r, 7]) for r in range(size)]
-        _, gradients = DataParallel(sparse=["['table']"]).value_and_grad(lookup)(params, ids[rank])
-        close(gradients, serial(lookup, params, ids)[1])
-
-    on_all(big_world, body)
+    params = {"table": jax.random.normal(jax.random.key(0), (20, 3)), "b": jnp.ones(())}
+    ids = [jnp.array([r, r, 7]) for r in range(size)]
+    _, gradients = DataParallel(sparse=["['table']"]).value_and_grad(lookup)(params, ids[rank])
+    close(gradients, serial(lookup, params, ids)[1])
 
 
 def rows_of(rank):
@@ -58,71 +56,59 @@ HOOKS = pytest.mark.parametrize("hook", [None, hooks.bfloat16(), hooks.int8(bloc
 
 
 @HOOKS
-def test_sparse_gradients_in_an_optimizer(big_world, hook):
-    def body(rank, size):
-        tx = optax.chain(average_gradients(hook=hook))
-        gradients = {"table": rows_of(rank), "dense": jnp.full(2, 2.0 * rank)}
-        averaged, _ = tx.update(gradients, tx.init(gradients))
-        np.testing.assert_allclose(averaged["table"].todense(), expected(size), rtol=1e-6)
-        np.testing.assert_allclose(averaged["dense"], np.full(2, size - 1.0), rtol=1e-2)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_sparse_gradients_in_an_optimizer(big_world, hook, rank, size):
+    tx = optax.chain(average_gradients(hook=hook))
+    gradients = {"table": rows_of(rank), "dense": jnp.full(2, 2.0 * rank)}
+    averaged, _ = tx.update(gradients, tx.init(gradients))
+    np.testing.assert_allclose(averaged["table"].todense(), expected(size), rtol=1e-6)
+    np.testing.assert_allclose(averaged["dense"], np.full(2, size - 1.0), rtol=1e-2)
 
 
 @HOOKS
-def test_a_rank_that_has_joined_sends_no_rows(big_world, hook):
-    def body(rank, size):
-        dp = DataParallel(hook=hook, sparse=["['named']"])
-        tree = {"table": rows_of(rank), "named": rows_of(rank).todense()}
-        with dp.join():
-            for _ in range(1 + rank):
-                averaged = dp.average(tree)
-        if rank == size - 1:
-            np.testing.assert_allclose(averaged["table"].todense(), rows_of(rank).todense() / size, rtol=1e-6)
-            np.testing.assert_allclose(averaged["named"], rows_of(rank).todense() / size, rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_rank_that_has_joined_sends_no_rows(big_world, hook, rank, size):
+    dp = DataParallel(hook=hook, sparse=["['named']"])
+    tree = {"table": rows_of(rank), "named": rows_of(rank).todense()}
+    with dp.join():
+        for _ in range(1 + rank):
+            averaged = dp.average(tree)
+    if rank == size - 1:
+        np.testing.assert_allclose(averaged["table"].todense(), rows_of(rank).todense() / size, rtol=1e-6)
+        np.testing.assert_allclose(averaged["named"], rows_of(rank).todense() / size, rtol=1e-6)
 
 
-def test_a_leaf_that_is_sparse_and_named_so(big_world):
-    def body(rank, size):
-        found = DataParallel(sparse=["['table']"]).average({"table": rows_of(rank)})["table"]
-        np.testing.assert_allclose(found.todense(), expected(size), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_a_leaf_that_is_sparse_and_named_so(big_world, rank, size):
+    found = DataParallel(sparse=["['table']"]).average({"table": rows_of(rank)})["table"]
+    np.testing.assert_allclose(found.todense(), expected(size), rtol=1e-6)
 
 
-def test_sparse_gradients_in_a_compiled_step_are_refused(world):
-    def body(rank, size):
-        dp = DataParallel()
-        with pytest.raises(LeafError, match=r"the gradient \['t'\] is sparse \(BCOO\), expected a dense array"):
-            jax.jit(dp.average)({"t": rows_of(0)})
-        dense = jax.jit(lambda t: dp.average({"t": t.todense()}))(rows_of(0))
-        np.testing.assert_allclose(dense["t"], rows_of(0).todense(), rtol=1e-6)
-
-    on_all(world, body)
+@on_every_worker
+def test_sparse_gradients_in_a_compiled_step_are_refused(world, rank, size):
+    dp = DataParallel()
+    with pytest.raises(LeafError, match=r"the gradient \['t'\] is sparse \(BCOO\), expected a dense array"):
+        jax.jit(dp.average)({"t": rows_of(0)})
+    dense = jax.jit(lambda t: dp.average({"t": t.todense()}))(rows_of(0))
+    np.testing.assert_allclose(dense["t"], rows_of(0).todense(), rtol=1e-6)
 
 
-def test_names_of_sparse_leaves_that_there_are_not(world):
-    def body(rank, size):
-        params = {"table": jnp.ones((4, 2)), "scale": jnp.ones(())}
+@on_every_worker
+def test_names_of_sparse_leaves_that_there_are_not(world, rank, size):
+    params = {"table": jnp.ones((4, 2)), "scale": jnp.ones(())}
 
-        def loss(params):
-            return params["table"].sum() * params["scale"]
+    def loss(params):
+        return params["table"].sum() * params["scale"]
 
-        with pytest.raises(LeafError, match=r"no leaf \['tabel'\], expected one of \['scale'\], \['table'\]"):
-            DataParallel(sparse=["['tabel']"]).value_and_grad(loss)(params)
-        with pytest.raises(LeafError, match=r"\['scale'\] is float32\[\], a number by itself: it has no rows"):
-            DataParallel(sparse=["['scale']"]).value_and_grad(loss)(params)
-        DataParallel(sparse=["['table']"]).average({"something else": jnp.ones(2)})
-
-    on_all(world, body)
+    with pytest.raises(LeafError, match=r"no leaf \['tabel'\], expected one of \['scale'\], \['table'\]"):
+        DataParallel(sparse=["['tabel']"]).value_and_grad(loss)(params)
+    with pytest.raises(LeafError, match=r"\['scale'\] is float32\[\], a number by itself: it has no rows"):
+        DataParallel(sparse=["['scale']"]).value_and_grad(loss)(params)
+    DataParallel(sparse=["['table']"]).average({"something else": jnp.ones(2)})
 
 
-def test_layouts_that_differ_are_named(big_world):
-    def body(rank, size):
-        mine = BCOO.fromdense(jnp.eye(3), n_dense=1 if rank else 0)
-        with pytest.raises(DisagreementError, match=r"the leaf \['t'\] is sparse float32\[3, 3\].*rank 0.*rank 1"):
-            DataParallel().average({"t": mine})
-
-    on_all(big_world, body)
+@on_every_worker
+def test_layouts_that_differ_are_named(big_world, rank, size):
+    mine = BCOO.fromdense(jnp.eye(3), n_dense=1 if rank else 0)
+    with pytest.raises(DisagreementError, match=r"the leaf \['t'\] is sparse float32\[3, 3\].*rank 0.*rank 1"):
+        DataParallel().average({"t": mine})

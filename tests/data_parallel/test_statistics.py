@@ -7,7 +7,9 @@ import time
 
 import jax
 import jax.numpy as jnp
-from models import SMALL, batch, close, loss, on_all, parameters, serial
+from helpers.data import close
+from helpers.models import SMALL, batch, loss, parameters, serial
+from helpers.worlds import on_all, on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -16,26 +18,24 @@ from jdistgrad.data_parallel.reducing.statistics import Clock, Span, times
 PATIENCE = 20  # seconds until a test is red; nothing waits that long else
 
 
-def test_statistics(big_world):
-    def body(rank, size):
-        def slow(bucket, state, collectives):
-            time.sleep(0.02)
-            return collectives.allreduce(bucket.flat) / bucket.divisor, state
+@on_every_worker
+def test_statistics(big_world, rank, size):
+    def slow(bucket, state, collectives):
+        time.sleep(0.02)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
 
-        dp = DataParallel(bucket_cap_mb=SMALL, hook=hooks.Hook(lambda bucket: (), slow, "slow"))
-        step = dp.value_and_grad(loss)
-        for _ in range(2):
-            step(parameters(), batch(rank))
-        told = dp.statistics()
-        assert (told.rank, told.size, told.steps, told.hook) == (rank, size, 2, "slow")
-        assert told.buckets_reduced == 2 * len(told.bucket_sizes)
-        assert sum(told.bucket_sizes) * 2 == told.bytes_reduced
-        assert sorted(k for bucket in told.bucket_leaves for k in bucket) == list(range(9)) == sorted(told.order)
-        assert told.communication >= 0.02 * len(told.bucket_sizes)
-        assert 0 <= told.overlap <= min(told.communication, told.compute)
-        assert [span.bucket for span in told.spans] == list(range(len(told.bucket_sizes)))
-
-    on_all(big_world, body)
+    dp = DataParallel(bucket_cap_mb=SMALL, hook=hooks.Hook(lambda bucket: (), slow, "slow"))
+    step = dp.value_and_grad(loss)
+    for _ in range(2):
+        step(parameters(), batch(rank))
+    told = dp.statistics()
+    assert (told.rank, told.size, told.steps, told.hook) == (rank, size, 2, "slow")
+    assert told.buckets_reduced == 2 * len(told.bucket_sizes)
+    assert sum(told.bucket_sizes) * 2 == told.bytes_reduced
+    assert sorted(k for bucket in told.bucket_leaves for k in bucket) == list(range(9)) == sorted(told.order)
+    assert told.communication >= 0.02 * len(told.bucket_sizes)
+    assert 0 <= told.overlap <= min(told.communication, told.compute)
+    assert [span.bucket for span in told.spans] == list(range(len(told.bucket_sizes)))
 
 
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
@@ -85,15 +85,13 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
     on_all(big_world, body)
 
 
-def test_averages_without_a_leaf_take_no_time(world):
-    def body(rank, size):
-        dp = DataParallel()
-        dp.average({"w": jnp.ones(3)})
-        assert dp.average({}) == {}
-        told = dp.statistics()
-        assert (told.steps, told.bucket_sizes, told.communication, told.compute) == (2, (), 0, 0)
-
-    on_all(world, body)
+@on_every_worker
+def test_averages_without_a_leaf_take_no_time(world, rank, size):
+    dp = DataParallel()
+    dp.average({"w": jnp.ones(3)})
+    assert dp.average({}) == {}
+    told = dp.statistics()
+    assert (told.steps, told.bucket_sizes, told.communication, told.compute) == (2, (), 0, 0)
 
 
 def test_times_of_a_step_by_its_clock():

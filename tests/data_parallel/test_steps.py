@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import SMALL, batch, close, loss, on_all, parameters, serial
+from helpers.data import close
+from helpers.models import SMALL, batch, loss, parameters, serial
+from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
@@ -16,31 +18,27 @@ from jdistgrad.data_parallel.parallel import DataParallel
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
 @pytest.mark.parametrize("cap", [None, SMALL], ids=["one bucket", "small buckets"])
-def test_gradients_are_those_of_the_whole_batch(world, cap, overlap):
-    def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=cap, overlap=overlap)
-        params = dp.broadcast(parameters(seed=rank))
-        close(params, parameters(0))
-        value, gradients = dp.value_and_grad(loss)(params, batch(rank))
-        _, expected = serial(loss, parameters(0), [batch(r) for r in range(size)])
-        close(gradients, expected)
-        np.testing.assert_allclose(value, loss(params, batch(rank)), rtol=1e-5)
-        dp.verify(gradients)
-
-    on_all(world, body)
+@on_every_worker
+def test_gradients_are_those_of_the_whole_batch(world, cap, overlap, rank, size):
+    dp = DataParallel(bucket_cap_mb=cap, overlap=overlap)
+    params = dp.broadcast(parameters(seed=rank))
+    close(params, parameters(0))
+    value, gradients = dp.value_and_grad(loss)(params, batch(rank))
+    _, expected = serial(loss, parameters(0), [batch(r) for r in range(size)])
+    close(gradients, expected)
+    np.testing.assert_allclose(value, loss(params, batch(rank)), rtol=1e-5)
+    dp.verify(gradients)
 
 
-def test_the_same_numbers_with_and_without_overlap(big_world):
-    def body(rank, size):
-        found = []
-        for settings in ({"overlap": True}, {"overlap": False}, {"hook": hooks.average()}):
-            dp = DataParallel(bucket_cap_mb=SMALL, **settings)
-            found.append(dp.value_and_grad(loss)(parameters(), batch(rank)))
-        close(found[0], found[1], 1e-7)
-        close(found[0], found[2], 1e-6)
-        assert len(dp.statistics().bucket_sizes) == 3
-
-    on_all(big_world, body)
+@on_every_worker
+def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
+    found = []
+    for settings in ({"overlap": True}, {"overlap": False}, {"hook": hooks.average()}):
+        dp = DataParallel(bucket_cap_mb=SMALL, **settings)
+        found.append(dp.value_and_grad(loss)(parameters(), batch(rank)))
+    close(found[0], found[1], rtol=1e-7, atol=1e-7)
+    close(found[0], found[2], rtol=1e-6, atol=1e-6)
+    assert len(dp.statistics().bucket_sizes) == 3
 
 
 @jax.custom_vjp
@@ -52,107 +50,91 @@ def along(a, x):
 along.defvjp(lambda a, x: (jnp.vdot(a, x), x), lambda x, g: (x, x))
 
 
-def test_inputs_survive_gradients_that_are_inputs(world):
+@on_every_worker
+def test_inputs_survive_gradients_that_are_inputs(world, rank, size):
     """Averages are written where the gradients lie; what is somebody else's is copied before."""
 
     def odd(params, x):
         return along(params["a"], x) + along(params["b"], x) + params["c"].sum(), params["c"]
 
-    def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=1e-5)
-        params = {"a": jnp.arange(3.0), "b": jnp.ones(3), "c": jnp.ones(2)}
-        x = jnp.full(3, rank + 1.0)
-        step = dp.value_and_grad(odd, has_aux=True)
-        for _ in range(2):
-            (_, aux), gradients = step(params, x)
-        np.testing.assert_array_equal(x, np.full(3, rank + 1))
-        np.testing.assert_array_equal(aux, np.ones(2))
-        np.testing.assert_array_equal(params["a"], np.arange(3))
-        np.testing.assert_allclose(gradients["a"], np.full(3, (size + 1) / 2), rtol=1e-6)
-        np.testing.assert_allclose(gradients["b"], gradients["a"])
-        np.testing.assert_array_equal(gradients["c"], np.ones(2))
-
-    on_all(world, body)
+    dp = DataParallel(bucket_cap_mb=1e-5)
+    params = {"a": jnp.arange(3.0), "b": jnp.ones(3), "c": jnp.ones(2)}
+    x = jnp.full(3, rank + 1.0)
+    step = dp.value_and_grad(odd, has_aux=True)
+    for _ in range(2):
+        (_, aux), gradients = step(params, x)
+    np.testing.assert_array_equal(x, np.full(3, rank + 1))
+    np.testing.assert_array_equal(aux, np.ones(2))
+    np.testing.assert_array_equal(params["a"], np.arange(3))
+    np.testing.assert_allclose(gradients["a"], np.full(3, (size + 1) / 2), rtol=1e-6)
+    np.testing.assert_allclose(gradients["b"], gradients["a"])
+    np.testing.assert_array_equal(gradients["c"], np.ones(2))
 
 
-def test_argnums_and_keywords(big_world):
+@on_every_worker
+def test_argnums_and_keywords(big_world, rank, size):
     def two(a, b, *, by):
         return jnp.sum(a * b["x"]) * by
 
-    def body(rank, size):
-        step = DataParallel().value_and_grad(two, argnums=(1, 0))
-        a, b = jnp.arange(3.0), {"x": jnp.full(3, rank + 1.0)}
-        value, (gb, ga) = step(a, b, by=2.0)
-        np.testing.assert_allclose(gb["x"], 2 * np.arange(3.0), rtol=1e-6)
-        np.testing.assert_allclose(ga, np.full(3, size + 1.0), rtol=1e-6)
-        assert float(value) == 6 * (rank + 1)
-
-    on_all(big_world, body)
+    step = DataParallel().value_and_grad(two, argnums=(1, 0))
+    a, b = jnp.arange(3.0), {"x": jnp.full(3, rank + 1.0)}
+    value, (gb, ga) = step(a, b, by=2.0)
+    np.testing.assert_allclose(gb["x"], 2 * np.arange(3.0), rtol=1e-6)
+    np.testing.assert_allclose(ga, np.full(3, size + 1.0), rtol=1e-6)
+    assert float(value) == 6 * (rank + 1)
 
 
-def test_sums_are_right_when_gradients_come_in_different_orders(world):
+@on_every_worker
+def test_sums_are_right_when_gradients_come_in_different_orders(world, rank, size):
     """Equal shapes, so a reduction of the wrong partners would go unnoticed; 200 steps."""
-
-    def body(rank, size):
-        dp = DataParallel(bucket_cap_mb=SMALL / 100)
-        like, chance = [jnp.zeros(3)] * 4, random.Random(rank)
-        for step in range(200):
-            reduction = dp.reduction(like)
-            for leaf in chance.sample(range(4), 4):
-                reduction.ready(leaf, jnp.full(3, 1000.0 * leaf + step + rank) + 0)
-                if chance.random() < 0.05:
-                    time.sleep(0.002)
-            for leaf, averaged in enumerate(reduction.finish()):
-                assert float(averaged[1]) == pytest.approx(1000 * leaf + step + (size - 1) / 2, rel=1e-6)
-
-    on_all(world, body)
+    dp = DataParallel(bucket_cap_mb=SMALL / 100)
+    like, chance = [jnp.zeros(3)] * 4, random.Random(rank)
+    for step in range(200):
+        reduction = dp.reduction(like)
+        for leaf in chance.sample(range(4), 4):
+            reduction.ready(leaf, jnp.full(3, 1000.0 * leaf + step + rank) + 0)
+            if chance.random() < 0.05:
+                time.sleep(0.002)
+        for leaf, averaged in enumerate(reduction.finish()):
+            assert float(averaged[1]) == pytest.approx(1000 * leaf + step + (size - 1) / 2, rel=1e-6)
 
 
-def test_batches_of_different_sizes(big_world):
+@on_every_worker
+def test_batches_of_different_sizes(big_world, rank, size):
     """A program for each shape; the ranks agree on the tree only, which is the same."""
-
-    def body(rank, size):
-        dp = DataParallel()
-        step = dp.value_and_grad(loss)
-        for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
-            whole = [batch(r, rows[r]) for r in range(size)]
-            expected = serial(loss, parameters(), whole)[1]
-            close(step(parameters(), whole[rank])[1], expected)
-            close(jax.jit(step)(parameters(), whole[rank])[1], expected)
-        assert dp.statistics().steps == 3
-
-    on_all(big_world, body)
+    dp = DataParallel()
+    step = dp.value_and_grad(loss)
+    for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
+        whole = [batch(r, rows[r]) for r in range(size)]
+        expected = serial(loss, parameters(), whole)[1]
+        close(step(parameters(), whole[rank])[1], expected)
+        close(jax.jit(step)(parameters(), whole[rank])[1], expected)
+    assert dp.statistics().steps == 3
 
 
-def test_a_leaf_used_twice_and_branches_on_values(big_world):
+@on_every_worker
+def test_a_leaf_used_twice_and_branches_on_values(big_world, rank, size):
     def shared(params, x):
         h = jnp.tanh(x @ params["w"]) @ params["w"]
         return jax.lax.cond(h.sum() > 0, lambda: (h * params["a"]).sum(), lambda: (h * params["b"]).sum())
 
-    def body(rank, size):
-        dp = DataParallel(find_unused_parameters=True)
-        params = {"w": parameters()["dense"][0]["w"], "a": jnp.ones(6), "b": jnp.full(6, 2.0)}
-        _, gradients = dp.value_and_grad(shared)(params, batch(rank))
-        close(gradients, serial(shared, params, [batch(r) for r in range(size)])[1])
-        assert dp.used == {"w": True, "a": True, "b": True}
-
-    on_all(big_world, body)
+    dp = DataParallel(find_unused_parameters=True)
+    params = {"w": parameters()["dense"][0]["w"], "a": jnp.ones(6), "b": jnp.full(6, 2.0)}
+    _, gradients = dp.value_and_grad(shared)(params, batch(rank))
+    close(gradients, serial(shared, params, [batch(r) for r in range(size)])[1])
+    assert dp.used == {"w": True, "a": True, "b": True}
 
 
-def test_keys_of_random_generators_are_broadcast_and_verified(world):
-    def body(rank, size):
-        dp = DataParallel()
-        key = dp.broadcast({"dropout": jax.random.key(rank + 7)}, root=size - 1)["dropout"]
-        assert key == jax.random.key(size + 6)
-        assert jax.jit(dp.broadcast)(jax.random.key(rank)) == jax.random.key(0)
-        dp.verify({"dropout": key})
-
-    on_all(world, body)
+@on_every_worker
+def test_keys_of_random_generators_are_broadcast_and_verified(world, rank, size):
+    dp = DataParallel()
+    key = dp.broadcast({"dropout": jax.random.key(rank + 7)}, root=size - 1)["dropout"]
+    assert key == jax.random.key(size + 6)
+    assert jax.jit(dp.broadcast)(jax.random.key(rank)) == jax.random.key(0)
+    dp.verify({"dropout": key})
 
 
-def test_a_world_is_the_default(world):
-    def body(rank, size):
-        dp = DataParallel()
-        assert (dp.collectives.rank, dp.collectives.size) == (rank, size) == (jd.worker_info().rank, jd.world_size())
-
-    on_all(world, body)
+@on_every_worker
+def test_a_world_is_the_default(world, rank, size):
+    dp = DataParallel()
+    assert (dp.collectives.rank, dp.collectives.size) == (rank, size) == (jd.worker_info().rank, jd.world_size())

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import close, descend, on_all, serial
+from helpers.data import close
+from helpers.models import descend, serial
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -61,65 +63,55 @@ def trained_serially(size, steps=40):
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_training_converges_with_each_hook(big_world, name):
+@on_every_worker
+def test_training_converges_with_each_hook(big_world, name, rank, size):
     plain, data = trained_serially(big_world.size), [task(r) for r in range(big_world.size)]
     before, reached = serial(regression, start(), data)[0], serial(regression, plain, data)[0]
-
-    def body(rank, size):
-        dp, params = DataParallel(hook=HOOKS[name]), start()
-        step = dp.value_and_grad(regression)
-        for _ in range(40):
-            params = descend(params, step(params, data[rank])[1])
-        dp.verify(params)
-        after = serial(regression, params, data)[0]
-        assert after < before / 3
-        assert after < 1.3 * reached + 0.02
-        if name in ("none", "average"):
-            close(params, plain, 1e-4)
-
-    on_all(big_world, body)
+    dp, params = DataParallel(hook=HOOKS[name]), start()
+    step = dp.value_and_grad(regression)
+    for _ in range(40):
+        params = descend(params, step(params, data[rank])[1])
+    dp.verify(params)
+    after = serial(regression, params, data)[0]
+    assert after < before / 3
+    assert after < 1.3 * reached + 0.02
+    if name in ("none", "average"):
+        close(params, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_powersgd_of_full_rank_is_the_average(big_world):
-    def body(rank, size):
-        dp = DataParallel(hook=hooks.powersgd(rank=4, start=0, min_rate=1e-3))
-        everybodys = [normal(np.random.default_rng(r), 8, 4) for r in range(size)]
-        for _ in range(2):
-            averaged = dp.average({"w": jnp.asarray(everybodys[rank]), "b": jnp.full(3, float(rank))})
-        np.testing.assert_allclose(averaged["w"], sum(everybodys) / size, atol=1e-5)
-        np.testing.assert_allclose(averaged["b"], np.full(3, (size - 1) / 2), rtol=1e-6)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_powersgd_of_full_rank_is_the_average(big_world, rank, size):
+    dp = DataParallel(hook=hooks.powersgd(rank=4, start=0, min_rate=1e-3))
+    everybodys = [normal(np.random.default_rng(r), 8, 4) for r in range(size)]
+    for _ in range(2):
+        averaged = dp.average({"w": jnp.asarray(everybodys[rank]), "b": jnp.full(3, float(rank))})
+    np.testing.assert_allclose(averaged["w"], sum(everybodys) / size, atol=1e-5)
+    np.testing.assert_allclose(averaged["b"], np.full(3, (size - 1) / 2), rtol=1e-6)
 
 
-def test_error_feedback_loses_nothing(big_world):
+@on_every_worker
+def test_error_feedback_loses_nothing(big_world, rank, size):
     """What int8 rounds off one step comes with the next: the sum over steps is right to one step's rounding."""
-
-    def body(rank, size):
-        dp = DataParallel(hook=hooks.int8())
-        cubes = np.linspace(-1, 1, 50, dtype="float32") ** 3
-        total = sum(np.asarray(dp.average({"w": jnp.asarray(cubes * (rank + 1))})["w"]) for _ in range(50))
-        np.testing.assert_allclose(total / 50, cubes * (size + 1) / 2, atol=size / 127 / 25)
-
-    on_all(big_world, body)
+    dp = DataParallel(hook=hooks.int8())
+    cubes = np.linspace(-1, 1, 50, dtype="float32") ** 3
+    total = sum(np.asarray(dp.average({"w": jnp.asarray(cubes * (rank + 1))})["w"]) for _ in range(50))
+    np.testing.assert_allclose(total / 50, cubes * (size + 1) / 2, atol=size / 127 / 25)
 
 
-def test_training_goes_on_from_a_checkpoint(big_world):
-    def body(rank, size):
-        def train(params, state, steps):
-            dp = DataParallel()
-            step, tx = dp.value_and_grad(regression), optax.adam(0.01)
-            state = tx.init(params) if state is None else state
-            for _ in range(steps):
-                _, gradients = step(params, task(rank))
-                updates, state = tx.update(gradients, state, params)
-                params = optax.apply_updates(params, updates)
-            return params, state
+@on_every_worker
+def test_training_goes_on_from_a_checkpoint(big_world, rank, size):
+    def train(params, state, steps):
+        dp = DataParallel()
+        step, tx = dp.value_and_grad(regression), optax.adam(0.01)
+        state = tx.init(params) if state is None else state
+        for _ in range(steps):
+            _, gradients = step(params, task(rank))
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
 
-        whole, _ = train(start(), None, 6)
-        half = train(start(), None, 3)
-        saved = jax.tree.map(np.asarray, half)
-        resumed, _ = train(*jax.tree.map(jnp.asarray, saved), 3)
-        close(resumed, whole, 1e-6)
-
-    on_all(big_world, body)
+    whole, _ = train(start(), None, 6)
+    half = train(start(), None, 3)
+    saved = jax.tree.map(np.asarray, half)
+    resumed, _ = train(*jax.tree.map(jnp.asarray, saved), 3)
+    close(resumed, whole, rtol=1e-6, atol=1e-6)

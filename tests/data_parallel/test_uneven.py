@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import SMALL, batch, close, descend, gradient, loss, on_all, parameters, serial
+from helpers.data import close
+from helpers.models import SMALL, batch, descend, gradient, loss, parameters, serial
+from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
@@ -13,99 +15,85 @@ from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import NonFiniteError
 
 
-def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world):
-    def body(rank, size):
-        dp = DataParallel()
-        step = dp.value_and_grad(loss)
-        parts = []
-        with dp.no_sync():
-            for k in range(2):
-                parts.append(step(parameters(), batch(rank, seed=k))[1])
-                close(parts[-1], gradient(loss)(parameters(), batch(rank, seed=k)))
-        total = dp.average(jax.tree.map(jnp.add, *parts))
-        expected = [serial(loss, parameters(), [batch(r, seed=k) for r in range(size)])[1] for k in range(2)]
-        close(total, jax.tree.map(jnp.add, *expected), 2e-5)
-        close(parts[0], gradient(loss)(parameters(), batch(rank, seed=0)))
-        assert dp.statistics().steps == 1
-
-    on_all(world, body)
+@on_every_worker
+def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world, rank, size):
+    dp = DataParallel()
+    step = dp.value_and_grad(loss)
+    parts = []
+    with dp.no_sync():
+        for k in range(2):
+            parts.append(step(parameters(), batch(rank, seed=k))[1])
+            close(parts[-1], gradient(loss)(parameters(), batch(rank, seed=k)))
+    total = dp.average(jax.tree.map(jnp.add, *parts))
+    expected = [serial(loss, parameters(), [batch(r, seed=k) for r in range(size)])[1] for k in range(2)]
+    close(total, jax.tree.map(jnp.add, *expected), rtol=2e-5, atol=2e-5)
+    close(parts[0], gradient(loss)(parameters(), batch(rank, seed=0)))
+    assert dp.statistics().steps == 1
 
 
-def test_gradients_of_a_context_are_averaged_and_put_back(world):
+@on_every_worker
+def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
     """Values that were not used count as zero; what has no derivative stays as it is."""
-
-    def body(rank, size):
-        dp = DataParallel()
-        used, unused = jd.RRef({"w": jnp.arange(3.0), "n": jnp.arange(2)}), jd.RRef(jnp.ones(2))
-        optimizer = jd.DistributedOptimizer(optax.sgd(1.0), [used, unused])
-        with jd.context() as ctx:
-            jd.backward(ctx, lambda value: jnp.sum(value.to_here()["w"] ** 2) * (rank + 1), used)
-            dp.average_in(ctx, [used, unused])
-            optimizer.step(ctx)
-        np.testing.assert_allclose(used.local_value()["w"], np.arange(3.0) * (1 - (size + 1)), rtol=1e-6)
-        np.testing.assert_array_equal(used.local_value()["n"], np.arange(2))
-        np.testing.assert_array_equal(unused.local_value(), np.ones(2))
-        dp.verify(used.local_value())
-        with pytest.raises(jd.ContextError, match="closed"):
-            dp.average_in(ctx, [used])
-
-    on_all(world, body)
+    dp = DataParallel()
+    used, unused = jd.RRef({"w": jnp.arange(3.0), "n": jnp.arange(2)}), jd.RRef(jnp.ones(2))
+    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), [used, unused])
+    with jd.context() as ctx:
+        jd.backward(ctx, lambda value: jnp.sum(value.to_here()["w"] ** 2) * (rank + 1), used)
+        dp.average_in(ctx, [used, unused])
+        optimizer.step(ctx)
+    np.testing.assert_allclose(used.local_value()["w"], np.arange(3.0) * (1 - (size + 1)), rtol=1e-6)
+    np.testing.assert_array_equal(used.local_value()["n"], np.arange(2))
+    np.testing.assert_array_equal(unused.local_value(), np.ones(2))
+    dp.verify(used.local_value())
+    with pytest.raises(jd.ContextError, match="closed"):
+        dp.average_in(ctx, [used])
 
 
-def test_gradients_of_contexts_with_uneven_inputs(big_world):
+@on_every_worker
+def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
     """Rank r has r + 1 steps, each with a context of its own; all end with the last one's value."""
-
-    def body(rank, size):
-        dp, dense = DataParallel(), jd.RRef(jnp.ones(3))
-        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [dense])
-        with dp.join(divide_by_initial_world_size=False) as join:
-            for _ in range(rank + 1):
-                with jd.context() as ctx:
-                    jd.backward(ctx, lambda value: jnp.sum(value.to_here()) * (rank + 1.0), dense)
-                    dp.average_in(ctx, [dense])
-                    optimizer.step(ctx)
-            final = join.finish(dense.local_value())
-        means = [np.mean([r + 1.0 for r in range(step, size)]) for step in range(size)]
-        np.testing.assert_allclose(final, np.full(3, 1 - 0.1 * sum(means)), rtol=1e-5)
-
-    on_all(big_world, body)
+    dp, dense = DataParallel(), jd.RRef(jnp.ones(3))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [dense])
+    with dp.join(divide_by_initial_world_size=False) as join:
+        for _ in range(rank + 1):
+            with jd.context() as ctx:
+                jd.backward(ctx, lambda value: jnp.sum(value.to_here()) * (rank + 1.0), dense)
+                dp.average_in(ctx, [dense])
+                optimizer.step(ctx)
+        final = join.finish(dense.local_value())
+    means = [np.mean([r + 1.0 for r in range(step, size)]) for step in range(size)]
+    np.testing.assert_allclose(final, np.full(3, 1 - 0.1 * sum(means)), rtol=1e-5)
 
 
-def test_parameters_averaged_every_few_steps(big_world):
+@on_every_worker
+def test_parameters_averaged_every_few_steps(big_world, rank, size):
     """Ranks that go their own way for some steps, and meet."""
-
-    def body(rank, size):
-        dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
-        for _ in range(2):
-            params = dp.average(jax.tree.map(lambda p: p + rank, params))
-        np.testing.assert_allclose(params["w"], np.full(3, 3 * (size - 1) / 2), rtol=1e-6)
-        dp.verify(params)
-
-    on_all(big_world, body)
+    dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
+    for _ in range(2):
+        params = dp.average(jax.tree.map(lambda p: p + rank, params))
+    np.testing.assert_allclose(params["w"], np.full(3, 3 * (size - 1) / 2), rtol=1e-6)
+    dp.verify(params)
 
 
 @pytest.mark.parametrize("initially", [True, False])
-def test_join_with_uneven_inputs(world, initially):
+@on_every_worker
+def test_join_with_uneven_inputs(world, initially, rank, size):
     """Rank r has 2 r batches: rank 0 none at all. Against the same steps made by hand."""
     expected = parameters()
     for k in range(2 * (world.size - 1)):
         batches = [batch(r, seed=k) for r in range(world.size) if 2 * r > k]
         share = len(batches) / world.size if initially else 1.0
         expected = descend(expected, serial(loss, expected, batches)[1], 0.1 * share)
-
-    def body(rank, size):
-        dp, params = DataParallel(bucket_cap_mb=SMALL), parameters()
-        step = dp.value_and_grad(loss)
-        with dp.join(divide_by_initial_world_size=initially) as join:
-            for k in range(2 * rank):
-                params = descend(params, step(params, batch(rank, seed=k))[1])
-            params = join.finish(params)
-        close(params, expected, 1e-4)
-        dp.verify(params)
-        _, gradients = step(params, batch(rank))
-        close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], 1e-4)
-
-    on_all(world, body)
+    dp, params = DataParallel(bucket_cap_mb=SMALL), parameters()
+    step = dp.value_and_grad(loss)
+    with dp.join(divide_by_initial_world_size=initially) as join:
+        for k in range(2 * rank):
+            params = descend(params, step(params, batch(rank, seed=k))[1])
+        params = join.finish(params)
+    close(params, expected, rtol=1e-4, atol=1e-4)
+    dp.verify(params)
+    _, gradients = step(params, batch(rank))
+    close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], rtol=1e-4, atol=1e-4)
 
 
 def apart(got, expected):
@@ -116,42 +104,37 @@ def apart(got, expected):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def test_join_with_hooks_and_unused_parameters(big_world):
-    def body(rank, size):
-        dp = DataParallel(hook=hooks.int8(block=8), find_unused_parameters=True)
-        params, step = parameters(), dp.value_and_grad(loss)
-        with dp.join(divide_by_initial_world_size=False) as join:
-            for k in range(1 + rank):
-                _, gradients = step(params, batch(rank, seed=k))
-                expected = serial(loss, params, [batch(r, seed=k) for r in range(k, size)])[1]
-                assert apart(gradients, expected) < 0.02
-                assert all(jax.tree.leaves(dp.used))
-            marked = join.finish({"rank": jnp.float32(rank)})
-        assert float(marked["rank"]) == size - 1
-        with dp.join(divide_by_initial_world_size=False):
-            for _ in range(size - rank):
-                _, gradients = step(params, batch(rank))
-        if rank == 0:  # the last step was this rank's alone
-            assert apart(gradients, gradient(loss)(params, batch(0))) < 0.02
-
-    on_all(big_world, body)
+@on_every_worker
+def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
+    dp = DataParallel(hook=hooks.int8(block=8), find_unused_parameters=True)
+    params, step = parameters(), dp.value_and_grad(loss)
+    with dp.join(divide_by_initial_world_size=False) as join:
+        for k in range(1 + rank):
+            _, gradients = step(params, batch(rank, seed=k))
+            expected = serial(loss, params, [batch(r, seed=k) for r in range(k, size)])[1]
+            assert apart(gradients, expected) < 0.02
+            assert all(jax.tree.leaves(dp.used))
+        marked = join.finish({"rank": jnp.float32(rank)})
+    assert float(marked["rank"]) == size - 1
+    with dp.join(divide_by_initial_world_size=False):
+        for _ in range(size - rank):
+            _, gradients = step(params, batch(rank))
+    if rank == 0:  # the last step was this rank's alone
+        assert apart(gradients, gradient(loss)(params, batch(0))) < 0.02
 
 
-def test_numbers_that_are_not_finite_do_not_end_a_join(big_world):
+@on_every_worker
+def test_numbers_that_are_not_finite_do_not_end_a_join(big_world, rank, size):
     """The ranks still active hear of it and go on; those that have joined go on with them."""
-
-    def body(rank, size):
-        dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
-        with dp.join() as join:
-            for k in range(3 * rank):
-                bad = rank == size - 1 and k == 3 * rank - 2
-                mine = {"w": jnp.full(3, jnp.nan if bad else 1.0)}
-                if bad:
-                    with pytest.raises(NonFiniteError, match=f"on rank {rank} holds NaN"):
-                        dp.average(mine)
-                else:
-                    params = {"w": params["w"] + dp.average(mine)["w"] * size}
-            params = join.finish(params)
-        np.testing.assert_allclose(params["w"], np.full(3, 1 + 3 * sum(range(size)) - 1), rtol=1e-6)
-
-    on_all(big_world, body)
+    dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
+    with dp.join() as join:
+        for k in range(3 * rank):
+            bad = rank == size - 1 and k == 3 * rank - 2
+            mine = {"w": jnp.full(3, jnp.nan if bad else 1.0)}
+            if bad:
+                with pytest.raises(NonFiniteError, match=f"on rank {rank} holds NaN"):
+                    dp.average(mine)
+            else:
+                params = {"w": params["w"] + dp.average(mine)["w"] * size}
+        params = join.finish(params)
+    np.testing.assert_allclose(params["w"], np.full(3, 1 + 3 * sum(range(size)) - 1), rtol=1e-6)

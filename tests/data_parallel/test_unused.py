@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import on_all
+from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -19,31 +19,29 @@ def branches(params, x, which):
     return jnp.sum(chosen**2)
 
 
-def test_ranks_may_use_different_parameters(big_world):
-    def body(rank, size):
-        dp = DataParallel(find_unused_parameters=True, bucket_cap_mb=1e-6)
-        params = {"both": jnp.ones(()), "left": jnp.ones(()), "none": jnp.ones(2), "right": jnp.ones(())}
-        which = "left" if rank == 0 else "right"
-        tx = keep_unused(optax.adamw(0.1, weight_decay=0.1))
-        state = tx.init(params)
-        step = dp.value_and_grad(lambda p, x: branches(p, x, which))
-        for _ in range(2):
-            _, gradients = step(params, jnp.float32(rank))
-            used = [jax.grad(branches)(params, jnp.float32(r), "right" if r else "left") for r in range(size)]
-            jax.tree.map(lambda g, *own: np.testing.assert_allclose(g, sum(own) / size, rtol=1e-6), gradients, *used)
-            updates, state = jax.jit(tx.update)(gradients, state, params, used=dp.used)
-            params = optax.apply_updates(params, updates)
-        assert dp.used == {"both": True, "left": True, "none": False, "right": True}
-        assert dp.statistics().unused == ("['none']",)
-        assert len(dp.statistics().bucket_sizes) == 4
-        orders = dp.collectives.gather_objects(dp.statistics().order)
-        assert orders == orders[:1] * size
-        np.testing.assert_array_equal(params["none"], np.ones(2))
-        np.testing.assert_array_equal(state[0].mu["none"], np.zeros(2))
-        assert all(float(params[name]) < 1 for name in ("both", "left", "right"))
-        dp.verify(params)
-
-    on_all(big_world, body)
+@on_every_worker
+def test_ranks_may_use_different_parameters(big_world, rank, size):
+    dp = DataParallel(find_unused_parameters=True, bucket_cap_mb=1e-6)
+    params = {"both": jnp.ones(()), "left": jnp.ones(()), "none": jnp.ones(2), "right": jnp.ones(())}
+    which = "left" if rank == 0 else "right"
+    tx = keep_unused(optax.adamw(0.1, weight_decay=0.1))
+    state = tx.init(params)
+    step = dp.value_and_grad(lambda p, x: branches(p, x, which))
+    for _ in range(2):
+        _, gradients = step(params, jnp.float32(rank))
+        used = [jax.grad(branches)(params, jnp.float32(r), "right" if r else "left") for r in range(size)]
+        jax.tree.map(lambda g, *own: np.testing.assert_allclose(g, sum(own) / size, rtol=1e-6), gradients, *used)
+        updates, state = jax.jit(tx.update)(gradients, state, params, used=dp.used)
+        params = optax.apply_updates(params, updates)
+    assert dp.used == {"both": True, "left": True, "none": False, "right": True}
+    assert dp.statistics().unused == ("['none']",)
+    assert len(dp.statistics().bucket_sizes) == 4
+    orders = dp.collectives.gather_objects(dp.statistics().order)
+    assert orders == orders[:1] * size
+    np.testing.assert_array_equal(params["none"], np.ones(2))
+    np.testing.assert_array_equal(state[0].mu["none"], np.zeros(2))
+    assert all(float(params[name]) < 1 for name in ("both", "left", "right"))
+    dp.verify(params)
 
 
 def test_unused_moments_do_not_decay():
@@ -86,19 +84,17 @@ def test_optimizers_of_all_kinds_leave_unused_parameters_alone(name):
                 np.testing.assert_array_equal(got, new if use else old)
 
 
-def test_averages_and_slices_leave_unused_parameters_alone(big_world):
-    def body(rank, size):
-        tx = keep_unused(optax.chain(average_gradients(hook=hooks.int8(block=4)), shard_state(optax.adam(0.1))))
-        params = {"a": jnp.ones(5), "b": jnp.ones(3)}
-        state = tx.init(params)
-        for _ in range(2):
-            before = state
-            updates, state = jax.jit(tx.update)(params, state, params, used={"a": True, "b": False})
-        np.testing.assert_array_equal(updates["b"], np.zeros(3))
-        np.testing.assert_array_equal(state[1][0].mu["b"], np.zeros(-(-3 // size)))
-        assert (np.asarray(state[1][0].mu["a"]) != np.asarray(before[1][0].mu["a"])).any() or rank
-
-    on_all(big_world, body)
+@on_every_worker
+def test_averages_and_slices_leave_unused_parameters_alone(big_world, rank, size):
+    tx = keep_unused(optax.chain(average_gradients(hook=hooks.int8(block=4)), shard_state(optax.adam(0.1))))
+    params = {"a": jnp.ones(5), "b": jnp.ones(3)}
+    state = tx.init(params)
+    for _ in range(2):
+        before = state
+        updates, state = jax.jit(tx.update)(params, state, params, used={"a": True, "b": False})
+    np.testing.assert_array_equal(updates["b"], np.zeros(3))
+    np.testing.assert_array_equal(state[1][0].mu["b"], np.zeros(-(-3 // size)))
+    assert (np.asarray(state[1][0].mu["a"]) != np.asarray(before[1][0].mu["a"])).any() or rank
 
 
 NAMES = ("both", "left", "none", "right")
@@ -113,57 +109,50 @@ def used(*names):
     return {name: name in names for name in NAMES}
 
 
-def test_steps_without_sync_count_for_the_next_average(big_world):
+@on_every_worker
+def test_steps_without_sync_count_for_the_next_average(big_world, rank, size):
     """And no longer for the one after it."""
-
-    def body(rank, size):
-        dp = DataParallel(find_unused_parameters=True)
-        left, right = stepping(dp, "left"), stepping(dp, "right")
-        with dp.no_sync():
-            total = left()
-            if rank == 1:
-                total = jax.tree.map(jnp.add, total, right())
-        assert dp.used is None
-        dp.average(total)
-        assert dp.used == used("both", "left", "right")
-        assert dp.statistics().unused == ("['none']",)
+    dp = DataParallel(find_unused_parameters=True)
+    left, right = stepping(dp, "left"), stepping(dp, "right")
+    with dp.no_sync():
+        total = left()
+        if rank == 1:
+            total = jax.tree.map(jnp.add, total, right())
+    assert dp.used is None
+    dp.average(total)
+    assert dp.used == used("both", "left", "right")
+    assert dp.statistics().unused == ("['none']",)
+    left()
+    assert dp.used == used("both", "left")
+    assert dp.statistics().unused == ("['none']", "['right']")
+    with dp.no_sync():
         left()
-        assert dp.used == used("both", "left")
-        assert dp.statistics().unused == ("['none']", "['right']")
-        with dp.no_sync():
-            left()
-        right()
-        assert dp.used == used("both", "left", "right")
-        dp.average(total)  # of which nothing is known
-        assert dp.used == used(*NAMES)
-        dp.average({"another": jnp.ones(3)})
-        assert dp.used == {"another": True}
-        assert dp.statistics().unused == ()
-
-    on_all(big_world, body)
+    right()
+    assert dp.used == used("both", "left", "right")
+    dp.average(total)  # of which nothing is known
+    assert dp.used == used(*NAMES)
+    dp.average({"another": jnp.ones(3)})
+    assert dp.used == {"another": True}
+    assert dp.statistics().unused == ()
 
 
-def test_a_rank_that_has_joined_uses_nothing(big_world):
-    def body(rank, size):
-        dp = DataParallel(find_unused_parameters=True)
-        step = stepping(dp, "left" if rank == 0 else "right")
-        with dp.join():
+@on_every_worker
+def test_a_rank_that_has_joined_uses_nothing(big_world, rank, size):
+    dp = DataParallel(find_unused_parameters=True)
+    step = stepping(dp, "left" if rank == 0 else "right")
+    with dp.join():
+        step()
+        if rank:
             step()
-            if rank:
-                step()
-                assert dp.used == used("both", "right")
-
-    on_all(big_world, body)
+            assert dp.used == used("both", "right")
 
 
-def test_nobody_asks_where_nobody_wants_to_know(world):
-    def body(rank, size):
-        dp = DataParallel()
-        stepping(dp, "left")()
-        assert dp.used is None
-        assert dp.statistics().unused == ()
-
-    on_all(world, body)
+@on_every_worker
+def test_nobody_asks_where_nobody_wants_to_know(world, rank, size):
+    dp = DataParallel()
+    stepping(dp, "left")()
+    assert dp.used is None
+    assert dp.statistics().unused == ()
 
 
 def test_usage_is_summed_by_tree():

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.jobs import EXAMPLES, as_job, as_program, example as example
 from jax.sharding import PartitionSpec as P
-from running import EXAMPLES, as_job, as_program, example as example
 
 import jdistgrad as jd
-
-pytestmark = pytest.mark.one_process
 
 
 @pytest.fixture

@@ -5,10 +5,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.one_process
-
 ROOT = pathlib.Path(__file__).parents[2]
 
 

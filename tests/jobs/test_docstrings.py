@@ -14,8 +14,6 @@ from flax import linen as nn
 
 import jdistgrad as jd
 
-pytestmark = pytest.mark.one_process
-
 ALONE = {"spawn", "local_workers", "launched", "timeline"}  # they make their world
 LEFT_OUT = {  # what the reader has done before
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",

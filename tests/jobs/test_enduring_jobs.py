@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_process
-
 
 def test_importing_does_not_start_mpi(mpi_job):
     mpi_job(

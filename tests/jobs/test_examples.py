@@ -8,11 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from running import as_job, as_program, example as example
+from helpers.jobs import as_job, as_program, example as example
 
 import jdistgrad as jd
-
-pytestmark = pytest.mark.one_process
 
 SIZES = [1, 3]
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_process
-
 
 def test_a_rank_that_raises_ends_the_job(mpi_job):
     job = mpi_job(
@@ -95,7 +93,9 @@ def test_a_shutdown_that_waits_says_for_what_on_stderr(mpi_job):
         """,
     )
     job.expect(
-        "shutdown of worker0 (rank 0): waiting ", " s for worker1 (rank 1), which serves __main__.wait, for", "closed"
+        "shutdown of worker0 (rank 0): waiting ",
+        " s for worker1 (rank 1), which serves __main__.wait, called by",
+        "closed",
     )
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_ends_after_a_shutdown_that_gave_up_is_told_so(mpi_job):
         """,
     )
     told = "worker0 (rank 0) ended before it had left its world: shutdown of worker0 (rank 0): waited 0.5 s for"
-    job.expect(told, "for worker1 (rank 1), which serves time.sleep, for worker0 (rank 0), since", status=None)
+    job.expect(told, "for worker1 (rank 1), which serves time.sleep, called by worker0 (rank 0) ", status=None)
     assert "without calling jdistgrad.shutdown()" not in job.output
 
 

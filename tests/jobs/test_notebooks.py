@@ -7,10 +7,7 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-pytestmark = [
-    pytest.mark.one_process,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jupyter's own code
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter's own code
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 

@@ -9,8 +9,6 @@ import pytest
 
 import jdistgrad as jd
 
-pytestmark = pytest.mark.one_process
-
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"```python\n(?P<source>.*?)```\n(?:\n```text\n(?:\$ .*?\n)?(?P<output>.*?)```)?", re.DOTALL)

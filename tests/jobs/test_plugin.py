@@ -10,8 +10,6 @@ import pytest
 
 from jdistgrad.cli import launch
 
-pytestmark = pytest.mark.one_process
-
 ADDS = """
     import operator
     import pytest

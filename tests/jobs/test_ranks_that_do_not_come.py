@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_process
-
 PROGRAM = """
 import os, signal, sys, threading
 import jax, jax.numpy as jnp

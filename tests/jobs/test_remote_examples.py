@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from running import as_job, example as example
+from helpers.jobs import as_job, example as example
 
 import jdistgrad as jd
-
-pytestmark = pytest.mark.one_process
 
 
 def numbers_in(output, pattern):

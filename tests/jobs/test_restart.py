@@ -2,10 +2,6 @@
 
 import re
 
-import pytest
-
-pytestmark = pytest.mark.one_process
-
 PROGRAM = """
     import pathlib
     import sys

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.one_process
-
 ON_TWO_CORES = """
 import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])

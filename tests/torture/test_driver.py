@@ -11,8 +11,6 @@ from torture import watching
 from torture.__main__ import main
 from torture.watching import World
 
-pytestmark = pytest.mark.one_process
-
 CASES = {
     "collectives inside jit need a thread of XLA's for each worker": ("local-3", ["19"], []),
     "compiled steps in another order": ("mpi-3", ["24"], []),

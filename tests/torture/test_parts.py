@@ -12,8 +12,6 @@ from torture import containers, generator, interpreter, judging, palette, steps
 from torture.programs import FEATURES, Node, ParallelProgram, Program
 from torture.watching import Ended, World, judged
 
-pytestmark = pytest.mark.one_process
-
 MANY = range(400)
 
 

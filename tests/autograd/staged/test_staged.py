@@ -1,0 +1,170 @@
+"""The staged step: the same numbers as the serial program."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.programs import X, affine, as_written, make_params, mix
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+from jdistgrad.rpc.current import within
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def through_the_next(x):
+    return jd.rpc_sync((jd.worker_info().rank + 1) % jd.world_size(), mix, args=(x, x + 1))
+
+
+@pytest.mark.parametrize("function", [mix, as_written, jnp.multiply], ids=["jitted", "as written", "of JAX"])
+@on_worker0
+def test_gradients_equal_the_serial_ones(world, function):
+    def distributed(x, y):
+        return (jd.rpc_sync(last(), function, args=(x, y)) * y).sum()
+
+    def serial(x, y):
+        return (function(x, y) * y).sum()
+
+    step = jd.jit(jd.value_and_grad(distributed, argnums=(0, 1)))
+    for shift in (1.0, 2.0):
+        close(step(X, X * shift), jax.value_and_grad(serial, argnums=(0, 1))(X, X * shift))
+
+
+@on_worker0
+def test_parameters_that_stay_on_their_owners(world):
+    params = jd.remote(last(), make_params, args=(3,))
+
+    def loss(params, x):
+        return (jd.rpc_sync(0, affine, args=(params, x)) ** 2).sum()
+
+    step = jd.jit(jd.value_and_grad(loss, argnums=(0, 1)))
+    expected = jax.value_and_grad(lambda p, x: (affine(p, x) ** 2).sum(), argnums=(0, 1))(params.to_here(), X)
+    with jd.context():
+        value, (of_params, of_x) = step(params, X)
+        close((value, (of_params.to_here(), of_x)), expected)
+    value, (of_params, _) = step(params, X)  # a context of its own
+    close(of_params.to_here(), expected[1][0])
+    del of_params
+
+
+@on_worker0
+def test_values_that_are_made_during_the_step(world):
+    def distributed(x):
+        made = jd.remote(last(), mix, args=(x, x))
+        there = jd.rpc_sync(0, mix, args=(made, x))
+        return (there * made.to_here()).sum()
+
+    def serial(x):
+        made = mix(x, x)
+        return (mix(made, x) * made).sum()
+
+    with jd.context():
+        close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
+        twice = [jax.grad(lambda x, f=f: jax.grad(f)(x).sum()) for f in (distributed, serial)]
+        close(jd.jit(twice[0])(X), twice[1](X))
+
+
+@on_worker0
+def test_nested_calls_and_second_derivatives(world):
+    def distributed(x):
+        return jd.rpc_sync(last(), through_the_next, args=(x,)).sum()
+
+    def serial(x):
+        return mix(x, x + 1).sum()
+
+    with jd.context():
+        close(jd.jit(jax.jacrev(jax.grad(distributed)))(X), jax.jacrev(jax.grad(serial))(X))
+
+
+@on_worker0
+def test_scan_and_cond_with_calls_inside(world):
+    def distributed(x):
+        def turn(carry, k):
+            return jax.lax.cond(
+                k % 2 == 0, lambda c: jd.rpc_sync(last(), mix, args=(c, x)), lambda c: c * 0.5, carry
+            ), carry.sum()
+
+        return jax.lax.scan(turn, x, jnp.arange(4))[0].sum()
+
+    def serial(x):
+        for k in range(4):
+            carry = x if k == 0 else carry  # noqa: F821 the first turn sets it
+            carry = mix(carry, x) if k % 2 == 0 else carry * 0.5
+        return carry.sum()
+
+    with jd.context():
+        close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
+
+
+@on_worker0
+def test_a_pullback_from_outside_can_be_pulled_again(world):
+    with jd.context():
+        _, pullback = jax.vjp(lambda x: jd.rpc_sync(last(), mix, args=(x, x)), X)
+        staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
+        found = [staged(pullback, X)[0], staged(pullback, 2 * X)[0], pullback(X)[0]]
+    expected = X * (jnp.cos(X) * X + jnp.sin(X))
+    close(found, [expected, 2 * expected, expected])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["no context", "another context"])
+@on_worker0
+def test_a_pullback_from_outside_belongs_to_the_context_it_was_recorded_in(world, inside):
+    with jd.context():
+        _, pullback = jax.vjp(lambda x: jd.rpc_sync(last(), mix, args=(x, x)), X)
+        staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
+        with within(None), jd.context() if inside else contextlib.nullcontext():
+            (found,) = staged(pullback, X)
+    close(found, X * (jnp.cos(X) * X + jnp.sin(X)))
+
+
+@on_worker0
+def test_calls_of_which_everything_is_known_at_trace_time(world):
+    constant = jnp.full(3, 2.0)
+
+    def program(x):
+        known = jd.rpc_sync(last(), mix, args=(jnp.ones(3), constant))
+        return known @ x + jd.rpc_sync(last(), jnp.sin, args=(2.0,))
+
+    value, gradient = jd.jit(jd.value_and_grad(program))(X)
+    close(gradient, mix(jnp.ones(3), constant))
+    close(value, gradient @ X + jnp.sin(2.0))
+
+
+@on_worker0
+def test_what_comes_out_is_an_array_of_its_own(world):
+    step = jd.jit(jd.value_and_grad(lambda x, unused: jd.rpc_sync(last(), mix, args=(x, x)).sum(), argnums=(0, 1)))
+    _, (_, unused) = step(X, 2.0)
+    assert float(unused.at[...].set(1.0)) == 1
+    mine = np.ones(3)
+    handed_through = jd.jit(lambda z: z)(mine)
+    mine[0] = 7
+    assert float(handed_through[0]) == 1
+
+
+@on_worker0
+def test_a_row_with_references_and_second_derivatives(world):
+    def program(params, x):
+        hidden = jd.rpc_sync(last(), affine, args=(params, x))
+        return jd.rpc_sync(last(), jnp.tanh, args=(hidden,)).sum()
+
+    def serial(params, x):
+        return jnp.tanh(affine(params, x)).sum()
+
+    params = jd.remote(last(), make_params, args=(3,))
+    values = params.to_here()
+    with jd.context():
+        _, (of_params, of_x) = jd.jit(jd.value_and_grad(program, argnums=(0, 1)))(params, X)
+        close((of_params.to_here(), of_x), jax.grad(serial, argnums=(0, 1))(values, X))
+        hessian = jd.jit(jax.jacrev(jax.grad(program, argnums=1), argnums=1))(params, X)
+        close(hessian, jax.jacrev(jax.grad(serial, argnums=1), argnums=1)(values, X))
+
+
+@on_worker0
+def test_under_a_transformation_it_is_the_function_itself(world):
+    staged = jd.jit(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum())
+    with jd.context():
+        close(jax.grad(staged)(X), jax.grad(lambda x: mix(x, x).sum())(X))

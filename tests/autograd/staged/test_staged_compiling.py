@@ -1,0 +1,68 @@
+"""What staging traces and compiles: once per shape, here and at the callee."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close
+from helpers.programs import X, mix
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+
+pytestmark = pytest.mark.world(1, 3)
+
+compilations = {"count": 0}
+
+
+def count_compilations(event, *_, **__):
+    if event.endswith("backend_compile_duration"):
+        compilations["count"] += 1
+
+
+def compiled_so_far():
+    return current_worker().rank, compilations["count"]
+
+
+@pytest.fixture
+def counted():
+    """Compilations of this process are counted."""
+    jax.monitoring.register_event_duration_secs_listener(count_compilations)
+    yield
+    jax.monitoring.clear_event_listeners()
+
+
+@on_worker0
+def test_alike_pieces_are_compiled_once(big_world, counted):
+    step = jd.jit(lambda xs: sum(jd.rpc_sync(last(), mix, args=(x, x)).sum() * 3.5 for x in xs))
+    xs = [X + k for k in range(12)]
+    step(xs[:4])
+    before = compilations["count"]
+    found = step(xs)
+    assert compilations["count"] == before
+    close(found, sum((mix(x, x) * 3.5).sum() for x in xs))
+
+
+@on_worker0
+def test_retraced_only_on_new_shapes(world):
+    traced = []
+
+    def step(x):
+        traced.append(x.shape)
+        return jd.rpc_sync(last(), jnp.sin, args=(x,)).sum()
+
+    staged = jd.jit(step)
+    for x in (X, X + 1, jnp.ones((2, 2)), X):
+        close(staged(x), jnp.sin(x).sum())
+    assert traced == [(3,), (2, 2)]
+
+
+@on_worker0
+def test_the_callee_compiles_once_per_shape(world, counted):
+    step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum()))
+    first, *others = [X + k for k in range(6)]
+    step(first)
+    before = jd.rpc_sync(last(), compiled_so_far)
+    for x in others:
+        step(x)
+    assert jd.rpc_sync(last(), compiled_so_far) == before

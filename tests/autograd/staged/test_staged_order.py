@@ -1,0 +1,139 @@
+"""What a staged step has under way at the same time, and what waits for what."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.programs import X
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.rpc.current import current_scope
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def held_until_pulled(x):
+    """Returns once its caller has asked for its pullback; at once where it is traced for its shapes."""
+    deadline = time.monotonic() + 20
+    while current_scope() and not jd.rpc_sync(0, pulls_sent):
+        assert time.monotonic() < deadline, "nobody has asked for the pullback"
+        time.sleep(0.01)
+    return x * x
+
+
+def pulls_sent():
+    return sum(link.backward for link in current_scope().content(Tape).links)
+
+
+RELEASED = threading.Event()
+RELEASED.set()
+
+
+def hold():
+    RELEASED.clear()
+
+
+def held_until_released(x):
+    assert RELEASED.wait(20), "nobody has released it"
+    return x * x
+
+
+def release(reference, x):
+    RELEASED.set()
+    return x + 1
+
+
+arrived = threading.Condition()
+waiting = set()
+
+
+def meet(x, name, count):
+    """Returns when so many such calls are being served at the same time."""
+    with arrived:
+        waiting.add(name)
+        arrived.notify_all()
+        if not arrived.wait_for(lambda: len(waiting) >= count, 20):
+            raise TimeoutError(f"{name} is served alone")
+    return x * 2
+
+
+@on_worker0
+def test_independent_calls_are_under_way_together(world):
+    """Each of three calls to one worker ends only when the others have come: one after the other they never would."""
+    jd.rpc_sync(last(), waiting.clear)
+    step = jd.jit(lambda x: sum(jd.rpc_sync(last(), meeting(name), args=(x,)) for name in "abc"))
+    close(step(X), X * 6)
+
+
+def meet_a(x):
+    return forward(x, "a")
+
+
+def meet_b(x):
+    return forward(x, "b")
+
+
+def meet_c(x):
+    return forward(x, "c")
+
+
+def forward(x, name):
+    """Traced for its shape first: only a real array meets the others."""
+    return x * 2 if isinstance(x, jax.core.Tracer) else meet(x, name, 3)
+
+
+def meeting(name):
+    return {"a": meet_a, "b": meet_b, "c": meet_c}[name]
+
+
+@on_worker0
+def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
+    """Where the cotangent does not depend on the answer, nothing waits for it."""
+    step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), held_until_pulled, args=(x,)).sum()))
+    value, gradient = step(X)
+    close((value, gradient), ((X * X).sum(), 2 * X))
+
+
+@jax.custom_vjp
+def sleepy(x):
+    return jax.pure_callback(take_a_nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+sleepy.defvjp(lambda x: (sleepy(x), None), lambda _, cotangent: (2 * cotangent,))
+
+
+def take_a_nap(x):
+    time.sleep(1.5)
+    return 2 * np.asarray(x)
+
+
+def sleep_and_double(x):
+    return sleepy(x)
+
+
+@on_worker0(timeout=1)
+def test_a_pullback_has_time_to_wait_for_its_call(big_world):
+    """The call may take longer than the world's calls; so may what was asked for together with it."""
+    step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
+    close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
+
+
+@on_worker0
+def test_a_reference_is_passed_on_before_its_value_is_made(world):
+    def program(x):
+        made = jd.remote(last(), held_until_released, args=(x,))
+        y = jd.rpc_sync(last(), release, args=(jd.by_reference(made), x))
+        return (made.to_here() * y).sum()
+
+    step = jd.jit(jd.value_and_grad(program))
+    step.plan(X)  # traced, with the functions for their shapes
+    jd.rpc_sync(last(), hold)
+    with jd.context():
+        value, gradient = step(X)
+    close((value, gradient), ((X * X * (X + 1)).sum(), 3 * X * X + 2 * X))

@@ -1,0 +1,139 @@
+"""What a staged step takes and returns: its own arrays, of the types that JAX would make."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.data import close
+from helpers.programs import X, mix
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+from jdistgrad.wire.arrays import ALIAS_FROM
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def aligned(size):
+    """Memory that XLA could use as it is."""
+    memory = np.zeros(size + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    return memory[start : start + size]
+
+
+@pytest.mark.parametrize("size", [3, ALIAS_FROM], ids=["small", "large"])
+@on_worker0
+def test_results_do_not_change_with_arguments(world, size):
+    a, b = aligned(size), aligned(size)
+    same, product = jd.jit(lambda x, y: (x, y * 1.0))(a, b)
+    a[:], b[:] = 5, 5
+    close([same, product], [np.zeros(size)] * 2)
+
+
+STATE = aligned(ALIAS_FROM)
+
+
+def change_state(value):
+    STATE[:] = value
+
+
+def give_state(x):
+    return STATE
+
+
+@on_worker0
+def test_results_do_not_change_with_what_they_were_made_of(world):
+    step, to = jd.jit(lambda x: jd.rpc_sync(last(), give_state, args=(x,))), last()
+    jd.rpc_sync(to, change_state, args=(1.0,))
+    first = step(X)
+    jd.rpc_sync(to, change_state, args=(2.0,))
+    close([first, step(X)], [np.full(ALIAS_FROM, 1.0), np.full(ALIAS_FROM, 2.0)])
+
+
+@on_worker0
+def test_gradients_are_no_arguments(world):
+    """Who donates them to an update keeps his batch."""
+    x, w = jnp.arange(3.0), jnp.ones(3)
+    step = jd.jit(
+        jax.grad(
+            lambda v, w, x: (w * x).sum() + (v * x).sum() + jd.rpc_sync(last(), mix, args=(v, v)).sum() * 0, (0, 1)
+        )
+    )
+    gradients = step(w, w, x)
+    updated = jax.jit(lambda gradients: [g + 1 for g in gradients], donate_argnums=0)(list(gradients))
+    close(updated, [x + 1, x + 1])
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize("value", [np.float64(2.5), np.int64(3), 2.5, True, jnp.asarray(2.0)], ids=repr)
+@on_worker0
+def test_numbers_of_any_kind(world, value):
+    step = jd.jit(lambda x, s: jd.rpc_sync(last(), jnp.multiply, args=(x, s)))
+    found, expected = step(X, value), jax.jit(jnp.multiply)(X, value)
+    close(found, expected)
+    assert found.dtype == expected.dtype
+
+
+@jax.jit
+def plus(x, y):
+    return x + y
+
+
+@on_worker0
+def test_types_are_those_of_the_serial_program(world):
+    weak, narrow = jnp.broadcast_to(jnp.asarray(2.0), (3,)), jnp.ones(3, jnp.bfloat16)
+    for to in range(jd.world_size()):
+        step = jd.jit(lambda w, b, to=to: jd.rpc_sync(to, plus, args=(w.astype(jnp.float32), b)))
+        assert step(weak, narrow).dtype == jnp.float32
+
+
+def make_counted(value):
+    return {"w": jnp.full(3, value), "n": 0}
+
+
+def count_up(counted):
+    counted["n"] += 1
+    counted["w"] = counted["w"] * 10
+
+
+@on_worker0
+def test_an_optimizer_sees_what_others_change_in_a_value(world):
+    value = jd.remote(last(), make_counted, args=(1.0,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [value])
+    step = jd.value_and_grad(lambda value: value.to_here()["w"].sum())
+    for _ in range(2):
+        jd.rpc_sync(last(), count_up, args=(value,))
+        with jd.context() as ctx:
+            step(value)
+            optimizer.step(ctx)
+    found = value.to_here()
+    close(found["w"], jnp.full(3, (1.0 * 10 - 0.1) * 10 - 0.1))
+    assert found["n"] == 2
+
+
+@on_worker0
+def test_a_value_whose_creation_nobody_awaits_any_more_can_be_had(world):
+    value = jd.remote(last(), make_counted, args=(1.0,))
+    value.creation().cancel()
+    close(jd.jit(lambda value: value.to_here()["w"])(value), jnp.ones(3))
+
+
+@on_worker0
+def test_surroundings_of_local_equations_are_kept(world):
+    """What JAX's context managers have set where the step was traced: here, which random bits a key gives."""
+    key = jax.random.key(7)
+
+    def noisy(partitionable):
+        def step(x):
+            with jax.threefry_partitionable(partitionable):
+                return jd.rpc_sync(last(), jnp.sin, args=(x,)), jax.random.bits(key, (2, 3)) >> 9
+
+        return step
+
+    found = {}
+    for partitionable in (True, False):  # steps that compute the same but for what surrounds it
+        _, found[partitionable] = jd.jit(noisy(partitionable))(X)
+        with jax.threefry_partitionable(partitionable):
+            np.testing.assert_array_equal(found[partitionable], jax.random.bits(key, (2, 3)) >> 9)
+    assert (found[True] != found[False]).any()

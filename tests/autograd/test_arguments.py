@@ -1,0 +1,224 @@
+"""Gradients of remote calls by arguments and results of every kind: dtypes, trees, holes, constants, sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close, sum_squares
+from helpers.programs import (
+    WAYS,
+    fast_product,
+    fetched,
+    layer,
+    parameters,
+    product,
+    same_gradients,
+    serial,
+    sync,
+    vector,
+)
+from helpers.worlds import on_worker0, rank
+from jax.experimental import sparse
+
+import jdistgrad as jd
+
+
+def mixed(count, flags, x, z, half, *, label):
+    kept = jnp.where(flags, x, 0.0) * count
+    return {"real": kept, "complex": z * kept.sum(), "half": half * half, "count": count + 1, label: jnp.flip(flags)}
+
+
+@on_worker0
+def test_arguments_of_every_dtype(big_world):
+    args = (
+        jnp.int32(3),
+        jnp.array([True, False, True]),
+        vector(3),
+        jnp.complex64(vector(2) + 1j * vector(2, 5)),
+        jnp.bfloat16(vector(4, 6)),
+    )
+    same_gradients(lambda call, *args: call(1, mixed, *args, label="flags"), *args)
+
+
+def halves(x, y):
+    return (x * y).astype(jnp.bfloat16), (x + y).astype(jnp.float16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
+@on_worker0
+def test_each_dtype_by_itself(big_world, dtype):
+    x, y = vector(3).astype(dtype), vector(3, 8).astype(dtype)
+    same_gradients(lambda call, x, y: call(1, product, x, y), x, y)
+    same_gradients(lambda call, x, y: call(2, product, y, x), x, y, call=fetched)
+
+
+@on_worker0
+def test_narrow_results_of_wide_arguments(big_world):
+    same_gradients(lambda call, x, y: call(1, halves, x, y), vector(3), vector(3, 8))
+
+
+def holomorphic(z):
+    return z**2 + jnp.exp(z)
+
+
+@on_worker0
+def test_complex_derivatives(big_world):
+    z = jnp.complex64(0.5 + 1.5j)
+    with jd.context():
+        found = jax.grad(lambda z: jd.rpc_sync(rank(1), holomorphic, args=(z,)), holomorphic=True)(z)
+        size = jax.grad(lambda z: jnp.abs(jd.rpc_sync(rank(1), holomorphic, args=(z,))) ** 2)(z)
+    close(found, 2 * z + jnp.exp(z))
+    close(size, jax.grad(lambda z: jnp.abs(holomorphic(z)) ** 2)(z))
+
+
+@on_worker0
+def test_only_some_arguments_are_differentiated(big_world):
+    for program in (
+        lambda call, x: call(1, product, x, np.float32(2.5)),
+        lambda call, x: call(1, fast_product, 0.5, x),
+        lambda call, x: call(1, layer, {"w": x, "b": np.ones(2, np.float32)}, np.ones((1, 3), np.float32)),
+        lambda call, x: call(1, layer, params={"b": x[0], "w": jnp.ones((3, 2))}, x=jnp.ones((1, 3)), scale=x.sum()),
+    ):
+        same_gradients(program, vector((3, 2)))
+
+
+def weighted(tree, *, weights, name):
+    assert name == "by name"
+    return jax.tree.map(lambda leaf: leaf * weights["w"] ** 2, tree)
+
+
+@on_worker0
+def test_keyword_arguments_and_trees_with_holes(big_world):
+    def program(call, tree, w):
+        return call(1, weighted, tree, weights={"w": w, "unused": None}, name="by name")
+
+    same_gradients(program, {"z": vector(2), "a": [vector((2, 1), 3), None, ()]}, vector((), 4))
+
+
+@on_worker0
+def test_the_same_array_passed_twice(big_world):
+    same_gradients(lambda call, x: call(1, product, x, x), vector(3))
+    same_gradients(lambda call, x: call(1, weighted, [x, x], weights={"w": x}, name="by name"), vector(3))
+
+
+@on_worker0
+def test_an_argument_handed_back_as_it_is(big_world):
+    same_gradients(lambda call, x, y: call(1, swap, x, y), vector(3), vector((2, 2)))
+
+
+def swap(x, y):
+    return y, x, x
+
+
+def several(x):
+    return jnp.sin(x), jnp.cos(x), {"unused": jnp.exp(x), "index": jnp.argmax(x)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_worker0
+def test_unused_outputs(big_world, way):
+    for used in (0, 1):
+        same_gradients(lambda call, x, used=used: call(1, several, x)[used] * 2, vector(3), call=way)
+    same_gradients(lambda call, x: x * call(1, several, x)[2]["index"], vector(3), call=way)
+
+
+def root_and_sine(x):
+    return jnp.sqrt(x), jnp.sin(x)
+
+
+fast_root_and_sine = jax.jit(root_and_sine)
+
+
+@pytest.mark.parametrize("function", [root_and_sine, fast_root_and_sine], ids=["as_written", "jitted"])
+@on_worker0
+def test_an_unused_output_that_has_no_derivative_there(big_world, function):
+    """Zero times infinity is no number: a result without a cotangent is left out, not given zeros."""
+    x = jnp.array([0.0, 1.0, 4.0])
+    for way in (sync, fetched):
+        same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)
+
+
+@on_worker0
+def test_no_output_used(big_world):
+    def program(call, x):
+        call(1, several, x)
+        call(2, fast_product, x, x)
+        return x**2
+
+    for way in WAYS:
+        same_gradients(program, vector(3), call=way)
+
+
+def constant(x):
+    return jnp.arange(3.0) + jnp.zeros_like(x)
+
+
+def nothing(x):
+    return None
+
+
+@on_worker0
+def test_results_that_do_not_depend_on_arguments(big_world):
+    same_gradients(lambda call, x: call(1, constant, x) * x, vector(3))
+    same_gradients(lambda call, x: (call(1, nothing, x), x * 2), vector(3))
+
+
+def scale_by_python(x, factor, flag):
+    return x * factor if flag else x
+
+
+@on_worker0
+def test_python_numbers_among_the_arguments(big_world):
+    for factor, flag in ((2, True), (2.5, True), (7, False)):
+        same_gradients(lambda call, x: call(1, scale_by_python, x, factor, flag), vector(3))  # noqa: B023
+    same_gradients(lambda call, factor: call(1, scale_by_python, jnp.ones(2), factor, True), 1.5)
+
+
+def empty_and_wide(x, empty):
+    return jnp.concatenate([x, empty, x * 2])
+
+
+@on_worker0
+def test_empty_arrays(big_world):
+    same_gradients(lambda call, x, empty: call(1, empty_and_wide, x, empty), vector(3), vector(0))
+
+
+def applied(matrix, x):
+    return matrix @ x
+
+
+@on_worker0
+def test_sparse_arrays(big_world):
+    indices = jnp.array([[0, 1], [2, 3], [2, 0]])
+
+    def program(call, data, x):
+        return call(1, applied, sparse.BCOO((data, indices), shape=(3, 4)), x)
+
+    same_gradients(program, vector(3), vector(4))
+
+
+@on_worker0
+def test_large_arrays(big_world):
+    same_gradients(lambda call, x, y: call(1, product, x, y), vector((700, 300)), vector((700, 300), 2))
+
+
+@on_worker0
+def test_many_leaves(big_world):
+    tree = {f"leaf{k}": [vector((k % 5, 2), k), {"deep": vector((), k)}] for k in range(40)}
+    same_gradients(lambda call, tree, w: call(1, weighted, tree, weights={"w": w}, name="by name"), tree, vector(()))
+
+
+@on_worker0
+def test_argnums_and_aux(big_world):
+    def loss(call):
+        def run(x, y, params):
+            out = call(1, layer, params, x, scale=y)
+            return sum_squares(out), {"kept": out["h"] * 2}
+
+        return run
+
+    args = (vector((2, 3)), jnp.float32(1.5), parameters(3, 2))
+    for argnums in (0, 2, (0, 1), (2, 1, 0)):
+        found = jd.value_and_grad(loss(sync), argnums=argnums, has_aux=True)(*args)
+        close(found, jax.value_and_grad(loss(serial), argnums, has_aux=True)(*args))
+    close(jd.grad(loss(sync), has_aux=True)(*args), jax.grad(loss(serial), has_aux=True)(*args))

@@ -1,0 +1,101 @@
+"""The end of a context's block: what it waits for, and that nothing is left of it anywhere."""
+
+import gc
+import time
+
+import jax
+import pytest
+from helpers.data import close
+from helpers.programs import X, square
+from helpers.worlds import (
+    holders,
+    make_weights,
+    on_worker0,
+    owned_values,
+    rank,
+    relay,
+    scaled,
+    wait_until_nobody_takes_part,
+)
+
+import jdistgrad as jd
+from jdistgrad.autograd.tape.tape import Tape
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+@on_worker0
+def test_release_reaches_workers_that_only_others_called(big_world):
+    with jd.context() as ctx:
+        close(jax.grad(lambda x: relay([1, 2], x).sum())(X), 2 * X)
+        assert ctx.workers() == {1}
+        assert holders() == {0, 1, 2}
+    wait_until_nobody_takes_part()
+
+
+@on_worker0
+def test_release_by_an_exception(world):
+    path = [k % jd.world_size() for k in (1, 2, 3)]
+    with pytest.raises(KeyError, match="in the block"), jd.context() as ctx:  # noqa: PT012
+        jax.grad(lambda x: relay(path, x).sum())(X)
+        raise KeyError("in the block")
+    assert ctx.closed
+    wait_until_nobody_takes_part()
+    with jd.context():
+        close(jax.grad(lambda x: relay(path, x).sum())(X), 2 * X)
+
+
+@on_worker0
+def test_nothing_accumulates_over_contexts(world):
+    rref = jd.remote(rank(1), make_weights, args=(2,))
+    loss = lambda p, x: jd.rpc_sync(rank(2), scaled, args=(p, relay([rank(1)], x))).sum()  # noqa: E731
+    before = tapes()
+    for _ in range(50):
+        with jd.context():
+            gradients = jd.grad(loss, argnums=(0, 1))(rref, X)
+    del gradients
+    wait_until_nobody_takes_part()
+    assert tapes() <= before
+    assert [jd.rpc_sync(k, owned_values) for k in range(jd.world_size())].count(0) == jd.world_size() - 1
+
+
+def tapes():
+    gc.collect()
+    return sum(isinstance(one, Tape) for one in gc.get_objects())
+
+
+@on_worker0
+def test_what_a_step_made_is_freed_with_its_context(world):
+    """References made on the way, and staged ones that only the context holds."""
+
+    def loss(x):
+        rref = jd.remote(rank(1), square, args=(x,))
+        return jd.rpc_sync(rank(2), square, args=(rref,)).sum()
+
+    for step in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with jd.context():
+            close(step(X), 4 * X**3)
+    wait_until_nobody_takes_part()
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while any(jd.rpc_sync(k, owned_values) for k in range(jd.world_size())):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@on_worker0
+def test_a_compiled_step_still_running_at_the_end_of_the_block(world):
+    """JAX dispatches compiled code and goes on: the end of the block waits for the calls it makes."""
+    step = jax.jit(jax.grad(lambda x: relay([rank(1)], x).sum() + later(x).sum()))
+    with jd.context():
+        found = step(X)
+    close(found, 4 * X)
+
+
+def later(x):
+    return jd.rpc_sync(rank(2), slow_square, args=(x,))
+
+
+def slow_square(x):
+    jax.debug.callback(lambda: time.sleep(0.05))
+    return x * x

@@ -1,0 +1,151 @@
+"""Contexts: made where they are needed, and kept apart."""
+
+import contextvars
+import threading
+
+import jax
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.programs import X, identity, square
+from helpers.worlds import (
+    gradients_here,
+    holders,
+    make_weights,
+    on_worker0,
+    rank,
+    relay,
+    scaled,
+    wait_until_nobody_takes_part,
+)
+
+import jdistgrad as jd
+from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.worker import current_worker
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def in_thread(function, *args):
+    """Run in a thread that belongs to this worker; it is in the contexts this one is in."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(function, *args))
+    thread.start()
+    return thread
+
+
+@on_worker0
+def test_ids_have_their_creator_on_top(world):
+    def open_here():
+        with within(None), jd.context() as ctx:
+            return ctx.id, jd.worker_info().rank
+
+    with jd.context() as ctx:
+        assert ctx.id >> 48 == 0
+        assert repr(ctx) == f"Context(0:{ctx.id & (1 << 48) - 1})"
+    for k in range(jd.world_size()):
+        first, second = (jd.rpc_sync(k, id_of_a_context) for _ in range(2))
+        assert first >> 48 == second >> 48 == k
+        assert second == first + 1
+
+
+def id_of_a_context():
+    with jd.context() as ctx:
+        return ctx.id
+
+
+@on_worker0
+def test_many_contexts_one_after_another(world):
+    seen = set()
+    for _ in range(200):
+        with jd.context() as ctx:
+            assert jd.get_gradients(ctx) == jd.get_gradients(ctx.id) == {}
+            assert current_scope().id == ctx.id
+        seen.add(ctx.id)
+        with pytest.raises(jd.ContextError, match="has been closed"):
+            jd.get_gradients(ctx.id)
+        assert current_scope() is None
+    assert len(seen) == 200
+
+
+@on_worker0
+def test_a_context_is_made_where_a_message_names_it(big_world):
+    with jd.context() as ctx:
+        assert holders() == {0}
+        jd.rpc_sync(1, identity, args=(5,))
+        assert holders() == {0, 1}
+        assert ctx.workers() == {1}
+        jd.rpc_sync(2, identity, args=("no arrays at all",))
+        assert holders() == ctx.workers() | {0} == {0, 1, 2}
+    wait_until_nobody_takes_part()
+
+
+@on_worker0
+def test_workers_are_recorded_once_whatever_was_called(big_world):
+    with jd.context() as ctx:
+        for _ in range(3):
+            jd.rpc_async(1, identity, args=(X,)).result()
+            jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
+        assert ctx.workers() == {1}
+        jd.remote(0, square, args=(X,)).to_here()
+        assert ctx.workers() == {0, 1}
+
+
+@on_worker0
+def test_nothing_is_recorded_where_nothing_is_differentiated(big_world):
+    with jd.context() as ctx:
+        jd.rpc_sync(1, square, args=(X,))
+        jd.remote(1, square, args=(X,)).to_here()
+        assert ctx.tape.links == []
+        assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 0
+        jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
+        assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 1
+
+
+def recorded_here(context):
+    return current_worker().scopes.find(context).content(Tape).statistics()["recordings"]
+
+
+@on_worker0
+def test_a_context_inside_another_is_refused(world):
+    with jd.context() as ctx:
+        with pytest.raises(jd.ContextError, match="already in context 0:") as caught, jd.context():
+            raise AssertionError("opened")
+        assert caught.value.context == ctx.id
+        assert current_scope().id == ctx.id
+        with pytest.raises(jd.ContextError, match="not nested"):
+            jd.rpc_sync(rank(1), id_of_a_context)
+
+
+@on_worker0
+def test_contexts_of_several_threads_do_not_mix(world):
+    """All use the same parameters; each has gradients of its own."""
+
+    def train(rref, k, results):
+        for turn in range(5):
+            x, mine = X * (k + turn), slice(None)
+            with jd.context() as ctx:
+                _, gradient = jd.value_and_grad(lambda p: jd.rpc_sync(rank(k), scaled, args=(p, x)).sum())(rref)  # noqa: B023
+                assert len(jd.rpc_sync(rref.owner, gradients_here, args=(ctx.id,))) == 1
+                np.testing.assert_array_equal(gradient.to_here()["w"][mine], x)
+        results.append(k)
+
+    results = []
+    rref = jd.remote(rank(1), make_weights, args=(2,))
+    threads = [in_thread(train, rref, k, results) for k in range(4)]
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 1, 2, 3]
+    wait_until_nobody_takes_part()
+
+
+@on_worker0
+def test_a_thread_started_in_the_block_records_into_its_context(world):
+    found = []
+    with jd.context() as ctx:
+        differentiate = lambda: found.append(jax.grad(lambda x: relay([rank(1)], x).sum())(X))  # noqa: E731
+        in_thread(differentiate).join()
+        differentiate()
+        assert sum(not link.backward for link in ctx.tape.links if link.answers is None) >= 2
+        assert ctx.workers() >= {rank(1)}
+    close(found, [2 * X, 2 * X])

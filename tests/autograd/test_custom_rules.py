@@ -1,0 +1,153 @@
+"""Functions whose custom rule is not their derivative: each order is what JAX makes of the rule, as in one process."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close, sum_squares
+from helpers.programs import WAYS, handed_on, serial, sync
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+
+X, Y = jnp.array([0.3, -1.2, 2.0]), jnp.array([0.5, -0.7])
+
+
+@jax.custom_vjp
+def reversal(x, y):
+    """Gradients turn round; the forward rule is not the function either."""
+    return jnp.sin(x) * y.sum()
+
+
+reversal.defvjp(
+    lambda x, y: (jnp.sin(x) * y.sum() ** 2, (x, y)),
+    lambda kept, g: (-3 * g * kept[0], jnp.full(2, 5.0) * (g * kept[1].prod()).sum()),
+)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x**3
+
+
+clipped.defvjp(lambda x: (x**3, x), lambda x, g: (jnp.clip(g, -1.0, 1.0) * x,))
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(4 * x) / 4
+
+
+straight_through.defvjp(lambda x: (jnp.round(4 * x) / 4, None), lambda _, g: (g,))
+
+
+def mixed(x, y):
+    h = reversal(x, y) + clipped(x)
+    return {"out": straight_through(h) * h, "side": reversal(h, y * 2)}
+
+
+fast_mixed = jax.jit(mixed)
+
+
+def zeroth(call, function):
+    def loss(x, y):
+        first = call(1, function, x, y)
+        return sum_squares(call(2, function, first["out"] * 0.1, jnp.stack([first["side"].sum() * 0.1, y[0]])))
+
+    return loss
+
+
+def orders(call, function=mixed):
+    """The first three derivatives, each of the one before: with respect to one argument, the other, and both."""
+    loss = zeroth(call, function)
+    first = jax.grad(loss, argnums=0)
+    second = jax.grad(lambda x, y: sum_squares(first(x, y)), argnums=1)
+    third = jax.grad(lambda x, y: sum_squares(second(x, y)) + jnp.sin(x).sum(), argnums=(0, 1))
+    return jax.grad(loss, argnums=(0, 1)), second, third
+
+
+@functools.cache
+def expected():
+    return [jax.jit(derivative)(X, Y) for derivative in orders(serial)]
+
+
+def each_order_is_right(found):
+    for order, (derivative, right) in enumerate(zip(found, expected(), strict=True)):
+        with jd.context():
+            close(derivative(X, Y), right, rtol=1e-4 * 10**order, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "function"), [*((way, mixed) for way in WAYS), (sync, fast_mixed), (handed_on, fast_mixed)]
+)
+def test_each_order_is_that_of_the_rule(big_world, way, function):
+    big_world.drive(lambda: each_order_is_right(orders(way, function)))
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
+@pytest.mark.parametrize("way", [sync, handed_on])
+def test_compiled_too(big_world, way, compiled):
+    big_world.drive(lambda: each_order_is_right(map(compiled, orders(way))))
+
+
+def curvature(call):
+    """A second derivative for each of a batch, differentiated once more."""
+
+    def each(x, y):
+        return jax.grad(lambda x: sum_squares(jax.grad(lambda x: sum_squares(call(1, mixed, x, y)))(x)))(x)
+
+    return jax.grad(lambda xs, y: (jax.vmap(each, (0, None))(xs, y) * xs).sum(), argnums=(0, 1))
+
+
+@on_worker0
+def test_in_a_batch(big_world):
+    xs = jnp.stack([X, X / 2, X - 0.1, 2 * X]) / 3
+    with jd.context():
+        close(curvature(sync)(xs, Y), curvature(serial)(xs, Y), rtol=1e-3)
+
+
+def reversed_gradient(rref):
+    return jax.grad(lambda x: jd.rpc_sync(rank(2), clipped, args=(x * 2,)).sum())(rref.to_here())
+
+
+@on_worker0
+def test_a_reference_gets_the_gradient_of_the_rule(big_world):
+    value = jd.remote(rank(1), jnp.negative, args=(X,))
+    with jd.context():
+        found = jd.grad(lambda rref: (reversed_gradient(rref) ** 2).sum())(value).to_here()
+    near = lambda x: (jax.grad(lambda x: clipped(x * 2).sum())(x) ** 2).sum()  # noqa: E731
+    close(found, jax.grad(near)(-X))
+
+
+def second_of_reference(call):
+    def loss(value, x):
+        inner = jax.grad(lambda x: sum_squares(call(2, mixed, x, value)))(x)
+        return sum_squares(inner)
+
+    return loss
+
+
+@on_worker0
+def test_a_reference_that_only_the_outer_derivative_is_of(big_world):
+    """The inner derivative is of the array beside it: the reference's custom rule counts for the outer one alone."""
+    value = jd.remote(rank(1), jnp.negative, args=(Y,))
+    with jd.context():
+        gradient, found = jd.grad(second_of_reference(sync), argnums=(0, 1))(value, X)
+        expected, other = jax.grad(second_of_reference(serial), argnums=(0, 1))(-Y, X)
+        close((gradient.to_here(), found), (expected, other), rtol=1e-3, atol=1e-4)
+
+
+@on_worker0
+def test_a_pullback_that_outlives_the_derivative_it_was_made_in(big_world):
+    """It is that of the function, not of its forward rule."""
+
+    def pullbacks(call):
+        def inner(x):
+            return jax.vjp(lambda x: call(1, clipped, x), x)
+
+        value, outer, kept = jax.vjp(inner, X, has_aux=True)
+        return value, outer(X + 1), kept(X + 1)
+
+    with jd.context():
+        close(pullbacks(sync), pullbacks(serial))

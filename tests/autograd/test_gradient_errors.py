@@ -1,0 +1,115 @@
+"""What cannot be differentiated: a clear error, nothing is lost, and the next pass works."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close
+from helpers.programs import X, loss, square, still_differentiates
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        (lambda x: jd.rpc_sync(rank(1), square, args=(x,)), r"must be a scalar, not float32\[3\]. Sum it"),
+        (lambda x: jd.remote(rank(1), square, args=(x,)), r"must be local, not RRef\(.*to_here\(\)"),
+        (lambda x: jnp.argmax(jd.rpc_sync(rank(1), square, args=(x,))), "must be a float, not int32"),
+        (lambda x: "loss", "must be a scalar, not a str"),
+        (lambda x: None, "must be a scalar, not a NoneType"),
+    ],
+)
+@on_worker0
+def test_roots_that_cannot_be_differentiated(big_world, root, message):
+    with jd.context() as ctx:
+        for differentiate in (jd.grad(root), functools.partial(jd.backward, ctx, root)):
+            with pytest.raises(jd.DifferentiationError, match=message):
+                differentiate(X)
+        still_differentiates()
+
+
+@on_worker0
+def test_nothing_to_differentiate(world):
+    with jd.context() as ctx:
+        with pytest.raises(jd.DifferentiationError, match="none of the arguments has"):
+            jd.backward(ctx, lambda n: 1.0, 3)
+        with pytest.raises(jd.DifferentiationError, match="no roots"):
+            jd.backward(ctx, lambda x: [], X)
+        with pytest.raises(jd.DifferentiationError, match=r"returns \(scalar, anything\), not"):
+            jd.grad(jnp.sum, has_aux=True)(X)
+        still_differentiates()
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def boxed(x):
+    return Box(x * x)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jd.jit], ids=["eager", "staged"])
+@on_worker0
+def test_an_array_hidden_in_an_object_is_refused(big_world, how):
+    """It would have no derivative, and nobody would notice."""
+    with jd.context():
+        with pytest.raises((jd.DifferentiationError, jd.EncodingError), match=r"array inside|no data yet"):
+            how(jd.grad(lambda x: jd.rpc_sync(rank(1), boxed, args=(x,)).value.sum()))(X)
+        still_differentiates()
+
+
+@pytest.mark.parametrize(
+    ("cotangent", "error", "message"),
+    [
+        (jnp.ones(4), ValueError, r"float32\[4\].*float32\[3\]"),
+        (jnp.ones(3, jnp.int32), ValueError, r"int32\[3\].*float32\[3\]"),
+        ((jnp.ones(3), jnp.ones(3)), ValueError, "tree structure"),
+    ],
+)
+@on_worker0
+def test_a_cotangent_that_does_not_fit(big_world, cotangent, error, message):
+    with jd.context():
+        _, pullback = jax.vjp(lambda x: jd.rpc_sync(1, square, args=(x,)), X)
+        with pytest.raises(error, match=message):
+            pullback(cotangent)
+        close(pullback(jnp.ones(3)), (2 * X,))
+        still_differentiates()
+
+
+@pytest.mark.parametrize("differentiate", [jax.jacfwd, jax.hessian, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+@on_worker0
+def test_forward_mode_is_refused(big_world, differentiate):
+    with jd.context():
+        with pytest.raises(jd.DifferentiationError, match=r"no forward-mode derivative.*jax\.jacrev\(jax\.jacrev"):
+            differentiate(loss)(X)
+        still_differentiates()
+
+
+@on_worker0
+def test_references_cannot_be_batched(big_world):
+    with jd.context():
+        with pytest.raises(jd.DifferentiationError, match="a reference is one value, not a batch"):
+            jax.vmap(lambda x: jd.remote(1, square, args=(x,)).to_here())(jnp.ones((2, 3)))
+        with pytest.raises(jd.DifferentiationError, match="publish cannot be batched"):
+            jax.vmap(lambda x: jd.RRef(x).to_here())(jnp.ones((2, 3)))
+        with pytest.raises(jd.DifferentiationError, match=r"inside jax\.jit.*has no data"):
+            jax.jit(lambda x: jd.RRef(x).to_here())(X)
+        still_differentiates()
+
+
+def returns_what_it_likes(x):
+    calls = current_worker().__dict__.setdefault("test_calls", [])
+    calls.append(1)
+    return (x,) if len(calls) == 1 else (x, x)
+
+
+@on_worker0
+def test_a_structure_other_than_the_traced_one(big_world):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned 2 arrays; when it was traced, it returned 1"):
+        jax.block_until_ready(jax.jit(lambda x: jd.rpc_sync(1, returns_what_it_likes, args=(x,))[0])(X))
+    still_differentiates()

@@ -1,0 +1,88 @@
+"""Gradients of remote calls against the serial program: in every way, after one another, nested, in a circle."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close
+from helpers.programs import WAYS, fast_layer, layer, parameters, same_gradients, sync, vector
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+
+
+@pytest.mark.parametrize(
+    ("way", "function"),
+    [(sync, layer), *((way, fast_layer) for way in WAYS)],
+    ids=["sync_as_written", *(way.__name__ for way in WAYS)],
+)
+@on_worker0
+def test_every_way_to_call_every_worker(big_world, way, function):
+    for to in range(jd.world_size()):
+
+        def program(call, params, x, to=to):
+            return call(to, function, params, x, scale=2.5)
+
+        same_gradients(program, parameters(3, 2, to), vector((4, 3), to), call=way)
+
+
+def two_layers(call, first, second, x):
+    out = call(1, fast_layer, first, x)
+    return call(2, layer, second, out["h"] * out["pair"][0])
+
+
+@on_worker0
+def test_calls_after_one_another(big_world):
+    same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
+
+
+def nested(x):
+    return jd.rpc_sync(rank(2), innermost, args=(jnp.sin(x), x[:2])) * x
+
+
+def innermost(x, y):
+    return x * jnp.sum(y**2)
+
+
+def nested_serially(x):
+    return innermost(jnp.sin(x), x[:2]) * x
+
+
+def circle(path, x):
+    return jd.rpc_sync(path[0], circle, args=(path[1:], jnp.sin(x) * x)) + x if path else x**3
+
+
+def circle_serially(path, x):
+    return circle_serially(path[1:], jnp.sin(x) * x) + x if path else x**3
+
+
+@on_worker0
+def test_a_call_that_makes_a_call(big_world):
+    with jd.context():
+        found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), nested, args=(x,)))(vector(3))
+    close(found, jax.jacrev(nested_serially)(vector(3)))
+
+
+@on_worker0
+def test_calls_in_a_circle(world):
+    """0 -> 1 -> 2 -> 0 -> 1: the callee waits for whom it serves."""
+    path = [rank(k) for k in (1, 2, 0, 1)]
+    with jd.context():
+        found = jax.jacrev(lambda x: circle(path, x))(vector(3))
+    close(found, jax.jacrev(lambda x: circle_serially(path, x))(vector(3)))
+
+
+def through_remote(x):
+    rref = jd.remote(rank(2), innermost, args=(x, x[1:]))
+    return jd.rpc_sync(rank(0), innermost, args=(rref, x)) * rref.to_here()
+
+
+def through_remote_serially(x):
+    inner = innermost(x, x[1:])
+    return innermost(inner, x) * inner
+
+
+@on_worker0
+def test_a_callee_that_makes_references_of_its_own(big_world):
+    with jd.context():
+        found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), through_remote, args=(x,)))(vector(3))
+    close(found, jax.jacrev(through_remote_serially)(vector(3)))

@@ -1,0 +1,214 @@
+"""Gradients by values that references stand for: they stay with their owners, and pass from one to the next."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close, sum_squares
+from helpers.programs import fast_layer, layer, parameters, product, serial, sync, vector
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+
+
+@on_worker0
+def test_gradients_of_references_stay_with_their_owners(big_world):
+    """Whether the callee owns the parameters or a third worker does."""
+    x = vector((2, 3))
+    for owner in range(jd.world_size()):
+        rref = jd.remote(owner, parameters, args=(3, 2))
+        serially = jax.value_and_grad(lambda p: sum_squares(layer(p, x)))(rref.to_here())
+        for callee in range(jd.world_size()):
+            function = (layer, fast_layer)[(owner + callee) % 2]
+            loss = lambda p: sum_squares(jd.rpc_sync(callee, function, args=(p, x)))  # noqa: B023, E731
+            value, gradient = jd.value_and_grad(loss)(rref)
+            assert gradient.owner.rank == owner
+            close((value, gradient.to_here()), serially)
+            del gradient
+
+
+@on_worker0
+def test_a_reference_used_here_and_there(big_world):
+    """Fetched, passed to two workers, and used in a call nobody needs."""
+
+    def program(call, p, x):
+        call(0, layer, p, x)
+        return sum_squares(call(1, fast_layer, p, x)) * sum_squares(call(2, layer, p, x * 2))
+
+    x = vector((2, 3))
+    rref = jd.remote(rank(1), parameters, args=(3, 2))
+    loss = lambda p, x: program(sync, p, x) + rref_sum(p)  # noqa: E731
+    value, (of_p, of_x) = jd.value_and_grad(loss, argnums=(0, 1))(rref, x)
+    expected = jax.value_and_grad(lambda p, x: program(serial, p, x) + sum_squares(p), argnums=(0, 1))
+    close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """With leaves that are no arrays, as models of other libraries have them."""
+
+    weight: jax.Array
+    activation: object
+    seen: jax.Array
+    key: jax.Array
+    width: int
+    slope: float
+
+
+def make_layer(n):
+    weight = jnp.arange(3.0 * n).reshape(n, 3) / 10
+    return Layer(weight, lambda x: jnp.tanh(x) * x, jnp.arange(n), jax.random.key(1), n, 0.25)
+
+
+def apply_layer(layer, x):
+    return layer.activation(layer.weight @ x) * layer.slope
+
+
+def gradients_here(context):
+    (found,) = jd.get_gradients(context).values()
+    return found
+
+
+@on_worker0
+def test_the_gradient_of_a_value_with_leaves_that_have_none(big_world):
+    """Nothing stands in their place: neither what cannot be sent, nor numbers that are no gradient."""
+    x, value = vector(3), jd.remote(rank(1), make_layer, args=(4,))
+    with jd.context() as ctx:
+        gradient = jd.grad(lambda value: sum_squares(jd.rpc_sync(rank(1), apply_layer, args=(value, x))))(value)
+        found = gradient.to_here(), jd.rpc_sync(rank(1), gradients_here, args=(ctx.id,))
+    near = make_layer(4)
+    with_weight = lambda w: dataclasses.replace(near, weight=w)  # noqa: E731
+    weight = jax.grad(lambda w: sum_squares(apply_layer(with_weight(w), x)))(near.weight)
+    for one in found:
+        close(one, Layer(weight, None, None, None, None, None))
+
+
+def rref_sum(rref):
+    return sum_squares(rref.to_here())
+
+
+@on_worker0
+def test_references_in_a_pytree_of_arguments(big_world):
+    refs = {"a": [jd.remote(rank(k), parameters, args=(3, k + 1)) for k in range(3)]}
+    x = vector((2, 3))
+
+    def loss(call):
+        return lambda refs: sum(sum_squares(call(k + 1, layer, p, x)) for k, p in enumerate(refs["a"]))
+
+    value, gradients = jd.value_and_grad(loss(sync))(refs)
+    values = {"a": [rref.to_here() for rref in refs["a"]]}
+    close((value, {"a": [one.to_here() for one in gradients["a"]]}), jax.value_and_grad(loss(serial))(values))
+
+
+@on_worker0
+def test_hessian_through_a_reference_nobody_differentiates(big_world):
+    rref, x = jd.remote(rank(2), parameters, args=(3, 2)), vector(3)
+    loss = lambda p, call: lambda x: sum_squares(call(1, layer, p, x[None]))  # noqa: E731
+    with jd.context():
+        found = jax.jacrev(jax.grad(loss(rref, sync)))(x)
+    close(found, jax.jacrev(jax.grad(loss(rref.to_here(), serial)))(x), rtol=1e-4, atol=1e-4)
+
+
+@on_worker0
+def test_a_reference_in_compiled_code(big_world):
+    rref, x = jd.remote(rank(1), parameters, args=(3, 2)), vector((2, 3))
+    loss = lambda p, x: sum_squares(jd.rpc_sync(rank(2), fast_layer, args=(p, x)))  # noqa: E731
+    with jd.context():
+        value, (of_p, of_x) = jax.jit(jd.value_and_grad(loss, argnums=(0, 1)))(rref, x)
+        found = value, (of_p.to_here(), of_x)
+    both = jax.value_and_grad(lambda p, x: sum_squares(layer(p, x)), argnums=(0, 1))
+    close(found, both(rref.to_here(), x))
+
+
+def own_and_fetch(x):
+    rref = jd.RRef({"x": x * 2, "n": 3})
+    return jd.rpc_sync(rank(1), doubled, args=(rref,)) * rref.local_value()["x"]
+
+
+def doubled(tree):
+    return tree["x"] * tree["n"]
+
+
+@on_worker0
+def test_a_traced_value_given_to_a_reference(big_world):
+    with jd.context():
+        found = jax.jacrev(own_and_fetch)(vector(3))
+        second = jax.jacrev(jax.jacrev(own_and_fetch))(vector(3))
+    serially = lambda x: 6 * x * 2 * x  # noqa: E731
+    close(found, jax.jacrev(serially)(vector(3)))
+    close(second, jax.jacrev(jax.jacrev(serially))(vector(3)))
+
+
+@on_worker0
+def test_a_chain_of_references(big_world):
+    """A reference made of a reference made of one: gradients pass from owner to owner."""
+
+    def loss(remote, x):
+        value = x
+        for k in range(5):
+            value = remote(k, value, x)
+        return value
+
+    def remotely(k, value, x):
+        return jd.remote(rank(k), product, args=(value, x))
+
+    with jd.context():
+        found = jax.jacrev(lambda x: loss(remotely, x).to_here())(vector(3))
+        second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: loss(remotely, x).to_here()[1])(x)))(vector(3))
+    serially = lambda x: loss(lambda k, value, x: product(value, x), x)  # noqa: E731
+    close(found, jax.jacrev(serially)(vector(3)))
+    close(second, jax.grad(lambda x: jnp.sum(jax.grad(lambda x: serially(x)[1])(x)))(vector(3)))
+
+
+@on_worker0
+def test_a_gradient_of_jaxs_own_has_no_value(world):
+    """It would be the parameter, not its gradient."""
+    rref = jd.remote(rank(2), vector, args=(3,))
+    with jd.context():
+        gradient = jax.grad(lambda p: p.to_here().sum())(rref)
+        with pytest.raises(jd.DifferentiationError, match=r"came out of jax.grad as a gradient.*jd.grad or"):
+            gradient.to_here()
+    del gradient
+    close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+
+
+def sine_times(a, b):
+    return jnp.sin(a) * b
+
+
+def twice_of(a):
+    return 2 * a
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@on_worker0
+def test_an_array_before_a_reference_among_the_arguments(big_world, wrap):
+    """Arrays may be NumPy's in compiled code, and are not compared with references."""
+
+    def far(x):
+        return sync(2, sine_times, x, jd.remote(1, twice_of, args=(x,))).sum()
+
+    x = jnp.arange(3.0)
+    with jd.context():
+        found = wrap(jax.grad(far))(x)
+    close(found, jax.grad(lambda x: sine_times(x, twice_of(x)).sum())(x))
+
+
+@jax.jit
+def compiled_once(x):
+    return sync(1, twice_of, jd.remote(1, twice_of, args=(x,))).sum()
+
+
+def test_what_was_compiled_in_one_world_runs_in_the_next(big_world):
+    """And is differentiated there, for which what was traced before is asked for its shapes."""
+    x = jnp.arange(3.0)
+    for differentiate in (lambda f: f, jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())):
+
+        def body(differentiate=differentiate):
+            with jd.context():
+                found = differentiate(compiled_once)(x)
+            close(found, differentiate(lambda x: twice_of(twice_of(x)).sum())(x))
+
+        big_world.drive(body)

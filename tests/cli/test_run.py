@@ -1,0 +1,192 @@
+"""`jdistgrad run`: as a job, as threads, recorded, and what a program that fails looks like."""
+
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jdistgrad.cli.main import main
+from jdistgrad.observe import chrome
+
+PROGRAM = """
+import dataclasses, sys
+import jax, jax.numpy as jnp
+import jdistgrad as jd
+
+
+@dataclasses.dataclass
+class Told:
+    text: "str"
+
+
+def told(text):
+    return Told(f"{text} at {jd.worker_info().name}")
+
+
+@jax.jit
+def double(x):
+    return 2 * x
+
+
+me = jd.init()
+assert sys.modules["__main__"].Told.__name__ == "Told"  # where pickle and typing look for it
+peer = (me.rank + 1) % jd.world_size()
+gradient = jax.grad(lambda x: jd.rpc_sync(peer, double, args=(x,)).sum())
+with jd.context():
+    assert gradient(jnp.ones(3)).tolist() == [2, 2, 2]
+answer = jd.rpc_sync(peer, told, args=(sys.argv[1],))
+print(f"{me.rank} of {jd.world_size()}: {answer.text}, {__name__}, {jd.launched()}\\n", end="", flush=True)
+jd.shutdown()
+sys.exit(0)
+"""
+
+FAILS = """
+import jdistgrad as jd
+
+me = jd.init()
+if me.rank == 1:
+    raise ValueError("boom")
+jd.rpc_sync(1, abs, args=(-1,))
+jd.shutdown()
+"""
+
+
+@pytest.fixture
+def jdistgrad(tmp_path):
+    """Runs the command line, in a folder with a program in it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "fails.py").write_text(FAILS)
+
+    def run(*arguments, status=0):
+        command = [sys.executable, "-m", "jdistgrad", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == status if status is not None else done.returncode != 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("local", "program"),
+    [((), ("program.py",)), (("--local",), ("program.py",)), (("--local",), ("-m", "program"))],
+    ids=["job", "threads", "threads-of-a-module"],
+)
+def test_a_program_as_it_stands_is_every_worker(jdistgrad, local, program, tmp_path):
+    path = tmp_path / "trace.json"
+    output = jdistgrad("run", *local, "-n", "3", "--timeline", str(path), *program, "hello")
+    for rank in range(3):
+        assert f"{rank} of 3: hello at worker{(rank + 1) % 3}, __main__, True\n" in output
+    entries = chrome.read(path)["traceEvents"]
+    kinds = {(entry["pid"], entry["cat"]) for entry in entries if entry["ph"] == "X"}
+    assert kinds == {(rank, kind) for rank in range(3) for kind in ("call", "serve", "pullback")}
+    calls, served = ({e["id"]: e for e in entries if e["ph"] == phase} for phase in "sf")
+    assert set(calls) == set(served)
+    assert all(calls[one]["ts"] < served[one]["ts"] for one in calls)
+
+
+def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
+    output = jdistgrad("run", "-n", "3", "fails.py", status=None)
+    assert output.startswith("Traceback")
+    assert output.index("ValueError: boom") < output.index("worker1 (rank 1) failed: ValueError: boom; ending the job")
+
+
+def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
+    output = jdistgrad("run", "--local", "-n", "3", "fails.py", status=1)
+    assert re.match(r'Traceback .*\n  File "fails.py", line 6, in <module>\n', output)
+    assert "raised by the main of rank 1" in output
+    assert output.count("Traceback") == 1
+
+
+def test_the_exit_status_of_a_thread_is_the_programs(jdistgrad):
+    jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit(7)", status=7)
+
+
+def test_a_program_without_shutdown_is_told_so(jdistgrad):
+    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init(); exit(0)", status=1)
+    assert "returned without shutdown()" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--local"], "what shall be run?"),
+        (["--local", "missing.py"], "there is no script 'missing.py' in"),
+        (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
+        (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),
+        (["--local", "-m"], "-m needs a module behind it"),
+        (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
+        (["--local", "-n", "1000", "-c", "pass"], "1000 workers are too many for one process: up to 256"),
+        (
+            ["--timeline", "no/such/trace.json", "-c", "pass"],
+            r"trace.json cannot be written: there is no folder",
+        ),
+        (["-n", "100000", "-c", "pass"], r"100000 ranks are too many for the \d+ cores here: .* as threads: --local"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, capsys):
+    assert main(["run", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+SLEEPS = """
+import os, pathlib, time
+for process in (os.getpid(), os.getppid()):
+    pathlib.Path(f"{process}.process").touch()
+time.sleep(60)
+"""
+
+# As from a terminal, also where the suite itself was started to outlast its own.
+HANGS_UP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_job_ends_with_the_command_that_started_it(tmp_path, number):
+    """Whatever ends that, it leaves neither ranks behind nor mpirun."""
+    command = [sys.executable, "-c", HANGS_UP, sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", SLEEPS]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as job:
+        wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 4)
+        job.send_signal(number)
+        assert job.wait(20) != 0
+    processes = [int(file.stem) for file in tmp_path.glob("*.process")]
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_command_that_shall_outlast_its_terminal_does(tmp_path):
+    """As under nohup: the signal is ignored from the start."""
+    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "2", "-c", SLEEPS.replace("60", "3") + "print('slept')"]
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *command]
+    with subprocess.Popen(ignoring, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 3)
+        job.send_signal(signal.SIGHUP)
+        output, _ = job.communicate(timeout=30)
+    assert output.count("slept") == 2
+    assert job.returncode == 0
+
+
+def is_alive(process):
+    """A process that has ended may be there until somebody asks for its status."""
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_that_leave_without_starting_mpi_do_not_keep_the_others(jdistgrad):
+    program = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n    import jdistgrad as jd; jd.init(timeout=4)"
+    output = jdistgrad("run", "-n", "3", "-c", program, status=None)
+    assert "mpi_starts_when_every_rank_has_called_init" in output or "did not call init" in output
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

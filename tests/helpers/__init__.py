@@ -1,0 +1,1 @@
+"""What tests share: worlds to run in, programs to run there, models, data, jobs."""

@@ -1,0 +1,63 @@
+"""Finished jobs, and the examples: as modules, as programs and as jobs."""
+
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jdistgrad.cli import launch
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+def output_of(command):
+    done = subprocess.run(
+        [sys.executable, *command], text=True, timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def as_program(name):
+    return output_of([str(EXAMPLES / name)])
+
+
+def as_job(n, name):
+    return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
+
+
+class Job:
+    """A finished job: its exit status, and what it printed."""
+
+    def __init__(self, process):
+        self.status, self.output = process.returncode, process.stdout
+
+    def expect(self, *texts, status=0):
+        """Check the exit status (``None``: any failure) and that all of these texts were printed."""
+        assert self.status == status if status is not None else self.status != 0, self.output
+        for text in texts:
+            assert text in self.output, f"{text!r} is not in\n{self.output}"
+        return self
+
+
+def finished_job(n, script, timeout, environment):
+    """The job of a script on some ranks, which may import ``helpers``."""
+    process = subprocess.run(
+        launch.command(n, [str(script)]),
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1]), **environment},
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    return Job(process)

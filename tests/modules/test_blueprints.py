@@ -1,0 +1,56 @@
+"""Blueprints of modules: equal where the modules are, and refused where there is nothing to build."""
+
+import functools
+
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from helpers.models import Both, Encoder, X, init_line, line
+from helpers.worlds import last, on_worker0
+
+from jdistgrad.modules import linen, nnx as our_nnx
+from jdistgrad.modules.blueprint import Blueprint
+from jdistgrad.modules.function import RemoteFunction
+from jdistgrad.modules.module import RemoteModule
+
+
+@on_worker0
+def test_what_is_no_module_is_refused(big_world):
+    with pytest.raises(TypeError, match=r"takes a flax.linen module.*not 3"):
+        RemoteModule(last(), 3)
+    with pytest.raises(TypeError, match=r"takes a flax.linen module"):
+        RemoteModule(last(), Encoder)
+    with pytest.raises(TypeError, match=r"pass the class or function that makes it"):
+        RemoteModule(last(), Both(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"Encoder holds something that cannot be hashed"):
+        RemoteModule(last(), Encoder(3, np.ones(3)), (X,))
+    with pytest.raises(TypeError, match=r"Encoder cannot be called with these 0 example arguments: missing a req.*'x'"):
+        RemoteModule(last(), Encoder(3))
+
+
+@pytest.mark.parametrize("layers", [(nn.Dense(3), nn.relu), [nn.Dense(3)], {"a": nn.Dense(3)}])
+def test_a_blueprint_builds_an_equal_module(layers):
+    module, made = Encoder(2, layers), linen.blueprint_of(Encoder(2, layers))
+    assert hash(made) == hash(linen.blueprint_of(module))
+    assert made == linen.blueprint_of(module)
+    assert made != linen.blueprint_of(Encoder(3, layers))
+    assert made.build() == module
+
+
+def test_only_what_was_given_is_in_a_blueprint():
+    assert linen.blueprint_of(nn.Dense(3)) == Blueprint(nn.Dense, (), (("features", 3),))
+    assert our_nnx.blueprint_of(functools.partial(Both, 4, outputs=2)).label == "Both"
+
+
+class Broken(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        raise RuntimeError("no such layer")
+
+
+@on_worker0
+def test_what_fails_while_a_module_is_made_is_said_at_once(big_world):
+    with pytest.raises(RuntimeError, match="no such layer"):
+        RemoteModule(last(), Broken(), (X,))
+    with pytest.raises(TypeError, match="init_line"):
+        RemoteFunction(last(), init_line, line, args=(1, 2))

@@ -1,0 +1,147 @@
+"""Flax modules whose parameters live on another worker, against the serial ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from helpers.data import close
+from helpers.models import Both, Encoder, Line, Normalized, X, count_traces, squares
+from helpers.worlds import last, on_worker0, owned_values
+
+import jdistgrad as jd
+from jdistgrad.modules.module import RemoteModule
+
+
+def serial(module, *args, seed=3):
+    """A linen module's parameters, and its result as a function of them."""
+    variables = module.init(jax.random.key(seed), *args)
+    rest = {name: value for name, value in variables.items() if name != "params"}
+    return variables["params"], lambda params, x, **kwargs: module.apply({"params": params, **rest}, x, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("module", "staged"),
+    [
+        (Encoder(3), True),
+        (Encoder(3, (nn.Dense(5, use_bias=False), nn.relu)), False),
+        (nn.Sequential([nn.Dense(5, kernel_init=nn.initializers.ones), jax.nn.relu, nn.Dense(2)]), True),
+        (Normalized(), False),
+    ],
+    ids=["compact", "layers", "sequential", "normalized"],
+)
+@on_worker0
+def test_a_linen_module_is_the_serial_one(big_world, module, staged):
+    params, apply = serial(module, X)
+    remote = RemoteModule(last(), module, (X,), rng=3)
+    step = jd.value_and_grad(squares, argnums=(0, 1))
+    step = jd.jit(step) if staged else step
+    with jd.context():
+        loss, (by_module, by_x) = step(remote, X)
+        found = loss, (by_module.parameters.to_here(), by_x)
+    close(found, jax.value_and_grad(lambda p, x: squares(lambda x: apply(p, x), x), (0, 1))(params, X))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("make", [functools.partial(Both, 4, outputs=3), Line], ids=["partial", "class"])
+@on_worker0
+def test_an_nnx_module_is_the_serial_one(big_world, staged, make):
+    local = make(rngs=nnx.Rngs(3))
+    remote = RemoteModule(last(), make, rng=3)
+    step = jd.value_and_grad(squares)
+    step = jd.jit(step) if staged else step
+    with jd.context():
+        loss, by_module = step(remote, X)
+        found = by_module.parameters.to_here()
+    expected, gradients = nnx.value_and_grad(squares)(local, X)
+    close((loss, found), (expected, nnx.to_pure_dict(gradients)))
+    np.testing.assert_allclose(remote(X * 2), local(X * 2), rtol=1e-6)
+
+
+@on_worker0
+def test_the_worker_traces_a_module_once_for_each_shape(big_world):
+    remote = RemoteModule(last(), Encoder(6), (X,))
+    jd.rpc_sync(last(), count_traces, args=(last(),))
+    for _ in range(3):
+        for x in (X, X[:1]):
+            remote(x)
+    assert jd.rpc_sync(last(), count_traces, args=(last(),)) == [(2, 4), (1, 4)]
+    for _ in range(3):
+        again = RemoteModule(last(), Encoder(6), (X,), rng=1)
+        jd.rpc_sync(last(), count_traces, args=(last(),))  # init's
+        with jd.context():
+            jd.value_and_grad(squares)(again, X)
+    assert jd.rpc_sync(last(), count_traces, args=(last(),)) == []
+
+
+@on_worker0
+def test_arguments_that_are_no_arrays(big_world):
+    remote = RemoteModule(last(), Encoder(2), (X,))
+    np.testing.assert_allclose(remote(X, double=True), 2 * remote(X), rtol=1e-6)
+    once, twice = (
+        jd.grad(lambda m, double=double: jnp.sum(m(X, double=double)))(remote).parameters.to_here()
+        for double in (False, True)
+    )
+    close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
+
+
+@on_worker0
+def test_random_generators_travel_with_the_call(big_world):
+    remote = RemoteModule(last(), Normalized(), (X,))
+    key = jax.random.key(1)
+    dropped = remote(X, rngs={"dropout": key})
+    assert (np.asarray(dropped) == 0).any()
+    np.testing.assert_array_equal(dropped, remote(X, rngs={"dropout": key}))
+
+
+def test_modules_on_several_workers_train_as_one(big_world):
+    def loss_fn(modules, x):
+        for module in modules:
+            x = module(x)
+        return jnp.mean((x - 1) ** 2)
+
+    def body():
+        layers = [nn.Dense(5), nn.Dense(4), nn.Dense(3)]
+        places = [rank % jd.world_size() for rank in (1, 2, 0)]
+        inputs = [X, jnp.zeros((2, 5)), jnp.zeros((2, 4))]
+        remote = [RemoteModule(to, layer, (x,)) for to, layer, x in zip(places, layers, inputs, strict=True)]
+        tx = optax.adam(0.1)
+        optimizer = jd.DistributedOptimizer(tx, [module.parameters for module in remote])
+        step = jd.jit(jd.value_and_grad(loss_fn))
+        losses = []
+        for _ in range(10):
+            with jd.context() as ctx:
+                losses.append(float(step(remote, X)[0]))
+                optimizer.step(ctx)
+        np.testing.assert_allclose(losses, serial_losses(layers, inputs, tx), rtol=1e-4)
+        assert losses[-1] < losses[0] / 2
+
+    def serial_losses(layers, inputs, tx):
+        params = [layer.init(jax.random.key(0), x)["params"] for layer, x in zip(layers, inputs, strict=True)]
+
+        def loss(params):
+            functions = zip(layers, params, strict=True)
+            return loss_fn([lambda x, one=one: one[0].apply({"params": one[1]}, x) for one in functions], X)
+
+        state, losses = tx.init(params), []
+        for _ in range(10):
+            value, gradients = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(value))
+        return losses
+
+    big_world.drive(body)
+
+
+@on_worker0
+def test_nothing_stays_behind_when_a_module_is_dropped(big_world):
+    before = jd.rpc_sync(last(), owned_values)
+    remote = RemoteModule(last(), Normalized(), (X,))
+    with jd.context():
+        jd.value_and_grad(squares)(remote, X)
+    assert jd.rpc_sync(last(), owned_values) >= before + 2
+    del remote

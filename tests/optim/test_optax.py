@@ -1,0 +1,120 @@
+"""Optimizers of all kinds, with averaged gradients and sharded state, against the serial ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.data import close
+from helpers.models import SMALL, batch, gradient, loss, mean_of, parameters, serially
+from helpers.worlds import on_every_worker
+
+from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.optim.sharding import shard_state
+
+
+@functools.cache
+def optimized_serially(tx, size, steps):
+    """The parameters after some steps of an optimizer on everybody's batches."""
+
+    def step(params, state, batches):
+        _, gradients = mean_of(loss)(params, batches)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = parameters()
+    state = tx.init(params)
+    for k in range(steps):
+        params, state = serially(step, params, state, [batch(r, seed=k) for r in range(size)])
+    return params
+
+
+EITHER_WAY = pytest.mark.parametrize(
+    ("jitted", "plain"),
+    [(True, optax.adamw(0.05, weight_decay=0.1)), (False, optax.sgd(0.05, momentum=0.9))],
+    ids=["jit", "eager"],
+)
+
+
+@EITHER_WAY
+@on_every_worker
+def test_average_gradients_with_any_optimizer(world, jitted, plain, rank, size):
+    expected = optimized_serially(plain, world.size, 3)
+    tx = optax.chain(average_gradients(bucket_cap_mb=SMALL), plain)
+    params, traced = parameters(), []
+    state = tx.init(params)
+
+    def update(gradients, state, params):
+        traced.append(1)
+        updates, state = tx.update(gradients, state, params, value=1.0)  # an extra argument nobody takes
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(update) if jitted else update
+    for k in range(3):
+        params, state = run(gradient(loss)(params, batch(rank, seed=k)), state, params)
+    close(params, expected, rtol=2e-3, atol=2e-3)
+    assert len(traced) == (1 if jitted else 3)
+
+
+@on_every_worker
+def test_average_gradients_under_inject_hyperparams(big_world, rank, size):
+    c = of_this_world()
+
+    @optax.inject_hyperparams
+    def make(learning_rate):
+        return optax.chain(average_gradients(c, hook=hooks.int8(block=16)), optax.sgd(learning_rate))
+
+    tx = make(learning_rate=0.5)
+    params = {"w": jnp.zeros(4), "skipped": None}
+    state = tx.init(params)
+    gradients = {"w": jnp.full(4, rank + 1.0), "skipped": None}
+    for rate in (0.5, 0.25):
+        state.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, state = jax.jit(tx.update)(gradients, state, params)
+        np.testing.assert_allclose(updates["w"], np.full(4, -rate * (size + 1) / 2), rtol=1e-2)
+        assert updates["w"].dtype == jnp.float32
+
+
+@EITHER_WAY
+@on_every_worker
+def test_sharded_optimizer_state_gives_the_same_training(world, jitted, plain, rank, size):
+    expected = optimized_serially(plain, world.size, 3)
+    tx = optax.chain(average_gradients(), shard_state(plain))
+    params = parameters()
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jitted else tx.update
+    for k in range(3):
+        updates, state = update(gradient(loss)(params, batch(rank, seed=k)), state, params)
+        params = optax.apply_updates(params, updates)
+    close(params, expected, rtol=2e-3, atol=2e-3)
+    moments = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
+    assert jax.tree.map(jnp.size, moments) == jax.tree.map(lambda p: -(-p.size // size), params)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@on_every_worker
+def test_sharded_state_of_gradients_of_another_type_than_the_parameters(world, jitted, rank, size):
+    """And a mask by path: the optimizer sees the parameters' tree."""
+
+    def chain():
+        return optax.chain(
+            optax.masked(optax.add_decayed_weights(0.5), {"b": False, "w": True, "scale": True}),
+            optax.scale_by_adam(mu_dtype=jnp.float32),
+            optax.scale(-0.1),
+        )
+
+    params = {"b": jnp.arange(5.0), "w": jnp.ones((3, 4)), "scale": jnp.ones(())}
+    gradients = jax.tree.map(lambda p: (p + 0.5).astype(jnp.bfloat16), params)
+
+    def train(tx, jitted):
+        now, state, update = params, tx.init(params), jax.jit(tx.update) if jitted else tx.update
+        for _ in range(3):
+            updates, state = update(gradients, state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    close(train(shard_state(chain()), jitted), train(chain(), jitted), 1e-3)

@@ -1,0 +1,174 @@
+"""Optimizers of parameters that live on other workers, against optax on one."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint
+import pytest
+from helpers.data import close
+from helpers.programs import X, Y, affine, make_params, references
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+
+
+def make_mixed(seed):
+    return {**make_params(seed), "steps": jnp.int32(7), "name": "mixed"}
+
+
+def only_floats(params, x):
+    return affine({key: params[key] for key in "wb"}, x)
+
+
+def poison(params):
+    return {"w": params["w"] * jnp.nan, "b": params["b"]}
+
+
+def distributed_loss(first, second, x, y):
+    out = jd.rpc_sync(last(), affine, args=(first, x)) + jd.rpc_sync(0, affine, args=(second, x))
+    return ((out - y) ** 2).sum()
+
+
+def serial_loss(first, second, x, y):
+    return ((affine(first, x) + affine(second, x) - y) ** 2).sum()
+
+
+def train(optimizer, refs, steps, loss=distributed_loss):
+    step = jd.jit(jd.value_and_grad(loss, argnums=(0, 1)))
+    for k in range(steps):
+        with jd.context() as ctx:
+            value, _ = step(*refs, X + k, Y)
+            optimizer.step(ctx)
+    return value
+
+
+def train_serially(tx, params, steps):
+    state = tx.init(params)
+    for k in range(steps):
+        gradients = jax.grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def values(refs):
+    return tuple(ref.to_here() for ref in refs)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.05, momentum=0.9),
+        optax.adam(1e-2),
+        optax.adamw(optax.exponential_decay(1e-2, 2, 0.5), weight_decay=1e-2),
+        optax.inject_hyperparams(optax.rmsprop)(learning_rate=1e-2),
+    ],
+    ids=["sgd", "adam", "adamw with a schedule", "injected"],
+)
+@on_worker0
+def test_equals_the_same_transformation_on_one_worker(world, tx):
+    refs = references()
+    train(jd.DistributedOptimizer(tx, refs), refs, 5)
+    close(values(refs), train_serially(tx, (make_params(1), make_params(2)), 5))
+
+
+@on_worker0
+def test_clipping_by_the_norm_over_all_owners(world):
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+    refs = references()
+    train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
+    close(values(refs), train_serially(tx, (make_params(1), make_params(2)), 4))
+
+
+@on_worker0
+def test_local_values_beside_remote_ones(world):
+    refs = jd.remote(last(), make_params, args=(1,)), jd.RRef(make_params(2))
+    tx = optax.adam(1e-2)
+    train(jd.DistributedOptimizer(tx, refs), refs, 3)
+    close(refs[1].local_value(), train_serially(tx, (make_params(1), make_params(2)), 3)[1])
+
+
+@on_worker0
+def test_leaves_that_are_no_floats_stay(world):
+    params = jd.remote(last(), make_mixed, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+    with jd.context() as ctx:
+        jd.grad(lambda p: jd.rpc_sync(last(), only_floats, args=(p, X)).sum())(params)
+        optimizer.step(ctx)
+    found = params.to_here()
+    assert (int(found["steps"]), found["name"]) == (7, "mixed")
+    assert list(found) == ["w", "b", "steps", "name"]
+    close(found["b"], make_params(1)["b"] - 0.1)
+
+
+@on_worker0
+def test_state_survives_in_another_job(world, tmp_path_factory):
+    """Saved with orbax by one optimizer, restored by another: they go on alike."""
+    folder = tmp_path_factory.mktemp("state")
+    refs = references()
+    first = jd.DistributedOptimizer(optax.adam(1e-2), refs)
+    train(first, refs, 3)
+    with orbax.checkpoint.PyTreeCheckpointer() as saver:
+        saver.save(folder / "step", first.state())
+    train(first, refs, 2)
+
+    others = references()
+    second = jd.DistributedOptimizer(optax.adam(1e-2), others)
+    with orbax.checkpoint.PyTreeCheckpointer() as saver:
+        wanted = second.state()
+        how = orbax.checkpoint.checkpoint_utils.construct_restore_args(wanted)
+        second.restore(saver.restore(folder / "step", item=wanted, restore_args=how))
+    train(second, others, 2)
+    close(values(others), values(refs))
+
+
+@on_worker0
+def test_several_trainers_share_parameters_without_losing_a_step(world):
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.125), [params])
+    failures = []
+
+    def trainer():
+        try:
+            for _ in range(10):
+                with jd.context() as ctx:
+                    jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, X))[0])(params)
+                    optimizer.step(ctx)
+        except BaseException as error:
+            failures.append(error)
+
+    before = params.to_here()["b"][0]
+    run_together(trainer, 4)
+    assert failures == []
+    close(params.to_here()["b"][0], before - 40 * 0.125)
+
+
+def run_together(target, count):
+    import contextvars
+
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(target,)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@on_worker0
+def test_trainers_on_other_workers_converge(big_world):
+    """A parameter server with a trainer on every other worker: each gets the optimizer passed on."""
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.02), [params])
+    trainers = range(jd.world_size() - 1)
+    args = (jd.by_reference(params), jd.RRef(optimizer), 30)
+    for future in [jd.rpc_async(k, fit, args=args) for k in trainers]:
+        future.result()
+    assert float(((affine(params.to_here(), X) - Y) ** 2).sum()) < 1e-3
+
+
+def fit(params, optimizer, steps):
+    for _ in range(steps):
+        with jd.context() as ctx:
+            jd.value_and_grad(lambda p: ((jd.rpc_sync(last(), affine, args=(p, X)) - Y) ** 2).sum())(params)
+            optimizer.step(ctx)

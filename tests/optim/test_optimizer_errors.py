@@ -1,0 +1,61 @@
+"""Optimizers that cannot step say so, and change nothing anywhere."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.data import close
+from helpers.programs import X, affine, make_params, references
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+
+
+@on_worker0
+def test_a_value_without_a_gradient_is_named(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
+    before = refs[0].to_here()
+    with jd.context() as ctx:
+        jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0])
+        with pytest.raises(jd.DifferentiationError, match=r"no gradient of RRef\(.*in this context") as caught:
+            optimizer.step(ctx)
+    assert caught.value.missing == [str(refs[1])]
+    close(refs[0].to_here(), before)  # nothing was changed anywhere
+
+
+@on_worker0
+def test_gradients_that_are_not_finite_are_refused(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
+
+    def loss(first, second):
+        a = jd.rpc_sync(last(), affine, args=(first, X)).sum()
+        return a + jd.rpc_sync(0, affine, args=(second, X)).sum() * jnp.nan
+
+    before = refs[0].to_here()
+    with jd.context() as ctx:
+        jd.grad(loss, argnums=(0, 1))(*refs)
+        with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
+            optimizer.step(ctx)
+    close(refs[0].to_here(), before)
+
+
+@on_worker0
+def test_a_closed_context_is_refused(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
+    with jd.context() as ctx:
+        pass
+    with pytest.raises(jd.ContextError, match="has been closed"):
+        optimizer.step(ctx)
+
+
+@on_worker0
+def test_what_cannot_be_optimized_is_refused(world):
+    ref = jd.RRef(make_params(1))
+    with pytest.raises(TypeError, match="wrap it, RRef"):
+        jd.DistributedOptimizer(optax.sgd(0.1), [make_params(1)])
+    with pytest.raises(ValueError, match="each once"):
+        jd.DistributedOptimizer(optax.sgd(0.1), [ref, ref])
+    with pytest.raises(ValueError, match="max_global_norm must be positive"):
+        jd.DistributedOptimizer(optax.sgd(0.1), [ref], max_global_norm=0)

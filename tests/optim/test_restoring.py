@@ -1,0 +1,166 @@
+"""States of optimizers that are put back: checked first on all owners, then on all or on none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.data import close
+from helpers.programs import X, affine, make_params, references
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+
+
+def make_with_key(seed):
+    return {"w": jnp.arange(6.0).reshape(2, 3) + seed, "key": jax.random.key(seed), "b": jnp.ones(2), "name": "n"}
+
+
+def affine_of(params, x):
+    return params["w"] @ x + params["b"]
+
+
+def make_array(shape, dtype="float32"):
+    return jnp.full(shape, 0.5, dtype)
+
+
+def changed(state, number, **leaves):
+    """A state of which the leaves of one value are others."""
+    values = [{**one, **leaves} if k == number else one for k, one in enumerate(state["values"])]
+    return {**state, "values": values}
+
+
+def drop(state, number, name):
+    values = [dict(one) for one in state["values"]]
+    del values[number][name]
+    return {**state, "values": values}
+
+
+def other_moments(state, change):
+    states = list(state["states"])
+    states[-1] = jax.tree.map(change, states[-1])
+    return {**state, "states": states}
+
+
+# What is wrong, and what is said of it. The first value lives on the last worker, the second on worker 0.
+WRONG = {
+    "shape": (lambda s: changed(s, 1, w=jnp.ones((2, 4))), r"\['values'\]\[1\]\['w'\] is float32\[2, 4\], .*\[2, 3\]"),
+    "dtype": (lambda s: changed(s, 0, b=jnp.ones(2, jnp.bfloat16)), r"\[0\]\['b'\] is bfloat16\[2\], .* float32\[2\]"),
+    "wider": (lambda s: changed(s, 0, b=np.ones(2)), r"\[0\]\['b'\] is float64\[2\], expected float32\[2\]"),
+    "no array": (lambda s: changed(s, 1, b="text"), r"\[1\]\['b'\] is a str, expected float32\[2\]"),
+    "another leaf": (
+        lambda s: changed(drop(s, 1, "w"), 1, c=1.0),
+        r"\[1\]\['w'\] is missing, expected float32\[2, 3\]",
+    ),
+    "a leaf less": (lambda s: drop(s, 1, "w"), r"\['values'\]\[1\]\['w'\] is missing"),
+    "a leaf more": (lambda s: changed(s, 1, x=jnp.ones(1)), r"\['values'\]\[1\]\['x'\] is not expected"),
+    "another tree": (lambda s: {**s, "values": [s["values"][0], 1.0]}, r"\['values'\]\[1\]\['b'\] is missing"),
+    "moments": (lambda s: other_moments(s, lambda leaf: jnp.ones((7, *leaf.shape))), r"\['states'\]\[\d\].* is .*\[7"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@on_worker0
+def test_what_does_not_fit_is_named_and_nothing_is_restored_anywhere(world, what):
+    spoil, said = WRONG[what]
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.adam(1e-2), refs)
+    before = optimizer.state()
+    shifted = jax.tree.map(lambda leaf: leaf + 1, before)
+    with pytest.raises(ValueError, match=rf"restore on worker\d+ \(rank \d+\): .*{said}"):
+        optimizer.restore(spoil(shifted))
+    jax.tree.map(np.testing.assert_array_equal, optimizer.state(), before)
+    optimizer.restore(shifted)
+    jax.tree.map(np.testing.assert_array_equal, optimizer.state(), shifted)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({}, "'values' and 'states', not a dict with nothing in it"),
+        ({"values": []}, r"not a dict with 'values'"),
+        ([1, 2], "not a list"),
+        ({"values": [1.0], "states": []}, "1 values on 0 owners, but this optimizer has 2 on"),
+        ({"values": 3, "states": []}, r"'values' is a int, expected a list"),
+    ],
+)
+@on_worker0
+def test_what_is_no_state_is_refused(world, saved, said):
+    with pytest.raises(ValueError, match=said):
+        jd.DistributedOptimizer(optax.sgd(0.1), references()).restore(saved)
+
+
+@on_worker0
+def test_random_keys_are_restored_among_values_and_in_states(world):
+    """Values and moments are those of before, and what follows from the keys is drawn again."""
+    tx = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.adam(1e-2))
+    params = jd.remote(last(), make_with_key, args=(5,))
+    optimizer = jd.DistributedOptimizer(tx, [params])
+
+    def train():
+        with jd.context() as ctx:
+            jd.grad(lambda p: (jd.rpc_sync(last(), affine_of, args=(p, X)) ** 2).sum())(params)
+            optimizer.step(ctx)
+        return params.to_here()
+
+    train()
+    saved = optimizer.state()
+    first = train()
+    optimizer.restore(saved)
+    again = train()
+    assert list(again) == ["w", "key", "b", "name"]
+    np.testing.assert_array_equal(jax.random.key_data(again["key"]), jax.random.key_data(first["key"]))
+    assert again["key"].dtype == jax.random.key(0).dtype
+    np.testing.assert_array_equal(again["w"], first["w"])
+    np.testing.assert_array_equal(again["b"], first["b"])
+    with pytest.raises(ValueError, match=r"\['key'\] is uint32\[2\], expected key<fry>\[\]"):
+        optimizer.restore(changed(saved, 0, key=jax.random.key_data(jax.random.key(5))))
+
+
+def make_plain(seed):
+    return {"w": jnp.full((2, 3), seed + 0.5), "count": 3, "host": np.arange(4) + seed, "rate": 0.25}
+
+
+@on_worker0
+def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
+    """NumPy's arrays, also for Python's numbers, as a file gives them back: and nobody else can write to them."""
+    params = jd.remote(last(), make_plain, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), [params])
+    saved = jax.tree.map(np.array, optimizer.state())
+    jax.tree.map(lambda leaf: np.add(leaf, 1, out=leaf, casting="unsafe"), saved)
+    optimizer.restore(saved)
+    jax.tree.map(lambda leaf: leaf.fill(0), saved)
+    found = params.to_here()
+    assert isinstance(found["w"], jax.Array)
+    assert isinstance(found["host"], np.ndarray)
+    assert (found["count"], found["rate"], type(found["count"]), type(found["rate"])) == (4, 1.25, int, float)
+    np.testing.assert_array_equal(found["w"], np.full((2, 3), 2.5))
+    np.testing.assert_array_equal(found["host"], np.arange(4) + 2)
+    close(optimizer.state()["states"], jax.tree.map(jnp.ones_like, optimizer.state()["states"]))
+
+
+@on_worker0
+def test_training_goes_on_from_a_restored_state(world):
+    """As in the serial program that is set back alike."""
+    tx = optax.adam(1e-2)
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(tx, [params])
+
+    def train(steps):
+        for k in range(steps):
+            with jd.context() as ctx:
+                jd.grad(lambda p, k=k: (jd.rpc_sync(last(), affine, args=(p, X + k)) ** 2).sum())(params)
+                optimizer.step(ctx)
+
+    train(2)
+    saved = optimizer.state()
+    train(3)
+    optimizer.restore(saved)
+    train(3)
+    expected = make_params(1)
+    state = tx.init(expected)
+    for k in (0, 1, 0, 1, 2):
+        gradient = jax.grad(lambda p, k=k: (affine(p, X + k) ** 2).sum())(expected)
+        updates, state = tx.update(gradient, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    close(params.to_here(), expected)

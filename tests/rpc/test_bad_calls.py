@@ -1,0 +1,87 @@
+"""Calls of no worker, of no function or of code: a clear error, and nothing is lost."""
+
+import operator
+
+import jax
+import pytest
+from helpers.worlds import apply, last, needs_pickling, on_worker0, still_works, wire_world as wire_world
+
+import jdistgrad as jd
+from jdistgrad.rpc import functions
+
+
+@pytest.mark.parametrize(
+    ("to", "message"), [("nobody", "no worker 'nobody' in this world. It has worker0"), (99, "no worker 99")]
+)
+@on_worker0
+def test_unknown_worker(world, to, message):
+    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
+        with pytest.raises(jd.UnknownWorkerError, match=message):
+            call(to, operator.add, args=(1, 2))
+    still_works()
+
+
+@on_worker0
+def test_a_target_of_the_wrong_type(world):
+    with pytest.raises(ValueError, match=r"its name, its rank or its info, not by 1\.5"):
+        jd.rpc_sync(1.5, operator.add, args=(1, 2))
+
+
+@on_worker0
+def test_what_is_no_function(world):
+    with pytest.raises(jd.FunctionError, match="a call needs a function, not 'add'"):
+        jd.rpc_sync(0, "add", args=(1, 2))
+
+
+@needs_pickling
+@on_worker0
+def test_lambdas_and_closures_are_refused_by_name(wire_world):
+    def local_function(x):
+        return x
+
+    for function in (lambda x: x, local_function, jax.jit(local_function)):
+        with pytest.raises(jd.FunctionError, match=r"test_bad_calls\..*<locals>.*top level.*register.*allow_code=True"):
+            jd.rpc_sync(last(), function, args=(1,))
+    with pytest.raises(jd.FunctionError, match="<lambda>"):
+        jd.rpc_sync(last(), apply, args=(lambda x: x, 1))
+    still_works()
+
+
+@on_worker0(allow_code=True)
+def test_code_travels_by_value_where_it_is_allowed(world):
+    offset = 7
+    assert jd.rpc_sync(last(), lambda x: x + offset, args=(1,)) == 8
+    assert jd.rpc_sync(last(), jax.jit(lambda x: x * offset), args=(2,)) == 14
+    assert jd.rpc_sync(last(), apply, args=(lambda x: x - offset, 7)) == 0
+
+
+@needs_pickling
+@on_worker0
+def test_a_function_the_other_side_does_not_have(wire_world):
+    global only_here
+    only_here = make_only_here()
+    with pytest.raises(jd.FunctionError, match=r"only_here.*same version of every module") as caught:
+        jd.rpc_sync(last(), only_here)
+    assert f"On worker{last()}" in caught.value.__notes__[0]
+    still_works()
+
+
+def make_only_here():
+    def only_here():
+        return 1
+
+    only_here.__qualname__ = "only_here"
+    return only_here
+
+
+def test_an_unregistered_name():
+    with pytest.raises(jd.FunctionError, match=r"registered as 'nothing' .*register\(function, 'nothing'\)"):
+        functions.registered("nothing")
+
+
+@on_worker0
+def test_arguments_that_are_no_tuple(world):
+    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
+        with pytest.raises(TypeError, match=r"args of the call of _operator.neg must be a tuple .* not a int"):
+            call(last(), operator.neg, args=3)
+    still_works()

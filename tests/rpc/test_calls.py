@@ -1,0 +1,195 @@
+"""Calls: targets, nesting, many at once, threads."""
+
+import concurrent.futures
+import contextvars
+import operator
+import threading
+import time
+import uuid
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def who():
+    return jd.worker_info()
+
+
+def peers():
+    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
+
+
+@on_worker0
+def test_a_target_is_a_name_a_rank_or_an_info(world):
+    last = jd.world_size() - 1
+    expected = jd.WorkerInfo(last, f"worker{last}")
+    for to in (last, f"worker{last}", expected, np.int64(last)):
+        assert jd.rpc_sync(to, who) == expected
+
+
+def test_every_worker_calls_every_worker(world):
+    def main():
+        me = jd.init()
+        for rank in range(jd.world_size()):
+            assert jd.rpc_sync(rank, operator.add, args=(100 * me.rank, rank)) == 100 * me.rank + rank
+            assert jd.rpc_sync(rank, who).rank == rank
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def test_own_names(world):
+    def main():
+        me = jd.init(name=f"node-{uuid.uuid4().hex}")
+        assert jd.worker_info() == me
+        for rank in range(jd.world_size()):
+            name = jd.rpc_sync(rank, who).name
+            assert jd.rpc_sync(name, who) == jd.worker_info(name) == jd.WorkerInfo(rank, name)
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def bounce(path):
+    """Call the next worker of a path; what everybody on it answers, in order."""
+    if not path:
+        return [jd.worker_info().rank]
+    return [jd.worker_info().rank, *jd.rpc_sync(path[0], bounce, args=(path[1:],))]
+
+
+@on_worker0
+def test_nested_and_circular_calls(world):
+    n = jd.world_size()
+    path = [k % n for k in (1, 0, 1, 2, 0, 3, 3, 1)]
+    assert jd.rpc_sync(path[0], bounce, args=(path[1:],)) == path
+
+
+@on_worker0
+def test_deep_recursion_between_two_workers(big_world):
+    """Deeper than any pool of threads of a fixed size."""
+    path = [1 + k % 2 for k in range(150)]
+    assert jd.rpc_sync(2, bounce, args=(path,)) == [2, *path]
+
+
+def square(x):
+    return x * x
+
+
+@on_worker0
+def test_hundreds_in_flight_from_several_threads(world):
+    def caller(offset):
+        futures = [jd.rpc_async(peer, square, args=(offset + k,)) for k in range(100) for peer in peers()]
+        return sum(future.result() for future in futures)
+
+    offsets = (0, 1000, 2000)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        sums = [pool.submit(contextvars.copy_context().run, caller, offset) for offset in offsets]
+        expected = [len(peers()) * sum((offset + k) ** 2 for k in range(100)) for offset in offsets]
+        assert [s.result() for s in sums] == expected
+
+
+everybody = threading.Barrier(8)
+released = threading.Event()
+
+
+def meet():
+    everybody.wait(30)
+    return jd.worker_info().rank
+
+
+@on_worker0
+def test_slow_calls_to_one_worker_overlap(world):
+    """Eight calls that end only when all eight run."""
+    futures = [jd.rpc_async(peers()[-1], meet) for _ in range(8)]
+    assert {future.result() for future in futures} == {peers()[-1]}
+
+
+def wait_for_release():
+    return released.wait(30)
+
+
+@on_worker0
+def test_a_busy_worker_still_serves(world):
+    """A call that lasts until another, made later, comes past it."""
+    released.clear()
+    slow = jd.rpc_async(peers()[-1], wait_for_release)
+    for k in range(50):
+        assert jd.rpc_sync(peers()[-1], square, args=(k,)) == k * k
+    assert not slow.done()
+    jd.rpc_sync(peers()[-1], released_set)
+    assert slow.result()
+
+
+def released_set():
+    released.set()
+
+
+hits = []
+
+
+def hit(chain):
+    hits.append(len(chain))
+    if chain:
+        jd.rpc_async(chain[0], hit, args=(chain[1:],))
+
+
+def test_shutdown_waits_for_calls_nobody_waits_for(world):
+    """A chain of 20 calls, each made without waiting: the end comes after the last."""
+    hits.clear()
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            hit([k % world.size for k in range(1, 21)])
+        jd.shutdown()
+        return me.rank
+
+    ranks = world.run(main)
+    assert sorted(hits) == sorted(20 - k for k in range(21) if k % world.size in ranks)
+
+
+def test_uneven_work(world):
+    """Workers that are done early go on serving until everybody is."""
+
+    def main():
+        me = jd.init()
+        if me.rank == jd.world_size() - 1:
+            for _ in range(20):
+                assert jd.rpc_sync(0, square, args=(3,)) == 9
+                time.sleep(0.005)
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+def test_registered_functions_are_found_by_name(world):
+    captured = 5
+
+    def main():
+        @jd.register
+        def closure(x):
+            return x + captured
+
+        jd.init()
+        assert [jd.rpc_sync(rank, closure, args=(1,)) for rank in range(jd.world_size())] == [6] * jd.world_size()
+        assert jd.rpc_sync(0, apply, args=(closure, 2)) == 7
+        jd.shutdown()
+
+    world.run(main)
+
+
+def apply(function, x):
+    return function(x)
+
+
+@on_worker0
+def test_results_are_computed_on_the_callee(world):
+    x = jnp.arange(4.0)
+    for peer in peers():
+        np.testing.assert_array_equal(jd.rpc_sync(peer, jnp.dot, args=(x, x)), 14.0)

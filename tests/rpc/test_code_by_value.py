@@ -1,0 +1,87 @@
+"""Worlds in which code may travel by value: what both sides have goes by its name, the rest as it is."""
+
+BOTH_HAVE = """
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jdistgrad as jd
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    a: jax.Array
+    b: jax.Array
+
+
+class Kind(enum.Enum):
+    DOUBLE = 2
+
+
+class Refused(Exception):
+    pass
+
+
+def product(data, kind):
+    if kind is not Kind.DOUBLE:
+        raise Refused(f"not {kind}")
+    return Data(jnp.sin(data.a) * data.b * kind.value, data.a[:2])
+
+
+def loss(call, x):
+    result = call(product, Data(x, x[::-1]), Kind.DOUBLE)
+    assert type(result) is Data
+    return (result.a * result.b.sum()).sum()
+
+
+me = jd.init(allow_code=True)
+if me.rank == 0:
+    x = jnp.array([0.3, -1.2, 2.0])
+    for to in (1, 2):
+        with jd.context():
+            found = jax.grad(lambda x: loss(lambda f, *args: jd.rpc_sync(to, f, args=args), x))(x)
+            stays = jax.grad(lambda x: loss(lambda f, *args: jd.remote(to, f, args=args).to_here(), x))(x)
+        expected = jax.grad(lambda x: loss(lambda f, *args: f(*args), x))(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(stays, expected, rtol=1e-5)
+        try:
+            jd.rpc_sync(to, product, args=(Data(x, x), "a word"))
+        except Refused as error:
+            print("caught:", error, flush=True)
+jd.shutdown()
+"""
+
+ONE_HAS = """
+import jdistgrad as jd
+
+me = jd.init(allow_code=True)
+if me.rank == 0:
+
+    class Pair:
+        def __init__(self, a, b):
+            self.a, self.b = a, b
+
+        def total(self):
+            return self.a + self.b
+
+    def total(pair):
+        return Pair(pair.total(), type(pair).__name__)
+
+    for to in (1, 2):
+        found = jd.rpc_sync(to, total, args=(Pair(1, 2),))
+        print(type(found) is Pair, found.a, found.b, flush=True)
+jd.shutdown()
+"""
+
+
+def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
+    """JAX knows them there, and who catches their exceptions does so."""
+    mpi_job(3, BOTH_HAVE).expect("caught: not a word\ncaught: not a word")
+
+
+def test_classes_that_only_one_side_has_travel_by_value(mpi_job):
+    mpi_job(3, ONE_HAS).expect("True 3 Pair\nTrue 3 Pair")

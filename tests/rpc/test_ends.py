@@ -1,0 +1,181 @@
+"""The end of a world that does not come: for whom and for what it waits, said while it waits and when it gives up."""
+
+import concurrent.futures
+import contextlib
+import contextvars
+import threading
+import time
+
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+from jdistgrad.rpc.members import closing
+from jdistgrad.rpc.worker import current_worker
+
+released = [threading.Event() for _ in range(4)]
+promised = []
+
+
+def wait_here():
+    return released[jd.worker_info().rank].wait(30)
+
+
+def promise():
+    future = concurrent.futures.Future()
+    promised.append(future)
+    if released[jd.worker_info().rank].is_set():
+        release()
+    return future
+
+
+def release():
+    released[jd.worker_info().rank].set()
+    with contextlib.suppress(IndexError):
+        while True:
+            promised.pop().set_result(7)
+
+
+def until_two_are_served():
+    """This call, and one more."""
+    end = time.monotonic() + 20
+    while len(current_worker().server.being_served) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """Waits until something is said here so many times, by workers that speak soon."""
+    monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.1)
+    for one in released:
+        one.clear()
+
+    def wait(text, times=1):
+        end = time.monotonic() + 30
+        while caplog.text.count(text) < times:
+            assert time.monotonic() < end, f"{text!r} was not said, but {caplog.text!r}"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def beside():
+    """Runs something beside a main, as the same worker."""
+    threads, failures = [], []
+
+    def start(work):
+        def run():
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+
+        threads.append(threading.Thread(target=contextvars.copy_context().run, args=(run,)))
+        threads[-1].start()
+
+    yield start
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("function", [wait_here, promise], ids=["a thread that waits", "a future"])
+def test_who_serves_a_call_for_long_is_named_with_its_function(big_world, said, beside, function):
+    """Everybody has called shutdown: the waiting is for the call alone."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    def end_when_said():
+        try:
+            said(f" s for worker2 (rank 2), which serves {name}, called by worker1 (rank 1) ")
+        finally:
+            jd.rpc_sync(2, release)
+
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            jd.rpc_async(2, function)
+        if me.rank == 0:
+            beside(end_when_said)
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_has_not_called_shutdown_is_named_by_the_lowest_that_has(big_world, said, beside, caplog, late):
+    """Also where the late one is worker 0, which conducts the end; and nobody else says the same."""
+    speaker, third = (0, 1) if late else (1, 2)
+    text = f"for worker{late} (rank {late}), which has not called shutdown"
+
+    def release_one_by_one():
+        try:
+            said(text)
+            jd.rpc_sync(third, release)
+            said(text, times=2)
+        finally:
+            jd.rpc_sync(late, release)
+
+    def main():
+        me = jd.init()
+        if me.rank == speaker:
+            beside(release_one_by_one)
+        else:
+            assert wait_here()
+        jd.shutdown()
+
+    big_world.run(main)
+    spoken = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+    assert all(f"shutdown of worker{speaker} (rank {speaker}): waiting" in one for one in spoken)
+
+
+@pytest.mark.parametrize("impatient", [0, 1])
+def test_who_gives_up_says_for_which_functions_it_waited(big_world, said, impatient):
+    """Whoever conducts: the others ask for themselves."""
+
+    def main():
+        me = jd.init()
+        if me.rank == impatient:
+            jd.rpc_async(2, wait_here)
+            jd.rpc_sync(2, until_two_are_served)
+            text = rf"waited 0\.3 s for .*worker2 \(rank 2\), which .*serves .*wait_here, called by worker{impatient} "
+            with pytest.raises(jd.CallTimeoutError, match=text):
+                jd.shutdown(timeout=0.3)
+            jd.rpc_sync(2, release)
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_workers_of_a_notebook_do_not_say_that_they_wait(said, caplog):
+    """They serve from the start: that is what they are for."""
+    with jd.local_workers(3):
+        time.sleep(0.5)
+        assert jd.rpc_sync(2, release) is None
+    assert caplog.text == ""
+
+
+@on_worker0
+def test_calls_that_are_answered_are_not_being_served(world):
+    for rank in range(jd.world_size()):
+        for function in (release, promise, fail):
+            future = jd.rpc_async(rank, function)
+            if function is promise:
+                jd.rpc_sync(rank, release)
+            assert isinstance(future.exception(30), ValueError if function is fail else type(None))
+        assert jd.rpc_sync(rank, being_served) == [f"{__name__}.being_served"]
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+def being_served():
+    """The calls being served here. One that has been answered may be about to leave."""
+    end = time.monotonic() + 20
+    while True:
+        found = [call.function for call in current_worker().server.being_served.shown()]
+        if len(found) == 1 or time.monotonic() > end:
+            return found
+        time.sleep(0.01)

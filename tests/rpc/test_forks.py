@@ -1,0 +1,165 @@
+"""Processes forked from a worker's: they have no world, are told so, and end without taking anybody along."""
+
+import os
+import subprocess
+import sys
+
+USES = """
+import operator, os, sys, warnings
+import jax.numpy as jnp
+import jdistgrad as jd
+warnings.simplefilter("ignore")  # JAX's own, of forks
+
+def refused(what, use):
+    try:
+        use()
+    except Exception as error:
+        assert "was forked from that of worker" in str(error), (what, error)
+    else:
+        raise AssertionError(f"{what} went through")
+
+def use_everything(future, rref):
+    refused("rpc_sync", lambda: jd.rpc_sync(1, operator.add, args=(1, 2)))
+    refused("rpc_async", lambda: jd.rpc_async(0, operator.add, args=(1, 2)))
+    refused("remote", lambda: jd.remote(2, operator.add, args=(1, 2)))
+    refused("RRef", lambda: jd.RRef(1))
+    refused("worker_info", jd.worker_info)
+    refused("context", lambda: jd.context().__enter__())
+    refused("to_here", rref.to_here)
+    refused("creation", rref.creation)
+    refused("future", future.result)
+    refused("shutdown", jd.shutdown)
+    refused("init", jd.init)
+    refused("local_workers", lambda: jd.local_workers(2))
+
+def child(work):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    work()
+    sys.exit(0)
+
+def program(wait):
+    rref = jd.remote(2, jnp.ones, args=(3,))
+    future = jd.rpc_async(1, wait, args=(2,))
+    with jd.context():
+        jd.rpc_sync(1, operator.neg, args=(1.0,))
+        print("used:", child(lambda: use_everything(future, rref)), flush=True)
+    print("exited:", child(lambda: sys.exit(5)), flush=True)
+    print("raised:", child(lambda: 1 / 0), flush=True)
+    assert future.result() is None
+    assert rref.to_here().sum() == 3
+    del rref
+    assert jd.rpc_sync(1, operator.add, args=(1, 2)) == 3
+"""
+
+UNDER_MPI = """
+import time
+me = jd.init()
+if me.rank == 0:
+    program(time.sleep)
+jd.shutdown()
+print("done", flush=True)
+"""
+
+AS_THREADS = """
+import time
+with jd.local_workers(3):
+    program(time.sleep)
+print("done", flush=True)
+"""
+
+
+def check(output):
+    for line in ("used: 0", "exited: 5", "raised: 1", "ZeroDivisionError"):
+        assert line in output, output
+    assert "ending the job" not in output
+
+
+def test_children_of_a_rank(mpi_job):
+    job = mpi_job(3, USES + UNDER_MPI).expect("done")
+    check(job.output)
+    assert job.output.count("done") == 3
+
+
+def test_children_of_a_rank_that_is_alone(mpi_job):
+    job = mpi_job(1, "import os, sys\nimport jdistgrad as jd\njd.init()\n" + ALONE).expect(
+        "exited: 7", "raised: 1", "done"
+    )
+    assert "ending the job" not in job.output
+
+
+ALONE = """
+for how in ("exited", "raised"):
+    pid = os.fork()
+    if not pid:
+        sys.exit(7) if how == "exited" else 1 / 0
+    print(f"{how}: {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", flush=True)
+jd.shutdown()
+print("done", flush=True)
+"""
+
+
+def test_children_of_a_process_with_a_local_world(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(USES + AS_THREADS)
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=os.environ, timeout=60, text=True, capture_output=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    check(ended.stdout + ended.stderr)
+    assert "done" in ended.stdout
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from jdistgrad.wire.interrupts import put_off_interrupt
+
+def fork():
+    pid = os.fork()
+    if pid:
+        threads.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+    except KeyboardInterrupt:
+        os._exit(0)
+    os._exit(1)
+
+threads = []
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with put_off_interrupt():
+    other = threading.Thread(target=fork)
+    other.start()
+    other.join()
+print("child:", threads, flush=True)
+"""
+
+
+def test_a_child_of_another_thread_can_be_interrupted():
+    """Though the main thread, which is not there, was where interrupts are put off."""
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], timeout=60, text=True, stdout=subprocess.PIPE, check=False
+    )
+    assert ended.stdout == "child: [0]\n"
+
+
+def test_collectives_are_refused_in_a_forked_process(mpi_job):
+    mpi_job(
+        3,
+        USES
+        + """
+me = jd.init()
+dp = jd.DataParallel(timeout=5)
+tree = {"w": jnp.full(3, 1.0 + me.rank)}
+dp.average(tree)
+if me.rank == 1:
+    def work():
+        refused("allreduce", lambda: dp.collectives.allreduce(tree["w"]))
+        refused("broadcast_in_place", lambda: dp.collectives.broadcast_in_place(__import__("numpy").ones(3), 0))
+    print("used:", child(work), flush=True)
+assert (dp.average(tree)["w"] == 2).all()
+jd.shutdown()
+""",
+    ).expect("used: 0")

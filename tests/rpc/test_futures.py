@@ -1,0 +1,74 @@
+"""Futures: what a call gives before it is answered, and what a function may answer with."""
+
+import concurrent.futures
+import threading
+import time
+
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def peers():
+    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
+
+
+def square(x):
+    return x * x
+
+
+@on_worker0
+def test_futures_are_concurrent_futures(world):
+    futures = [jd.rpc_async(peer, square, args=(k,)) for k in range(5) for peer in peers()]
+    done, _ = concurrent.futures.wait(futures)
+    assert sorted(future.result() for future in done) == sorted(k * k for k in range(5) for _ in peers())
+    assert futures[0].result() == futures[0].result() == 0
+    assert futures[0].exception() is None
+
+
+@on_worker0
+def test_callbacks_may_call(world):
+    """They run where waiting is allowed, not on the thread that moves messages."""
+    outcome = concurrent.futures.Future()
+
+    def chained(future):
+        outcome.set_result(jd.rpc_sync(peers()[0], square, args=(future.result(),)))
+
+    future = jd.rpc_async(peers()[0], slow_square, args=(3,))
+    future.add_done_callback(chained)
+    assert outcome.result(20) == 81
+
+
+def slow_square(x):
+    time.sleep(0.05)
+    return x * x
+
+
+def later(x):
+    """Answers when its future is done; no thread waits meanwhile."""
+    future = concurrent.futures.Future()
+    threading.Timer(0.05, future.set_result, [x + 1]).start()
+    return future
+
+
+def relayed(rank, x):
+    return jd.rpc_async(rank, square, args=(x,))
+
+
+@on_worker0
+def test_a_function_may_answer_with_a_future(world):
+    last = jd.world_size() - 1
+    assert jd.rpc_sync(last, later, args=(1,)) == 2
+    assert jd.rpc_sync(last, relayed, args=(0, 7)) == 49
+    assert jd.remote(last, later, args=(5,)).to_here() == 6
+    with pytest.raises(ZeroDivisionError):
+        jd.rpc_sync(last, failing_later)
+
+
+def failing_later():
+    future = concurrent.futures.Future()
+    future.set_exception(ZeroDivisionError("later"))
+    return future

@@ -1,0 +1,187 @@
+"""Lifetimes of values on their owners: nothing is freed too early, and nothing is left."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+from helpers.programs import identity
+from helpers.worlds import make, on_worker0, wait_until_owned
+
+import jdistgrad as jd
+from jdistgrad.wire import launcher_env
+
+
+@on_worker0
+def test_dropped_references_free_the_value(world):
+    last = jd.world_size() - 1
+    rref = jd.remote(last, make, args=(3,))
+    copies = [pass_on_reference(rref, rank) for rank in range(jd.world_size())]
+    wait_until_owned(last, 1)
+    del rref
+    wait_until_owned(last, 1)
+    del copies
+    wait_until_owned(last, 0)
+
+
+def pass_on_reference(rref, rank):
+    return jd.rpc_sync(rank, identity, args=(jd.by_reference(rref),))
+
+
+@on_worker0
+def test_a_reference_nobody_keeps_is_free_at_once(world):
+    last = jd.world_size() - 1
+    for k in range(50):
+        jd.remote(last, make, args=(k,))
+    wait_until_owned(last, 0)
+
+
+@on_worker0
+def test_a_failed_encoding_costs_no_weight(world):
+    last = jd.world_size() - 1
+    rref = jd.remote(last, make, args=(3,))
+    for _ in range(5):
+        with pytest.raises((jd.EncodingError, TypeError)):
+            jd.rpc_sync(last, never_called, args=(jd.by_reference(rref), [rref, unsendable()]))
+    del rref
+    wait_until_owned(last, 0)
+
+
+def never_called(reference, pair):
+    raise TypeError("a local world hands everything over: here the call arrives")
+
+
+def unsendable():
+    return (k for k in range(3))
+
+
+@on_worker0
+def test_garbage_cycles_do_not_keep_values(world):
+    cycle = {"rref": jd.remote(jd.world_size() - 1, make, args=(3,))}
+    cycle["self"] = cycle
+
+
+@on_worker0
+def test_late_answers_still_return_their_references(world):
+    last = jd.world_size() - 1
+    with pytest.raises(jd.CallTimeoutError):
+        jd.rpc_sync(last, slow_reference, args=(0.2,), timeout=0.05)
+    time.sleep(0.4)
+    wait_until_owned(last, 0)
+
+
+def slow_reference(seconds):
+    time.sleep(seconds)
+    return jd.RRef(jnp.ones(3))
+
+
+def own_one():
+    return jd.RRef(jnp.ones(3))
+
+
+@on_worker0
+def test_answers_nobody_looks_at_still_return_their_references(world):
+    last = jd.world_size() - 1
+    for _ in range(3):
+        jd.rpc_async(last, own_one)
+    wait_until_owned(last, 0)
+
+
+def test_a_call_that_cannot_be_read_still_returns_its_references(world):
+    from jdistgrad.rpc import functions
+
+    def gone(reference):
+        return reference
+
+    def body():
+        last = jd.world_size() - 1
+        rref = jd.remote(last, make, args=(3,))
+        if last != 0 and launcher_env.launched():
+            with pytest.raises(jd.FunctionError, match="registered as 'gone'"):
+                jd.rpc_sync(last, gone, args=(jd.by_reference(rref),))
+        del rref
+        wait_until_owned(last, 0)
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            functions.register(gone, "gone")
+            body()
+        assert jd.shutdown() == []
+
+    world.run(main)
+
+
+class StubbornError(Exception):
+    """Can be neither copied nor rebuilt from its arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(f"stubborn {a} and {b}")
+
+
+def raise_stubborn():
+    raise StubbornError(1, 2)
+
+
+@on_worker0
+def test_references_to_what_could_not_be_made_are_free(world):
+    """Their owner keeps the exception: whoever gets it raises another, whose traceback holds the reference."""
+    last = jd.world_size() - 1
+    for _ in range(5):
+        with pytest.raises((StubbornError, jd.RemoteError), match="stubborn 1 and 2"):
+            jd.remote(last, raise_stubborn).to_here()
+    wait_until_owned(last, 0)
+
+
+class Necromancer:
+    """Its destructor uses references."""
+
+    def __del__(self):
+        jd.RRef("last words")
+
+
+@on_worker0
+def test_destructors_may_use_references(world):
+    last = jd.world_size() - 1
+    rrefs = [jd.remote(last, Necromancer) for _ in range(5)]
+    assert all(rref.creation().result() is None for rref in rrefs)
+    del rrefs
+    wait_until_owned(last, 0)
+
+
+@on_worker0
+def test_many_references_made_and_dropped(world):
+    last = jd.world_size() - 1
+    for _ in range(10):
+        rrefs = [jd.remote(last, identity, args=(k,)) for k in range(100)]
+        assert sum(rref.to_here() for rref in rrefs[::10]) == sum(range(0, 100, 10))
+    del rrefs
+    wait_until_owned(last, 0)
+
+
+def test_what_is_left_is_told_at_shutdown(world):
+    def main():
+        jd.init()
+        kept = jd.RRef(5)
+        left = jd.shutdown()
+        assert any("still owns" in line for line in left)
+        assert any("still holds a reference" in line for line in left)
+        return kept
+
+    kept = world.run(main)[0]
+    with pytest.raises(jd.StaleReferenceError, match="Make the value again in this world, when one is open"):
+        kept.to_here()
+
+
+def test_a_reference_of_a_closed_world_is_refused_in_the_next(world):
+    def main():
+        jd.init()
+        stale = jd.RRef(5)
+        jd.shutdown()
+        jd.init()
+        with pytest.raises(jd.StaleReferenceError, match="belongs to a world that has been shut down"):
+            stale.to_here()
+        with pytest.raises(jd.StaleReferenceError, match="sending"):
+            jd.rpc_sync(jd.world_size() - 1, identity, args=(jd.by_reference(stale),))
+        assert jd.shutdown() == []
+
+    world.run(main)

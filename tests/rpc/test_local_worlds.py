@@ -1,0 +1,171 @@
+"""Worlds of threads: spawned, for a notebook, of one worker."""
+
+import concurrent.futures
+import operator
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.worlds import nap
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+
+pytestmark = pytest.mark.every_rank
+
+
+def test_each_local_worker_has_a_device_of_its_own():
+    def device():
+        return next(iter(jnp.zeros(3).devices()))
+
+    with jd.local_workers(3):
+        found = [jd.rpc_sync(rank, device) for rank in range(3)]
+    assert found == jax.local_devices()[:3]
+
+
+def test_spawn_raises_what_a_main_raised_and_nobody_hangs():
+    others = []
+
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            time.sleep(0.3)
+            raise ValueError("boom")
+        try:
+            jd.rpc_sync(1, nap, args=(30,))
+        except jd.WorkerLostError as error:
+            others.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        jd.spawn(main, 3)
+    assert "raised by the main of rank 1 of spawn" in caught.value.__notes__
+    deadline = time.monotonic() + 10
+    while len(others) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all("the main of rank 1 failed: ValueError: boom" in text for text in others)
+    assert len(others) == 2
+
+
+def test_spawn_notices_a_missing_shutdown():
+    with pytest.raises(jd.WorldError, match=r"main of rank \d returned without shutdown\(\)"):
+        jd.spawn(jd.init, 2)
+
+
+def test_spawn_notices_a_missing_init():
+    def main():
+        if threading.current_thread().name == "rank0":
+            jd.init(timeout=0.3)
+            jd.shutdown()
+
+    with pytest.raises(jd.WorldError, match=r"ranks \[1, 2\] of a local world of 3 did not call init within 0\.3 s"):
+        jd.spawn(main, 3)
+
+
+def test_spawn_refuses_duplicate_names():
+    with pytest.raises(jd.DuplicateNameError, match="ranks 0 and 1 both want the name 'ps'"):
+        jd.spawn(lambda: jd.init(name="ps"), 2)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "3"])
+def test_a_world_needs_a_whole_number_of_workers(n):
+    for start in (lambda: jd.spawn(jd.init, n), lambda: jd.local_workers(n)):
+        with pytest.raises(ValueError, match="a world has from 1 to"):
+            start()
+
+
+def test_spawn_passes_arguments_and_returns_results():
+    def main(scale, offset):
+        me = jd.init()
+        jd.shutdown()
+        return scale * me.rank + offset
+
+    assert jd.spawn(main, 4, args=(10, 1)) == [1, 11, 21, 31]
+
+
+def test_local_workers_for_a_notebook():
+    captured = 5
+    with jd.local_workers(3) as local:
+        assert [worker.name for worker in local.workers] == ["worker0", "worker1", "worker2"]
+        assert jd.worker_info().rank == 0
+        assert jd.rpc_sync("worker2", lambda x: x + captured, args=(1,)) == 6
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # any thread of the process is worker 0
+            assert pool.submit(jd.worker_info).result().rank == 0
+    with pytest.raises(jd.NotInitializedError):
+        jd.worker_info()
+
+
+def test_local_workers_last_until_they_are_closed():
+    local = jd.local_workers(2)
+    assert jd.world_size() == 2
+    with pytest.raises(jd.AlreadyInitializedError):
+        jd.local_workers(2)
+    local.close()
+    local.close()
+    again = jd.local_workers(2)
+    jd.shutdown()
+    again.close()
+
+
+def test_local_workers_end_without_grace_too():
+    before = threading.active_count()
+    jd.local_workers(3)
+    jd.shutdown(graceful=False)
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_local_workers_hand_arrays_over_uncopied():
+    def address(array):
+        return array.unsafe_buffer_pointer()
+
+    with jd.local_workers(2):
+        array = jnp.ones(1000)
+        assert jd.rpc_sync(1, address, args=(array,)) == array.unsafe_buffer_pointer()
+        assert jd.rpc_sync(1, lambda x: x, args=(array,)) is array
+
+
+def test_an_interrupted_wait_leaves_the_world_usable():
+    """What Ctrl-C in a notebook does: SIGINT for the process, while its main thread waits."""
+    released = threading.Event()
+    with jd.local_workers(2):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            jd.rpc_sync(1, released.wait)
+        assert jd.rpc_sync(1, nap, args=(0,)) == 0
+        released.set()
+
+
+def test_a_world_of_one_needs_nothing():
+    me = jd.init()
+    assert (me.rank, jd.world_size()) == (0, 1)
+    assert jd.rpc_sync("worker0", operator.add, args=(1, 2)) == 3
+    assert current_worker().transport.size == 1
+    jd.shutdown()
+
+
+def test_spawn_says_why_a_worker_has_not_left():
+    gave_up = threading.Event()
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            with pytest.raises(jd.CallTimeoutError):
+                jd.shutdown(timeout=0.2)
+            gave_up.set()
+        elif me.rank == 2:
+            assert gave_up.wait(30)
+        if me.rank:
+            jd.shutdown()
+
+    said = (
+        r"main of rank 0 returned before it had left its world: .* waited 0\.2 s for worker2 \(rank 2\), which has not"
+    )
+    with pytest.raises(jd.WorldError, match=said):
+        jd.spawn(main, 3)

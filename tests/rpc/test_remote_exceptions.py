@@ -1,0 +1,121 @@
+"""Exceptions of remote functions: what arrives of them, and where it says they were raised."""
+
+import pytest
+from helpers.worlds import last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
+
+import jdistgrad as jd
+
+
+class OwnError(Exception):
+    def __init__(self, code, *, hint):
+        super().__init__(f"code {code}\nhint: {hint}")
+        self.code, self.hint = code, hint
+
+    def __reduce__(self):
+        return rebuild_own_error, (self.code, self.hint)
+
+
+def rebuild_own_error(code, hint):
+    return OwnError(code, hint=hint)
+
+
+def raise_own_error():
+    raise OwnError(7, hint="two\nlines")
+
+
+@on_worker0
+def test_a_remote_exception_keeps_its_type_its_fields_and_its_traceback(world):
+    for _ in range(2):
+        with pytest.raises(OwnError, match="code 7\nhint: two\nlines") as caught:
+            jd.rpc_sync(last(), raise_own_error)
+        assert (caught.value.code, caught.value.hint) == (7, "two\nlines")
+        note = caught.value.__notes__[0]
+        assert note.startswith(
+            f"On worker{last()} (rank {last()}), in test_remote_exceptions.raise_own_error, called by worker0"
+        )
+        assert 'raise OwnError(7, hint="two\\nlines")' in note
+    still_works()
+
+
+def relay(path, function):
+    return jd.rpc_sync(path[0], relay, args=(path[1:], function)) if path else function()
+
+
+@on_worker0
+def test_the_chain_of_workers_is_told(big_world):
+    with pytest.raises(OwnError) as caught:
+        jd.rpc_sync(1, relay, args=([2, 1], raise_own_error))
+    heads = [note.splitlines()[0] for note in caught.value.__notes__]
+    assert [head.split(" (rank")[0] for head in heads] == ["On worker1", "On worker2", "On worker1"]
+    assert [head.rsplit("called by ")[1][:7] for head in heads] == ["worker2", "worker1", "worker0"]
+
+
+class StubbornError(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(f"stubborn {a} and {b}")
+
+
+def raise_stubborn():
+    raise StubbornError(1, 2)
+
+
+@needs_pickling
+@on_worker0
+def test_an_exception_that_cannot_be_rebuilt_still_says_what_it_was(wire_world):
+    with pytest.raises(jd.RemoteError, match=r"the remote function raised .*StubbornError: stubborn 1 and 2") as caught:
+        jd.rpc_sync(last(), raise_stubborn)
+    assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
+    still_works()
+
+
+def leave():
+    raise SystemExit(5)
+
+
+@on_worker0
+def test_exit_in_a_remote_function_does_not_end_the_caller(world):
+    with pytest.raises(jd.RemoteError, match="SystemExit: 5"):
+        jd.rpc_sync(last(), leave)
+    still_works()
+
+
+def raise_from_itself():
+    try:
+        raise ValueError("circular")
+    except ValueError as error:
+        raise error from error
+
+
+@on_worker0
+def test_an_exception_that_is_its_own_cause(world):
+    with pytest.raises(ValueError, match="circular"):
+        jd.rpc_sync(last(), raise_from_itself)
+    still_works()
+
+
+class HoldingError(Exception):
+    """Its argument is a reference."""
+
+
+def raise_holding(rref):
+    raise HoldingError(rref)
+
+
+@needs_pickling
+@on_worker0
+def test_an_exception_that_holds_a_reference(wire_world):
+    """It arrives in words, and the weight of the reference stays whole."""
+    rref = jd.remote(last(), nap, args=(0,))
+    for _ in range(3):
+        with pytest.raises(jd.RemoteError, match="HoldingError: RRef"):
+            jd.rpc_sync(last(), raise_holding, args=(jd.by_reference(rref),))
+    assert rref.to_here() == 0
+
+
+@on_worker0
+def test_a_failed_remote_shows_where_it_failed(world):
+    with pytest.raises(OwnError) as caught:
+        jd.remote(last(), raise_own_error).to_here()
+    assert any('raise OwnError(7, hint="two\\nlines")' in note for note in caught.value.__notes__)

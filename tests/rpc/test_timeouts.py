@@ -1,0 +1,82 @@
+"""Timeouts of calls, worlds and references; what they name, and that the call itself goes on."""
+
+import concurrent.futures
+import math
+import threading
+
+import pytest
+from helpers.worlds import last, nap, on_worker0, still_works
+
+import jdistgrad as jd
+
+
+@on_worker0
+def test_a_timeout_names_call_worker_and_seconds(world):
+    with pytest.raises(
+        jd.CallTimeoutError, match=r"workers.nap on worker\d .* called by worker0 .* within 0\.1 s"
+    ) as caught:
+        jd.rpc_sync(last(), nap, args=(0.3,), timeout=0.1)
+    assert caught.value.seconds == 0.1
+    assert caught.value.worker.rank == last()
+    assert isinstance(caught.value, TimeoutError)
+    future = jd.rpc_async(last(), nap, args=(0.3,), timeout=0.1)
+    assert isinstance(future.exception(5), jd.CallTimeoutError)
+    assert jd.rpc_sync(last(), nap, args=(0.3,), timeout=math.inf) == 0.3
+
+
+@on_worker0(timeout=0.2)
+def test_the_worlds_timeout_is_the_default(world):
+    with pytest.raises(jd.CallTimeoutError, match=r"within 0\.2 s"):
+        jd.rpc_sync(last(), nap, args=(0.5,))
+    assert jd.rpc_sync(last(), nap, args=(0.3,), timeout=5) == 0.3
+
+
+LET_GO = threading.Event()
+
+
+def let_go():
+    LET_GO.set()
+
+
+def held():
+    assert LET_GO.wait(20)
+    LET_GO.clear()
+    return "let go"
+
+
+@on_worker0
+def test_waiting_less_than_the_call_lasts(world):
+    future = jd.rpc_async(last(), held)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(timeout=0.02)
+    jd.rpc_sync(last(), let_go)
+    assert future.result() == "let go"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, "5"])
+@on_worker0
+def test_timeouts_that_are_none(world, timeout):
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        jd.rpc_sync(0, nap, args=(0,), timeout=timeout)
+
+
+@on_worker0
+def test_a_cancelled_call_is_forgotten(world):
+    future = jd.rpc_async(last(), nap, args=(0.1,))
+    assert future.cancel()
+    assert future.cancelled()
+    still_works()
+
+
+@on_worker0(timeout=0.2)
+def test_a_slow_reference_may_take_as_long_as_the_call(world):
+    rref = jd.remote(last(), nap, args=(0.6,), timeout=5)
+    assert jd.rpc_sync(0, abs, args=(rref,), timeout=10) == 0.6
+
+
+@on_worker0
+def test_the_timeout_of_remote_is_that_of_its_creation(world):
+    rref = jd.remote(last(), nap, args=(0.4,), timeout=0.1)
+    with pytest.raises(jd.CallTimeoutError, match=r"within 0\.1 s"):
+        rref.creation().result()
+    assert rref.to_here() == 0.4

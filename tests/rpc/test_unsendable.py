@@ -1,0 +1,161 @@
+"""Arguments and results that cannot be sent: they are named, and nothing is lost."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import apply, last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
+
+import jdistgrad as jd
+
+
+@needs_pickling
+@on_worker0
+def test_an_argument_that_cannot_be_sent_is_named(wire_world):
+    bad = {"fine": 1, "bad": [2, (k for k in range(3))]}
+    with pytest.raises(jd.EncodingError, match=r"cannot call .*apply on worker.*\['bad'\]\[1\], a generator"):
+        jd.rpc_sync(last(), apply, args=(len, bad))
+    still_works()
+
+
+@needs_pickling
+@on_worker0
+def test_a_result_that_cannot_be_sent_is_named(wire_world):
+    for call in (lambda: jd.rpc_sync(last(), make_generator), jd.remote(last(), make_generator).to_here):
+        with pytest.raises(jd.EncodingError, match=r"worker\d .* cannot send the result of .*generator"):
+            call()
+    still_works()
+
+
+def make_generator():
+    return (k for k in range(3))
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+@needs_pickling
+@on_worker0
+def test_traced_values_inside_objects_are_refused(wire_world):
+    """In a container of JAX's they are part of the call's derivative; elsewhere nobody finds them."""
+    with pytest.raises(jd.EncodingError, match=r"a traced value has no data yet"):
+        jax.jit(lambda x: jd.rpc_sync(last(), type, args=(Holder(x),)))(1.0)
+    still_works()
+
+
+def future_result():
+    return [jd.rpc_async(0, nap, args=(0,))]
+
+
+def apply_to(function, x):
+    return function(x)
+
+
+def held_in(x, y):
+    """Calls of functions that hold what JAX traces, in each of the ways a function can hold something."""
+    scaled = lambda z: z * x  # noqa: E731
+    return {
+        "closure": lambda: jd.rpc_sync(last(), lambda: 2 * x),
+        "inner function": lambda: jd.rpc_async(last(), lambda: scaled(2.0), args=(y,)),
+        "container": lambda held=[{"x": x}]: jd.remote(last(), lambda: held[0]["x"]),
+        "default": lambda: jd.rpc_sync(last(), lambda z, w=x: z * w, args=(y,)),
+        "partial": lambda: jd.rpc_sync(last(), functools.partial(apply_to, jnp.sin, x)),
+        "jitted": lambda: jd.rpc_sync(last(), jax.jit(scaled), args=(y,)),
+        "argument": lambda: jd.rpc_sync(last(), apply_to, args=(scaled, y)),
+        "method": lambda: jd.remote(last(), types.MethodType(jnp.multiply, x), args=(y,)),
+    }
+
+
+@pytest.mark.parametrize("how", list(held_in(None, None)))
+@pytest.mark.parametrize("transformed", [jax.grad, jax.jit, jax.vmap], ids=lambda one: one.__name__)
+@on_worker0
+def test_functions_that_hold_traced_arrays_are_refused(world, how, transformed):
+    """Nobody could take a derivative with respect to them: they say that they must be arguments."""
+    with jd.context(), pytest.raises(jd.EncodingError, match=r"cannot call .*pass it as an argument"):
+        transformed(lambda x: held_in(x, 3.0)[how]())(jnp.float32(2) if transformed is jax.grad else jnp.ones(3))
+    still_works()
+
+
+@needs_pickling
+@on_worker0
+def test_a_future_inside_a_result_is_refused(wire_world):
+    with pytest.raises(jd.EncodingError, match="a future cannot be sent"):
+        jd.rpc_sync(last(), future_result)
+
+
+def dtype_of(x):
+    return str(x.dtype)
+
+
+@needs_pickling
+@on_worker0
+def test_jax_doubles_on_a_worker_without_them(wire_world):
+    """NumPy's doubles travel as they are; a JAX double arrives as one or not at all."""
+    assert jd.rpc_sync(last(), dtype_of, args=(np.ones(2),)) == "float64"
+    with jax.enable_x64(True):
+        double = jnp.ones(2, jnp.float64)
+        with pytest.raises(jd.EncodingError, match=r"float64 array .* whose JAX makes it float32.*jax_enable_x64"):
+            jd.rpc_sync(last(), dtype_of, args=(double,))
+    still_works()
+
+
+def make_lambda():
+    return lambda: 1
+
+
+@needs_pickling
+@on_worker0
+def test_a_result_that_is_code_is_refused_at_once(wire_world):
+    with pytest.raises(jd.EncodingError, match=r"cannot send the result of .*make_lambda.*top level of a module"):
+        jd.rpc_sync(last(), make_lambda)
+    still_works()
+
+
+def nested(depth):
+    tree = []
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+def calls_left(depth=0):
+    """How deep this thread may still call."""
+    try:
+        return calls_left(depth + 1)
+    except RecursionError:
+        return depth
+
+
+@pytest.mark.parametrize("make", [lambda: nested(100_000), lambda: [(k for k in range(3)), nested(100_000)]])
+@on_worker0
+def test_an_argument_that_is_nested_too_deeply(world, make):
+    """Nothing that is done to explain it may spoil the thread, and what is said of it can be read."""
+    before = calls_left()
+    with pytest.raises((jd.EncodingError, RecursionError)) as caught:
+        jd.rpc_sync(last(), len, args=(make(),))
+    assert sum(len(note.splitlines()) for note in getattr(caught.value, "__notes__", [])) < 200
+    assert calls_left() == before
+    still_works()
+
+
+@needs_pickling
+@on_worker0
+def test_a_result_that_is_nested_too_deeply(wire_world):
+    with pytest.raises(jd.EncodingError, match=r"cannot send the result .* nested too deeply"):
+        jd.rpc_sync(last(), nested, args=(100_000,))
+    still_works()
+
+
+@needs_pickling
+@on_worker0
+def test_a_bad_part_of_what_contains_itself_is_named(wire_world):
+    bad = [1, {"a": (k for k in range(3))}]
+    bad.insert(0, bad)
+    with pytest.raises(jd.EncodingError, match=r"at .*\[2\]\['a'\], a generator"):
+        jd.rpc_sync(last(), len, args=(bad,))
+    still_works()

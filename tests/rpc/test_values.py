@@ -1,0 +1,181 @@
+"""What can travel: every kind of array and object, there and back, unchanged."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+
+
+def echo(*args, **kwargs):
+    return (args, kwargs) if kwargs else args[0]
+
+
+def kinds(tree):
+    return [(type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)) for leaf in jax.tree.leaves(tree)]
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert kinds(a) == kinds(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def round_trip(value):
+    return jd.rpc_sync(jd.world_size() - 1, echo, args=(value,))
+
+
+DTYPES = [
+    *("bool", "int8", "uint16", "int32", "float16", "float32", "complex64"),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
+]
+
+
+def arrays_of_all_kinds(make):
+    arrays = [make(np.arange(6).reshape(2, 3) % 2, dtype) for dtype in DTYPES]
+    arrays += [make(np.array(1), dtype) for dtype in DTYPES]
+    return [*arrays, make(np.zeros((3, 0, 2)), "float32"), make(np.arange(100_000), "int32")]
+
+
+def test_jax_arrays(world):
+    world.drive(lambda: [same(value, round_trip(value)) for value in arrays_of_all_kinds(jnp.asarray)])
+
+
+def test_numpy_arrays(world):
+    values = [*arrays_of_all_kinds(np.asarray), np.arange(3.0), np.float64(2.5), np.arange(5, dtype=np.int64)]
+    world.drive(lambda: [same(value, round_trip(value)) for value in values])
+
+
+def test_non_contiguous_arrays(world):
+    base = np.arange(400_000, dtype=np.float32).reshape(1000, 400)
+    views = [base.T, base[::3, ::-7], np.asfortranarray(base), np.broadcast_to(base[:1], (5, 400)), base[5:5]]
+    world.drive(lambda: [same(view, round_trip(view)) for view in views])
+
+
+@on_worker0
+def test_structured_and_object_arrays(world):
+    table = np.array([(1, 2.5), (3, 4.5)], dtype=[("key", "i4"), ("value", "f8")])
+    words = np.array(["a", None, {"b": 1}], dtype=object)
+    assert round_trip(table)["value"].tolist() == [2.5, 4.5]
+    assert round_trip(words).tolist() == ["a", None, {"b": 1}]
+
+
+@on_worker0
+def test_random_keys(world):
+    key = jax.random.key(7, impl="rbg")
+    assert round_trip(key).dtype == key.dtype
+    assert jax.random.uniform(round_trip(key)) == jax.random.uniform(key)
+
+
+def test_weak_types_stay_weak(world):
+    """Otherwise a remote function would compute in another dtype than the same function here."""
+    half = jnp.ones(2, jnp.bfloat16)
+    world.drive(lambda: same(half * 2.0, half * round_trip(jnp.asarray(2.0))))
+
+
+@on_worker0
+def test_received_numpy_arrays_are_writable(world):
+    for n in (3, 100_000):
+        array = round_trip(np.zeros(n))
+        array[0] = 1
+        assert array.sum() == 1
+
+
+@dataclasses.dataclass
+class Holder:
+    arrays: list
+    label: str
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+OBJECTS = [
+    *(None, True, 2**100, "text", b"bytes", 1 + 2j, {3, 4}, ..., slice(1, 2)),
+    {"nested": [1, (2.0, {"deep": "er"})], 5: "mixed keys"},
+    Point(1, {"a": 2}),
+    list(range(100_000)),
+    "long" * 100_000,
+]
+
+
+@on_worker0
+def test_python_objects(world):
+    for value in OBJECTS:
+        assert round_trip(value) == value
+
+
+@on_worker0
+def test_arrays_inside_objects_of_ones_own(world):
+    holder = Holder([jnp.arange(3), np.ones(50_000)], "mine")
+    back = round_trip(holder)
+    assert back.label == "mine"
+    same(back.arrays, holder.arrays)
+
+
+@on_worker0
+def test_the_same_array_twice_is_one_array(world):
+    array = np.ones(100_000)
+    first, second = round_trip([array, array])
+    assert first is second
+
+
+@on_worker0
+def test_args_and_kwargs(world):
+    args, kwargs = jd.rpc_sync(0, echo, args=[1, jnp.ones(2)], kwargs={"scale": np.float32(3)})
+    assert args[0] == 1
+    assert args[1].tolist() == [1, 1]
+    assert kwargs == {"scale": 3}
+
+
+@on_worker0
+def test_large_pytrees_of_unequal_leaves(world):
+    tree = {f"layer{k}": (jnp.asarray(np.ones((k, 3))), np.full(k * 1000, k)) for k in range(200)}
+    same(round_trip(tree), tree)
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 16) - 8, 1 << 16, (1 << 30) + 8])
+@on_worker0
+def test_sizes_around_every_limit(big_world, nbytes):
+    array = np.arange(nbytes // 8)
+    total = jd.rpc_sync(jd.world_size() - 1, int_sum, args=(array,))
+    assert total == int(array.sum())
+
+
+def int_sum(array):
+    return int(array.sum())
+
+
+def make_bytes(n):
+    return np.full(n, 7, np.uint8)
+
+
+def last_byte(array):
+    return len(array), int(array[-1])
+
+
+def test_more_than_two_gibibytes(mpi_job):
+    """In a job of its own: two ranks, two copies each, are all this machine's memory is asked for."""
+    mpi_job(
+        2,
+        """
+        import numpy as np
+        import jdistgrad as jd
+        from test_values import last_byte, make_bytes
+        me = jd.init()
+        if me.rank == 0:
+            n = (2 << 30) + 12345
+            assert jd.rpc_sync(1, last_byte, args=(np.full(n, 9, np.uint8),)) == (n, 9)
+            back = jd.rpc_sync(1, make_bytes, args=(n,))
+            assert back.shape == (n,) and back[-1] == 7
+            print("both ways")
+        jd.shutdown()
+        """,
+    ).expect("both ways")

@@ -1,0 +1,166 @@
+"""Opening and closing."""
+
+import operator
+import threading
+import time
+
+import jax
+import pytest
+from helpers.worlds import nap, on_worker0
+
+import jdistgrad as jd
+from jdistgrad.wire import launcher_env
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def test_nothing_works_before_init_or_after_shutdown(world):
+    def main():
+        for use in (jd.worker_info, jd.world_size, jd.shutdown, lambda: jd.RRef(1), lambda: jd.rpc_sync(0, nap)):
+            with pytest.raises(jd.NotInitializedError, match=r"init\(\) was not called, or shutdown\(\) was"):
+                use()
+
+    def program():
+        main()
+        jd.init()
+        jd.shutdown()
+        main()
+
+    world.run(program)
+
+
+def test_two_inits(world):
+    def main():
+        me = jd.init()
+        with pytest.raises(
+            jd.AlreadyInitializedError, match=rf"worker{me.rank} .* is already in a world of {world.size}"
+        ):
+            jd.init()
+        assert jd.rpc_sync(0, nap, args=(0,)) == 0
+        jd.shutdown()
+
+    world.run(main)
+
+
+def test_a_world_can_be_opened_again_and_again(world):
+    def main():
+        for k in range(5):
+            me = jd.init(name=f"round{k}-{threading.get_ident()}" if not launcher_env.launched() else None)
+            assert jd.rpc_sync((me.rank + 1) % world.size, operator.add, args=(k, 1)) == k + 1
+            assert jd.shutdown() == []
+
+    world.run(main)
+
+
+@pytest.mark.parametrize("timeout", [0, -3, "long"])
+def test_init_wants_a_real_timeout(timeout):
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        jd.init(timeout=timeout)
+
+
+def test_shutdown_names_who_has_not_called(big_world):
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.3 s for .*worker2 \(rank 2\)"):
+                jd.shutdown(timeout=0.3)
+            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3  # the world still stands
+        if me.rank == 2:
+            time.sleep(1)
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_who_gave_up_waiting_is_waited_for(big_world):
+    """A shutdown that has run out of time does not count any more."""
+
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.2 s"):
+                jd.shutdown(timeout=0.2)
+            time.sleep(0.5)
+            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3
+        elif me.rank == 2:
+            time.sleep(0.4)
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_an_impatient_shutdown_fails_calls_on_both_sides(big_world):
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            future = jd.rpc_async(1, nap, args=(0.5,))
+            jd.shutdown(graceful=False)
+            with pytest.raises(jd.WorldClosedError, match=r"nap on worker1 .* the world was shut down meanwhile"):
+                future.result(5)
+        else:
+            time.sleep(0.3)
+            with pytest.raises(jd.WorkerLostError, match=r"worker0 \(rank 0\) is lost: it left with shutdown"):
+                jd.rpc_sync(0, nap, args=(5,))
+            time.sleep(0.5)
+            jd.shutdown(graceful=False)
+
+    big_world.run(main)
+
+
+def test_the_others_end_too_when_one_leaves(big_world):
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            jd.shutdown(graceful=False)
+        else:
+            with pytest.raises(jd.WorkerLostError, match="worker1"):
+                jd.shutdown()
+
+    big_world.run(main)
+
+
+def rank_in_trace(x):
+    return x + jd.worker_info().rank
+
+
+traced_rank = jax.jit(rank_in_trace)
+
+
+@on_worker0
+def test_traces_are_not_shared_between_workers(world):
+    """A jitted function that looks at its worker while it is traced."""
+    for rank in range(jd.world_size()):
+        assert jd.rpc_sync(rank, traced_rank, args=(10,)) == 10 + rank
+
+
+def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
+    """The exception is not the world's: who has done all its work waits for the others, and serves them."""
+
+    def main():
+        try:
+            raise ImportError("a fallback is taken")
+        except ImportError:
+            me = jd.init()
+            if me.rank == jd.world_size() - 1:
+                time.sleep(0.3)
+                assert jd.rpc_sync(0, operator.add, args=(1, 2)) == 3
+            return jd.shutdown()
+
+    world.run(main)
+
+
+def test_who_shuts_down_because_of_an_exception_keeps_nobody_waiting(big_world):
+    why = r"worker0 \(rank 0\) is lost: it left with shutdown\(\) because of KeyError"
+
+    def main():
+        me = jd.init()
+        try:
+            if me.rank == 0:
+                raise KeyError("no such data")
+        except KeyError:
+            jd.shutdown()
+            return
+        with pytest.raises(jd.WorkerLostError, match=why):
+            jd.shutdown()
+
+    big_world.run(main)
