@@ -1,8 +1,8 @@
-"""Calls between two processes: against PyTorch's RPC, and against MPI itself.
+"""Benchmark of calls between two processes, against PyTorch's RPC and against MPI itself.
 
     python benchmarks/calls.py            # make bench
 
-PyTorch (2.13) is optional: without it its columns stay empty.
+PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 """
 
 import os

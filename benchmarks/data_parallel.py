@@ -1,9 +1,9 @@
-"""Data parallelism on two ranks with one thread each: against PyTorch's DDP over gloo, and against MPI alone.
+"""Benchmark of data parallelism on two ranks with one thread each, against PyTorch's DDP over gloo and MPI alone.
 
     python benchmarks/data_parallel.py            # make bench
 
-PyTorch (2.13) is optional: without it its columns stay empty. A step is a value and its averaged gradients; the
-undistributed step beside it is the same without averaging, measured in the same process, in turn.
+PyTorch (2.13) is optional: without PyTorch, its columns stay empty. A step computes a value and its averaged gradients.
+The local step is the same without averaging, measured in the same process, in turn.
 """
 
 import statistics
@@ -48,13 +48,13 @@ def table(found):
 
 
 def planning():
-    """Seconds for a plan of 100,000 leaves."""
+    """Return the seconds that a plan of 100,000 leaves takes."""
     leaves = [jax.ShapeDtypeStruct((20, 5 + k % 7), "float32" if k % 3 else "float64") for k in range(100_000)]
     return median(lambda: plan_buckets(leaves, limits_of(None), order=range(99_999, -1, -1)), 5)
 
 
 def curves():
-    """How far the losses of all ways to train are apart."""
+    """Print the largest relative difference between the losses of all ways to train."""
     jobs = [run_job(str(JOBS / "data_parallel_curves.py"), n=n) for n in (1, 2, 3, 4)]
     losses = np.array([job["losses"] for job in jobs] + [jobs[0]["local"], jobs[0]["mesh"]])
     apart = np.max(np.ptp(losses, axis=0) / losses.min(axis=0))

@@ -1,8 +1,8 @@
-"""Gradients across calls: jdistgrad's staged step against PyTorch's distributed autograd.
+"""Benchmark of gradients across calls: jdistgrad's staged step against PyTorch's distributed autograd.
 
     python benchmarks/gradients.py            # make bench
 
-PyTorch (2.13) is optional: without it its columns stay empty.
+PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 """
 
 import statistics

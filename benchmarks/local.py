@@ -1,4 +1,4 @@
-"""Calls in a local world: how long they take, and that nothing is copied.
+"""Benchmark of calls in a local world: their time, and a check that nothing is copied.
 
 python benchmarks/local.py            # make bench
 """

@@ -1,8 +1,8 @@
-"""Measuring: medians inside a job; jobs that take turns; rows of a table.
+"""Tools of the benchmarks: medians inside a job, jobs that take turns, rows of a table.
 
-Two libraries are never measured in one process: PyTorch's transport spins on a core of its own all the time, and
-whatever runs beside it pays. So each has a job to itself, the jobs take turns, and a ratio is the median of the ratios
-of neighbours: a machine that drifts does so for both.
+Two libraries are never measured in one process: PyTorch's transport spins on a core of its own all the time, and slows
+everything that runs beside it. So each library has jobs of its own, the jobs take turns, and a ratio is the median over
+the ratios of neighboring jobs: if the machine's speed drifts, it drifts for both.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> float:
-    """The median time of a call."""
+    """Return the median time of a call."""
     for _ in range(min(warm_up, calls)):
         function()
     return statistics.median(seconds(function) for _ in range(calls))
@@ -42,11 +42,11 @@ def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> flo
 def in_turn(
     functions: Sequence[Callable[[], object]], calls: int, together: Callable[[], object], warm_up: int = 3
 ) -> list[float]:
-    """The median time of each, called one after the other: what disturbs one disturbs all.
+    """Return the median time of each function. The functions are called in turn, so a disturbance affects all of them.
 
     Arguments:
-      together: returns when all ranks have called it. Else a call would pay for what held up the one before it on
-        another rank, if that one waits for nobody.
+      together: returns when all ranks have called it. Without it a call would also measure how late
+        another rank is, where the call before it waits for no other rank.
     """
     for _ in range(warm_up):
         for function in functions:
@@ -61,7 +61,7 @@ def in_turn(
 
 
 def pipelined(start: Callable[[], object], finish: Callable[[object], object], calls: int) -> float:
-    """Calls per second, with IN_FLIGHT of them under way."""
+    """Return the calls per second, with IN_FLIGHT calls under way."""
 
     def run() -> None:
         waiting: collections.deque = collections.deque()
@@ -77,12 +77,12 @@ def pipelined(start: Callable[[], object], finish: Callable[[object], object], c
 
 
 def report(**figures: Any) -> None:
-    """What a job has measured, for the program that started it."""
+    """Print a job's measurements for the program that started the job."""
     print(MARK + json.dumps(figures), flush=True)
 
 
 def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[str, Any]:
-    """Run a script on ``n`` ranks; what it reported. ``flags``: mpirun's, in place of our launcher's."""
+    """Run a script on ``n`` ranks and return what it reported. ``flags`` replace our launcher's flags for mpirun."""
     command = launch.command(n, [script])
     if flags is not None:
         command = [command[0], *flags, "-n", str(n), sys.executable, script]
@@ -100,7 +100,7 @@ def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[
 def take_turns(
     topic: str, names: Sequence[str], rounds: int, flags: list[str] | None = None
 ) -> dict[str, dict[str, list[float]]]:
-    """Run each job of a topic in turn, again and again; each figure of each job, round by round."""
+    """Run the jobs of a topic in turn, ``rounds`` times. Return each figure of each job, one value per round."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for k in range(rounds):
         os.environ["JDISTGRAD_BENCH"] = "--long" if k == 0 and flags is None else ""
@@ -111,7 +111,7 @@ def take_turns(
 
 
 def ratio(ours: list[float], others: list[float]) -> float:
-    """The median of the ratios of neighbours."""
+    """Return the median of the ratios of neighboring jobs."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
@@ -128,7 +128,7 @@ def per_second(values: Sequence[float]) -> str:
 
 
 class Row(NamedTuple):
-    """A line of a table, all of it as it is printed."""
+    """Line of a table, as it is printed."""
 
     what: str
     ours: str
@@ -156,7 +156,7 @@ def title(text: str) -> None:
 
 
 def options(text: str | None) -> argparse.Namespace:
-    """The options that all benchmarks have: ``rounds``, and ``torch``: whether to measure PyTorch too."""
+    """Return the options that all benchmarks have: ``rounds``, and ``torch`` (whether to measure PyTorch too)."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default 5)")
     parser.add_argument("--ours-only", action="store_true", help="leave PyTorch out")

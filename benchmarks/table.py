@@ -1,9 +1,9 @@
-"""All benchmarks in one run: the whole table, as text and as a picture.
+"""All benchmarks in one run, with the whole table as text and as a picture.
 
     python benchmarks/table.py            # make bench
 
-Leaves build/benchmarks/table.txt, and build/benchmarks/table.svg: of each comparison with PyTorch, our time as a share
-of its time, and the target.
+This writes build/benchmarks/table.txt, and build/benchmarks/table.svg, which shows for each comparison with PyTorch our
+time as a share of PyTorch's time, and the target.
 """
 
 import datetime
@@ -23,7 +23,7 @@ WIDTH = "{:<54} {:>12} {:>22} {:>7}   {}"
 
 
 def shares(rows: list[Row]) -> list[tuple[str, float, float | None]]:
-    """Of each comparison with PyTorch: what, our time as a share of its time, the target."""
+    """Return for each comparison with PyTorch its name, our time as a share of PyTorch's, and the target."""
     found = []
     for row in rows:
         if row.other.startswith("torch ") and row.compared:

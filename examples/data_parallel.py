@@ -1,11 +1,13 @@
-"""A flax model learns to read digits, each rank from its part of every batch: the losses are those of one process.
+"""Data-parallel training: a flax model learns to read digits, each rank from its part of every batch.
+
+The losses equal those of one process.
 
     jdistgrad run -n 3 examples/data_parallel.py
     python examples/data_parallel.py                       # the same as threads of one process
 
-On the devices of a mesh: data_parallel_mesh.py.
+data_parallel_mesh.py does the same on the devices of a mesh.
 
-Needs scikit-learn, for its images.
+The images are scikit-learn's; without scikit-learn, ten noisy patterns take their place.
 """
 
 import functools
@@ -24,7 +26,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 @functools.cache
 def digits():
-    """Scikit-learn's images of 8 x 8 pixels and which digit each is; without it, ten noisy patterns."""
+    """Return scikit-learn's images of 8 x 8 pixels and their digits; without scikit-learn, ten noisy patterns."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -38,7 +40,7 @@ def digits():
 
 
 def batch(step, rank=0, size=1):
-    """A rank's part of a step's batch."""
+    """Return a rank's part of a step's batch."""
     images, labels = digits()
     rows = np.random.default_rng(step).integers(len(labels), size=BATCH)[rank::size]
     return images[rows], labels[rows]
@@ -62,7 +64,7 @@ def update(params, state, gradients):
 
 
 def fit(step, params):
-    """The loss of each step, and the parameters after the last. ``step`` gives a value and gradients."""
+    """Return the loss of each step, and the final parameters. ``step`` returns a value and gradients."""
     state, losses = OPTIMIZER.init(params), []
     for number in range(STEPS):
         loss, gradients = step(number, params)

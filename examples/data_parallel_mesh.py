@@ -1,4 +1,4 @@
-"""The program of data_parallel.py along an axis of a mesh: here eight simulated devices, on a TPU its own.
+"""The program of data_parallel.py along an axis of a mesh: eight simulated CPU devices, or those of a TPU.
 
 python examples/data_parallel_mesh.py
 jdistgrad run -n 2 examples/data_parallel_mesh.py      # a mesh over the devices of several processes
@@ -34,7 +34,7 @@ def train():
 
 
 def divide_devices_among_processes():
-    """What CPUs need to make one mesh; accelerators need the last line only."""
+    """Let the CPU devices of all processes form one mesh. Accelerators need the last line only."""
     from mpi4py import MPI
 
     jax.config.update("jax_num_cpu_devices", RANKS // MPI.COMM_WORLD.size)

@@ -12,7 +12,7 @@ import jdistgrad as jd
 
 @jax.jit
 def my_add(t1, t2):
-    """Runs on the other worker. t1 and t2 arrive as values, their gradients go back to where they live."""
+    """Add on the other worker. t1 and t2 arrive as values; their gradients go back to their owner."""
     return t1 + t2
 
 
@@ -27,7 +27,7 @@ def serial_gradients(t1, t2, t4):
 
 
 def differentiate(to):
-    """The gradients of t1 and t2: what the context holds, and what JAX finds without any other worker."""
+    """Return the gradients of t1 and t2 twice: from the context, and from JAX in one process."""
     t1, t2, t4 = (jax.random.uniform(jax.random.key(seed), (3, 3)) for seed in range(3))
     refs = jd.RRef(t1), jd.RRef(t2)
     with jd.context() as ctx:

@@ -1,6 +1,6 @@
 """The second example of PyTorch's distributed autograd note: parameters, gradients and optimizer on another worker.
 
-Every worker trains two matrices that live on the next one.
+Every worker trains two matrices that live on the next worker.
 
     jdistgrad run -n 2 examples/end_to_end.py
     python examples/end_to_end.py                          # the same as threads of one process
@@ -24,7 +24,7 @@ def loss_fn(rref1, rref2):
 
 
 def train(to, seeds):
-    """The loss before each step, and both matrices after the last."""
+    """Return the loss before each step, and both matrices after the last step."""
     rref1, rref2 = (jd.remote(to, random_tensor, args=(seed,)) for seed in seeds)
     optimizer = jd.DistributedOptimizer(optax.sgd(RATE), [rref1, rref2])
     losses = []

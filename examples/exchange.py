@@ -1,7 +1,8 @@
-"""Workers that exchange arrays and references.
+"""Power iteration on a matrix whose blocks live on different workers: calls with arrays and references.
 
 Every worker keeps a block of a tall matrix. Worker 0 finds the largest singular value by power iteration: in each
-round it sends a vector to all blocks at once, and gets back what each block makes of it. The blocks never travel.
+round it sends a vector to the owners of all blocks at once, and gets back each block's product. The blocks never travel
+before the check at the end.
 
     jdistgrad run -n 3 examples/exchange.py
 """
@@ -16,13 +17,13 @@ ROWS, COLUMNS, ROUNDS = 500, 300, 200
 
 
 def make_block(seed):
-    """A block of the matrix; it stays on the worker that makes it. The blocks differ in height."""
+    """Make a block of the matrix, which stays on the worker that makes it. The blocks differ in height."""
     return jax.random.normal(jax.random.key(seed), (ROWS + 100 * seed, COLUMNS))
 
 
 @jax.jit
 def block_product(block, v):
-    """This block's part of A' A v."""
+    """Return this block's part of A' A v."""
     return block.T @ (block @ v)
 
 

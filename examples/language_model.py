@@ -1,6 +1,7 @@
-"""A language model split over workers learns a little grammar: embedding and decoder are remote, the rest is here.
+"""A language model split over workers: embedding and decoder are remote, the recurrent part is on worker 0.
 
-Only words, word vectors and their cotangents travel. Parameters, gradients and optimizer states stay with their parts.
+It learns a small grammar. Only words, word vectors and cotangents travel. Parameters, gradients and optimizer states
+stay on the workers of their parts.
 
     jdistgrad run -n 3 examples/language_model.py
     python examples/language_model.py                      # the same as threads of one process
@@ -21,7 +22,7 @@ WORDS = sorted({word for pair in SUBJECTS.items() for text in pair for word in t
 
 
 def sentences(seed):
-    """A batch of texts: subjects drawn by chance, the rest of each sentence follows from its subject."""
+    """Return a batch of texts. Subjects are drawn at random; the rest of each sentence follows from its subject."""
     random, subjects = np.random.default_rng(seed), list(SUBJECTS)
     rows = []
     for _ in range(BATCH):
@@ -34,7 +35,7 @@ def sentences(seed):
 
 
 class Decoder(nn.Module):
-    """From states to the next words' logits."""
+    """Decoder from states to the next words' logits."""
 
     @nn.compact
     def __call__(self, states):
@@ -42,7 +43,7 @@ class Decoder(nn.Module):
 
 
 def parts():
-    """Each part's module, and what it is initialized with."""
+    """Return each part's module, and an example input to initialize it with."""
     words, vectors = jnp.zeros((1, LENGTH), int), jnp.zeros((1, LENGTH, WIDTH))
     return [
         (nn.Embed(len(WORDS), WIDTH), words),
@@ -52,13 +53,13 @@ def parts():
 
 
 def loss_fn(embed, recur, decode, text):
-    """The mean cross entropy of each next word. The three parts are functions, wherever they run."""
+    """Return the mean cross entropy of each next word. The three parts are functions, wherever they run."""
     logits = decode(recur(embed(text[:, :-1])))
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
 
 def make_model():
-    """The embedding on worker 1, the decoder on the last worker, the recurrent part here."""
+    """Make the embedding on worker 1, the decoder on the last worker, and the recurrent part here."""
     places = [1 % jd.world_size(), 0, jd.world_size() - 1]
     return [
         jd.RemoteModule(place, module, (example,), rng=seed)

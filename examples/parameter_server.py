@@ -1,8 +1,8 @@
-"""A parameter server and several trainers learn to read scikit-learn's digits.
+"""A parameter server and several trainers that learn to read scikit-learn's digits.
 
-Worker 0 holds the parameters and the optimizer's state. Every other worker has a share of the images of its own; in
-each step it fetches the parameters, and its gradient goes back to them. Nobody waits for anybody: a step is applied
-when it comes. One worker alone is server and trainer.
+Worker 0 holds the parameters and the optimizer's state. Every other worker is a trainer with its own share of the
+images; in each step it fetches the parameters, and sends its gradient to worker 0. Trainers do not wait for each other:
+worker 0 applies a step when it arrives. In a world of one, worker 0 is server and trainer.
 
     jdistgrad run -n 4 examples/parameter_server.py
     python examples/parameter_server.py                    # the same as threads of one process
@@ -23,7 +23,7 @@ STEPS, BATCH, RATE = 150, 64, 5e-3  # steps of each trainer
 
 
 def digits():
-    """Images as rows, labels; the last 300 are for testing."""
+    """Return images as rows, and labels. The last 300 images are for testing."""
     found = load_digits()
     return jnp.asarray(found.data / 16, jnp.float32), jnp.asarray(found.target)
 
@@ -48,12 +48,12 @@ def loss_of(params, images, labels):
 
 
 def loss_at(params, images, labels):
-    """The same for a reference: its gradient goes to where the parameters are."""
+    """Return the loss for a reference to parameters; the gradient goes to their owner."""
     return loss_of(params.to_here(), images, labels)
 
 
 def batches(share, shares):
-    """What one trainer sees: batches of its own images, in an order of its own."""
+    """Yield one trainer's batches: random choices of its own images."""
     images, labels = digits()
     mine = np.arange(share, len(images) - 300, shares)
     random = np.random.default_rng(share)
@@ -63,7 +63,7 @@ def batches(share, shares):
 
 
 class Board:
-    """Lives on the server and shows how far the trainers are."""
+    """Progress display and list of losses, on the server."""
 
     def __init__(self, trainers):
         self.losses, self._progress = [], Progress()
@@ -79,7 +79,7 @@ class Board:
 
 
 def train(params, optimizer, board, share, shares):
-    """What a trainer does; ``params`` and ``board`` are references to what the server holds."""
+    """Train on one share of the images. ``params`` and ``board`` are references to objects on the server."""
     for images, labels in batches(share, shares):
         with jd.context() as ctx:
             loss, _ = jd.value_and_grad(loss_at)(params, images, labels)
@@ -88,7 +88,7 @@ def train(params, optimizer, board, share, shares):
 
 
 def serve():
-    """Start the trainers and wait for them: the losses as they came, and the share of test images read correctly."""
+    """Start the trainers and wait for them. Return the losses in order of arrival, and the accuracy on test images."""
     trainers = list(range(1, jd.world_size())) or [0]
     params, board = jd.RRef(init_params(0)), jd.RRef(Board(len(trainers)))
     optimizer = jd.DistributedOptimizer(optax.adam(RATE), [params])

@@ -1,8 +1,8 @@
-"""Reinforcement learning: several observers play, one learner improves the policy that all of them use.
+"""Reinforcement learning: several observers play, and one learner improves the policy that all of them use.
 
 Worker 0 is the learner. In each round every other worker plays some episodes of cart and pole with the current policy.
-The loss (REINFORCE, against the mean return as baseline) is a call to each observer, so the policy's gradient is JAX's:
-observations and rewards never travel. One worker alone is learner and observer.
+The loss (REINFORCE, with the mean return as baseline) calls every observer, so JAX computes the policy's gradient
+through the calls; observations and rewards never travel. In a world of one, worker 0 is learner and observer.
 
     jdistgrad run -n 3 examples/reinforcement.py
     python examples/reinforcement.py                       # the same as threads of one process
@@ -25,12 +25,12 @@ def init_policy(seed):
 
 
 def push_right(policy, state):
-    """The logit of the probability to push the cart to the right."""
+    """Return the logit of the probability to push the cart to the right."""
     return jnp.tanh(state @ policy["hidden"]) @ policy["output"]
 
 
 def move(state, force):
-    """The classical cart and pole, 0.02 s on; and whether the pole still stands."""
+    """Return the state of the classical cart and pole 0.02 s later, and whether the pole still stands."""
     x, speed, angle, spin = state
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     push = (force + 0.05 * spin**2 * sine) / 1.1
@@ -41,7 +41,7 @@ def move(state, force):
 
 
 def play(policy, key):
-    """One episode: the log probabilities of what was done, and until when the pole stood."""
+    """Play one episode. Return for each move its log probability, and whether the pole still stood."""
     begin, choose = jax.random.split(key)
 
     def step(carry, chance):
@@ -57,7 +57,7 @@ def play(policy, key):
 
 @jax.jit
 def observe(policy, keys):
-    """What an observer makes of some episodes: a loss whose gradient is the policy's, and their mean length."""
+    """Play episodes. Return a loss whose gradient is the policy gradient, and the episodes' mean length."""
     chances, alive = jax.vmap(play, (None, 0))(policy, keys)
     to_come = jnp.cumsum(alive[:, ::-1], axis=1)[:, ::-1]
     advantage = (to_come - to_come.mean(0)) / LONGEST
@@ -65,7 +65,7 @@ def observe(policy, keys):
 
 
 def loss_fn(policy, keys, observers):
-    """All observers play at once, each with keys of its own."""
+    """Let all observers play at once, each with keys of its own. Return the mean loss and the mean length."""
     played = [jd.rpc_async(one, observe, args=(policy, part)) for one, part in zip(observers, keys, strict=True)]
     losses, lengths = zip(*(one.result() for one in played), strict=True)
     return sum(losses) / len(losses), sum(lengths) / len(lengths)
@@ -76,7 +76,7 @@ def keys_of(number, observers):
 
 
 def learn(step, observers):
-    """The mean length of the episodes of each round; ``step`` gives it with the loss and its gradient."""
+    """Return the mean length of each round's episodes. ``step`` returns it with the loss, and the loss's gradient."""
     policy, tx, lengths = init_policy(0), optax.adam(RATE), []
     state = tx.init(policy)
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[length]}")) as progress:

@@ -1,8 +1,8 @@
 """Remote calls and data parallelism in one step: an embedding on a parameter server, the rest replicated.
 
-The last worker owns the embedding. Every other one is a trainer with a replica of the dense part and sentences of its
-own. In each step a trainer's context gathers both gradients: the embedding's stays on the server, the dense one is
-averaged over the trainers. Then one optimizer step each, wherever the parameters are.
+The last worker owns the embedding. Every other worker is a trainer with a replica of the dense part and sentences of
+its own. In each step a trainer's context gathers both gradients: the embedding's stays on the server, and the dense
+part's is averaged over the trainers. Then one optimizer updates the embedding and another the replica, where they live.
 
     jdistgrad run -n 3 examples/remote_embedding.py
     python examples/remote_embedding.py                    # the same as threads of one process
@@ -27,14 +27,14 @@ def make_dense():
 
 
 def sentences(trainer):
-    """Words, and whether the even ones outnumber the odd."""
+    """Return sentences of word numbers, and whether even numbers outnumber odd ones in each."""
     words = np.random.default_rng([1, trainer]).integers(WORDS, size=(SENTENCES, LENGTH))
     return jnp.asarray(words), jnp.asarray((words % 2 == 0).mean(axis=1) > 0.5, jnp.float32)
 
 
 @jax.jit
 def lookup(table, words):
-    """Runs on the server: the rows travel, and only their gradients come back."""
+    """Return the mean embedding of each sentence. This runs on the server, so the table does not travel."""
     return jnp.take(table, words, axis=0).mean(axis=1)
 
 
@@ -48,7 +48,7 @@ def loss_fn(table, dense, words, labels):
 
 
 def train(table, trainers):
-    """One trainer's part; every trainer runs it. The mean of all trainers' losses before each step."""
+    """Train as one of the trainers. Return the mean of all trainers' losses before each step, and the dense part."""
     together = jd.collectives.of_this_world(trainers)
     dp, dense = jd.DataParallel(together), jd.RRef(make_dense())
     server = jd.DistributedOptimizer(optax.sgd(RATE / together.size), [table])  # each trainer's share of the step
@@ -57,16 +57,16 @@ def train(table, trainers):
     for _ in range(STEPS):
         with jd.context() as ctx:
             loss, _ = jd.backward(ctx, loss_fn, table, dense, *sentences(together.rank))
-            dp.average_in(ctx, [dense])  # all have read the table now
+            dp.average_in(ctx, [dense])  # by now all trainers have read the table
             server.step(ctx)
             replica.step(ctx)
-        losses.append(float(together.allreduce(loss)) / together.size)  # all have changed it now
+        losses.append(float(together.allreduce(loss)) / together.size)  # by now all trainers have changed the table
     dp.verify(dense.local_value())
     return losses, dense.local_value()
 
 
 def train_serially(trainers):
-    """The same, in one process, on everybody's sentences."""
+    """Train in one process, on the sentences of all trainers."""
 
     @jax.jit
     def step(params, batches):
@@ -84,7 +84,7 @@ def train_serially(trainers):
 
 
 def learn():
-    """Worker 0 makes the table on the server and lets the trainers run."""
+    """Make the table on the server and let the trainers run; worker 0 calls this."""
     trainers = list(range(max(1, jd.world_size() - 1)))
     table = jd.remote(jd.world_size() - 1, make_table)
     running = [jd.rpc_async(to, train, args=(jd.by_reference(table), trainers), timeout=120) for to in trainers]

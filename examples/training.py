@@ -1,7 +1,7 @@
-"""A flax model whose encoders live on other workers learns to read digits: what `make demo` runs.
+"""A flax model whose encoders live on other workers learns to read digits; `make demo` runs this program.
 
 Worker 0 has the images and the head; each other worker has an encoder of its own, whose parameters, gradients and
-optimizer state never leave it. One worker alone does all of it.
+optimizer state never leave that worker. In a world of one, worker 0 has everything.
 
     jdistgrad run -n 3 examples/training.py
     python examples/training.py                            # the same as threads of one process
@@ -30,7 +30,7 @@ GLYPHS = (
 
 
 def draw(seed, count):
-    """Images of digits somewhere in a noisy square, and which they are."""
+    """Return images of digits at random places in a noisy square, and the digits."""
     random = np.random.default_rng(seed)
     pixels = np.array([[letter == "#" for letter in row.replace(" ", "")] for row in GLYPHS]).reshape(5, 10, 3)
     images, labels = random.normal(0, 0.1, (count, SIDE, SIDE)), random.integers(10, size=count)
@@ -41,7 +41,7 @@ def draw(seed, count):
 
 
 class Encoder(nn.Module):
-    """From images to features."""
+    """Encoder from images to features."""
 
     @nn.compact
     def __call__(self, images):
@@ -58,14 +58,14 @@ def loss_fn(encoders, head, images, labels):
 
 
 def make_model():
-    """An encoder on each other worker, and the head here."""
+    """Make an encoder on each other worker, and the head here."""
     places = range(1, jd.world_size()) if jd.world_size() > 1 else [0]
     encoders = [jd.RemoteModule(rank, Encoder(), draw(0, 1)[:1], rng=rank) for rank in places]
     return encoders, jd.RemoteModule(0, nn.Dense(10), (jnp.zeros((1, WIDTH * len(encoders))),))
 
 
 def train(encoders, head):
-    """The loss of each step."""
+    """Train the model. Return the loss of each step."""
     optimizer = jd.DistributedOptimizer(optax.adam(1e-2), [part.parameters for part in [*encoders, head]])
     step = jd.jit(jd.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
     losses = []

@@ -1,6 +1,7 @@
-"""Ranks with different numbers of batches train together: who has run out goes along until all have.
+"""Data-parallel training of ranks with different numbers of batches, by ``join``.
 
-Rank r has 10 + 5 r batches. A step's gradient is the average over the ranks that still have one.
+Rank r has 10 + 5 r batches. A rank that has run out takes part with zeros until all ranks have run out. A step's
+gradient is the average over the ranks that still have a batch.
 
     jdistgrad run -n 3 examples/uneven_inputs.py
     python examples/uneven_inputs.py                       # the same as threads of one process
@@ -17,7 +18,7 @@ TRUTH = np.arange(FEATURES) - 2.0
 
 
 def batches(rank):
-    """What one rank has to learn from."""
+    """Yield one rank's batches."""
     random = np.random.default_rng(rank)
     for _ in range(10 + 5 * rank):
         x = random.normal(size=(ROWS, FEATURES)).astype("float32")
@@ -29,14 +30,14 @@ def loss_fn(weights, x, y):
 
 
 def train():
-    """The weights after everybody's last step, the same on every rank."""
+    """Return the weights after the last step of all ranks, the same on every rank."""
     dp = jd.DataParallel()
     step, weights = dp.value_and_grad(loss_fn), jnp.zeros(FEATURES)
     with dp.join(divide_by_initial_world_size=False) as join:
         for x, y in batches(dp.collectives.rank):
             _, gradient = step(weights, x, y)
             weights = weights - RATE * gradient
-        weights = join.finish(weights)  # until all have: then the last one's weights are everybody's
+        weights = join.finish(weights)  # waits until all ranks have run out; returns the last rank's weights
     dp.verify(weights)
     return weights
 

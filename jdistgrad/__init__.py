@@ -11,7 +11,7 @@ from jdistgrad.wire.launcher_env import launched as _launched
 if TYPE_CHECKING:
     from jdistgrad.exports import *  # noqa: F403
 
-if _launched() or "jax" in sys.modules:  # before a program makes arrays: then it is too late
+if _launched() or "jax" in sys.modules:  # must be set before the program's first array
     from jdistgrad.ffi import dispatch as _dispatch
 
     _dispatch.run_programs_where_they_are_called()
@@ -20,7 +20,10 @@ if _launched() or "jax" in sys.modules:  # before a program makes arrays: then i
 
 
 def __getattr__(name: str) -> Any:
-    """Load JAX with the first name that is used: pytest imports our plugin in every run, ``jdistgrad run`` none."""
+    """Import a public name, and JAX with it, on first use.
+
+    Neither ``jdistgrad run`` nor pytest, which imports our plugin in every run, needs JAX.
+    """
     if not name.startswith("__"):
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""Settings that are not worth an argument: read once from the environment, each with its default."""
+"""Settings with defaults, read once from environment variables."""
 
 import dataclasses
 import os
@@ -6,10 +6,12 @@ import os
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """Arguments:
-    heartbeat_seconds: how often a silent worker that somebody waits for is asked for a sign of life.
-    silence_seconds: after how long a silence it is given up.
-    same_script: whether all processes must have been started with the same script.
+    """Settings of this process.
+
+    Arguments:
+      heartbeat_seconds: how often a silent worker that another waits for is asked for a sign of life.
+      silence_seconds: how long a worker may be silent before it is given up.
+      same_script: whether all processes must have been started with the same script.
     """
 
     heartbeat_seconds: float = 5.0

@@ -1,7 +1,7 @@
-"""Every exception the package raises.
+"""The exceptions of this package.
 
-Each message says what was attempted, where, what was expected and what was found, and how to mend it. The facts
-stand as attributes too (``worker``, ``call``, ``seconds`` ...), and they survive pickling.
+Each message says what was attempted and where, what was expected and what was found, and what to do about it. The
+facts are attributes too (``worker``, ``call``, ``seconds`` ...), which survive pickling.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ class DistgradError(Exception):
 
 
 class NotInitializedError(DistgradError, RuntimeError):
-    """Something needed a world, and this thread has none (before ``init`` or after ``shutdown``)."""
+    """An operation needed a world, and this thread has none (before ``init`` or after ``shutdown``)."""
 
 
 class AlreadyInitializedError(DistgradError, RuntimeError):
@@ -24,11 +24,11 @@ class AlreadyInitializedError(DistgradError, RuntimeError):
 
 
 class WorldError(DistgradError, RuntimeError):
-    """The workers could not form a world: one is missing, or they disagree."""
+    """The workers could not form a world: a worker is missing, or the workers disagree."""
 
 
 class DuplicateNameError(WorldError, ValueError):
-    """Two workers asked for the same name."""
+    """Two workers requested the same name."""
 
 
 class UnknownWorkerError(DistgradError, LookupError):
@@ -36,17 +36,17 @@ class UnknownWorkerError(DistgradError, LookupError):
 
 
 class FunctionError(DistgradError, TypeError):
-    """A function cannot be called remotely: the other side could not find it."""
+    """A function cannot be called remotely: the other worker could not find it."""
 
 
 class EncodingError(DistgradError, TypeError):
-    """A value cannot be sent to another worker, or could not be rebuilt there."""
+    """A value cannot be sent to another worker, or cannot be rebuilt there."""
 
 
 class WireError(DistgradError, RuntimeError):
-    """Bytes arrived that are not a message of this package, or not the whole of one.
+    """Bytes arrived that are not a complete message of this package.
 
-    ``kind`` and ``id`` say which message, where that much could be read.
+    ``kind`` and ``id`` identify the message where they could be read.
     """
 
     kind: Any = None
@@ -54,7 +54,7 @@ class WireError(DistgradError, RuntimeError):
 
 
 class CallTimeoutError(DistgradError, TimeoutError):
-    """A call, or the wait for one, took longer than it was given."""
+    """A call, or the wait for its result, exceeded its timeout."""
 
 
 class RemoteError(DistgradError, RuntimeError):
@@ -66,11 +66,11 @@ class WorkerLostError(DistgradError, ConnectionError):
 
 
 class WorldClosedError(DistgradError, RuntimeError):
-    """The world was shut down under a call that was still in flight."""
+    """The world was shut down while a call was still in flight."""
 
 
 class NotOwnerError(DistgradError, RuntimeError):
-    """``local_value`` was asked of a worker that does not own the reference."""
+    """``local_value`` was called on a worker that does not own the reference."""
 
 
 class StaleReferenceError(DistgradError, RuntimeError):
@@ -78,11 +78,11 @@ class StaleReferenceError(DistgradError, RuntimeError):
 
 
 class ContextError(DistgradError, RuntimeError):
-    """A context was used after it closed, where it is not known, or inside another one; or one is missing."""
+    """A context was used after it closed, where it is unknown, or inside another context; or no context is open."""
 
 
 class DifferentiationError(DistgradError, TypeError):
-    """What was asked of a derivative across workers cannot be had: forward mode, a root that is no scalar ..."""
+    """A derivative across workers cannot be computed as requested: forward mode, a root that is not a scalar ..."""
 
 
 class LauncherError(DistgradError, RuntimeError):
@@ -98,22 +98,22 @@ class CollectiveError(DistgradError, RuntimeError):
 
 
 class MissingRanksError(CollectiveError, TimeoutError):
-    """Some ranks did not come to a step that others have taken; ``missing`` names them."""
+    """Some ranks did not come to a step where others waited for them; ``missing`` lists the absent ranks."""
 
     missing: list[int]
 
 
 class DisagreementError(CollectiveError, ValueError):
-    """The ranks do not do the same: other leaves, other settings, another step. Nothing was reduced."""
+    """The ranks differ in their leaves, their settings or their step. Nothing was reduced."""
 
 
 class LeafError(DistgradError, TypeError):
-    """A leaf of a tree is of a kind that cannot be averaged, or was given twice; ``path`` names it."""
+    """A leaf of a tree cannot be averaged, or was given twice or never; ``path`` names the leaf."""
 
 
 class HookError(DistgradError, TypeError):
-    """A communication hook returned something that is not its bucket, reduced."""
+    """A communication hook is invalid, cannot be used here, or did not return its reduced bucket."""
 
 
 class NonFiniteError(DistgradError, ArithmeticError):
-    """A gradient held NaN or infinity when asked to check; ``rank`` and ``path`` say where."""
+    """A gradient held NaN or infinity, and ``check_finite`` is set; ``rank`` and ``path`` say where."""

@@ -1,6 +1,6 @@
-"""What happens, told to whoever records it: calls, what serving them takes, compiled pieces, buckets.
+"""Timeline events of all layers: calls, their serving, pullbacks, compiled pieces, buckets.
 
-Every layer may tell. Where nobody records, that costs one comparison: ``if events.sink is not None: events.tell(...)``.
+Without a recorder an event costs one comparison: ``if events.sink is not None: events.tell(...)``.
 """
 
 import time
@@ -11,9 +11,9 @@ CALL, SERVE, PULLBACK, PIECE, BUCKET = "call", "serve", "pullback", "piece", "bu
 
 
 class Event(NamedTuple):
-    """Something that took time on a worker, from ``start`` to ``end`` by ``time.monotonic``.
+    """A period of work on a worker, from ``start`` to ``end`` by ``time.monotonic``.
 
-    ``arrays``: it really ends when these are ready.
+    ``arrays``: the arrays that the work computes asynchronously; its real end is when they are ready.
     """
 
     kind: str
@@ -30,11 +30,11 @@ sink: Callable[[Event], None] | None = None
 
 
 def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:
-    """Tell of something that ends now."""
+    """Report an event that ends now."""
     pass_on(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
 
 
 def pass_on(event: Event) -> None:
-    listener = sink  # it may go away meanwhile
+    listener = sink  # another thread may set it to None after the check
     if listener is not None:
         listener(event)

@@ -1,4 +1,4 @@
-"""What ``import jdistgrad as jd`` offers: the table of contents."""
+"""The public names of ``import jdistgrad as jd``."""
 
 from jdistgrad.autograd import traced_calls as _traced_calls
 from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients

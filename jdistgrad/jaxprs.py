@@ -1,4 +1,4 @@
-"""Running the equations of a jaxpr one by one, as part of what is traced or at once."""
+"""Evaluation of a jaxpr equation by equation, eagerly or inside another trace."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ _CALLS = ("jit", "pjit")
 
 
 def read(values: dict[Any, Any], atom: Any) -> Any:
-    """The value of a variable, or of a literal."""
+    """Return the value of a variable or a literal."""
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of one equation, in the surroundings in which it was traced.
+    """Return the outputs of one equation, evaluated in the context in which it was traced.
 
-    These are what JAX's context managers set: where to compute, metadata for XLA, the kind of random bits.
+    JAX's context managers set that context: where to compute, metadata for XLA, the kind of random bits.
     """
     primitive = equation.primitive
     with equation.ctx.manager:
@@ -25,12 +25,12 @@ def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def surroundings(equation: Any) -> str:
-    """What ``bind`` enters, comparable."""
+    """Return the context that ``bind`` enters for an equation, in a comparable form."""
     return repr(equation.ctx)
 
 
 def run(equations: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Run equations on the values there are, and those of the jitted functions among them; add what they make."""
+    """Run equations on known values, jitted functions inlined, and add the outputs to ``values``."""
     for equation in equations:
         inputs = [read(values, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
@@ -42,7 +42,7 @@ def run(equations: Sequence[Any], values: dict[Any, Any]) -> None:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The outputs of a jaxpr."""
+    """Return the outputs of a jaxpr."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values)
     return [read(values, atom) for atom in jaxpr.outvars]

@@ -1,12 +1,12 @@
-"""What pytest gets from jdistgrad: the fixture ``world``, for tests of code that runs on several workers.
+"""The pytest plugin of jdistgrad: the fixture ``world``, for tests of code that runs on several workers.
 
     @pytest.mark.world(3)
     def test_somebody_else_adds(world):
         assert world.drive(lambda: jd.rpc_sync("worker2", operator.add, args=(1, 2))) in (3, None)
 
-The workers are threads of this process; under mpirun they are the ranks there are, and every rank runs every test.
-pytest loads this module in every run of everybody who has jdistgrad installed: it imports neither jax nor MPI before a
-test asks for a world.
+The workers are threads of this process; under mpirun they are the ranks of the job, and every rank runs every test.
+Where jdistgrad is installed, every pytest run loads this module: it imports neither jax nor MPI before a test requests
+a world.
 """
 
 import faulthandler
@@ -23,24 +23,24 @@ import pytest
 
 from jdistgrad.wire import launcher_env
 
-SIZE = 3  # two workers hide mistakes that three show
+SIZE = 3  # two workers hide mistakes that three reveal
 
 
 class World:
-    """Runs programs as the workers of a world: what a test gets as ``world``.
+    """The value of the fixture ``world``: runs programs on the workers of a world.
 
     Attributes:
-      size: how many workers there are.
+      size: the number of workers.
     """
 
     def __init__(self, size: int):
         self.size = size
 
     def run(self, main: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``main`` on every worker; it calls ``init`` and ``shutdown`` itself.
+        """Run ``main`` on every worker; ``main`` calls ``init`` and ``shutdown`` itself.
 
         Returns:
-          What it returned, by rank; under mpirun what it returned on this rank.
+          The results of ``main``, by rank; under mpirun a list of this rank's result.
         """
         import jdistgrad as jd
 
@@ -50,12 +50,12 @@ class World:
         """Run ``body`` on worker 0 while the others serve.
 
         Arguments:
-          body: what to do; it may use whatever a test has at hand.
-          leftovers: how many references may be left at the end of each worker; more is a failure.
-          settings: for ``init``.
+          body: a function without arguments; it may be a closure over the test's variables.
+          leftovers: how many references each worker may have left at the end; more is a failure.
+          settings: arguments of ``init``.
 
         Returns:
-          What ``body`` returned; ``None`` on other ranks of an MPI job.
+          The result of ``body``; ``None`` on other ranks of an MPI job.
         """
         import jdistgrad as jd
 
@@ -88,9 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
-    """Where its temporary files go: ranks that end together would clear pytest's common folder under each other.
+    """Return the folder for this rank's temporary files: ranks that share one would clear it under each other.
 
-    A failure on a rank ends the process without any cleaning up: then they can be looked at.
+    A failure on a rank ends its process without cleaning up, so its files remain for inspection.
     """
     given = config.option.basetemp
     parent = pathlib.Path(given or tempfile.mkdtemp(prefix="pytest-of-rank-"))
@@ -101,7 +101,7 @@ def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each size. Only our own ``world`` needs the size: one of the user's own making is left alone."""
+    """Make one test for each world size. Only our own ``world`` needs ``world_size``; a user's is left alone."""
     if "world_size" in metafunc.fixturenames:
         sizes = named_sizes(metafunc.definition.get_closest_marker("world"), metafunc.definition.nodeid)
         here = [ranks(min(sizes))] if launcher_env.launched() else sizes
@@ -116,7 +116,7 @@ def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
 
 
 def ranks(least: int) -> Any:
-    """The size of the MPI job, as a parameter that skips its test where the job is too small."""
+    """Return the size of the MPI job, as a parameter that skips its test where the job is too small."""
     from mpi4py import MPI
 
     size = MPI.COMM_WORLD.size
@@ -126,13 +126,13 @@ def ranks(least: int) -> Any:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """How many workers the test's world has."""
+    """Return the number of workers in the test's world."""
     return request.param
 
 
 @pytest.fixture
 def world(world_size: int, world_guard: None) -> Iterator[World]:
-    """A world of workers, of the sizes that ``@pytest.mark.world`` names."""
+    """Yield a world of workers, of each size in ``@pytest.mark.world``."""
     from jdistgrad import shutdown
     from jdistgrad.rpc.worker import find_worker
 
@@ -143,7 +143,7 @@ def world(world_size: int, world_guard: None) -> Iterator[World]:
 
 @pytest.fixture
 def world_guard(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nobody waits for ever: a test that takes too long ends its process, and a failure on one rank the MPI job."""
+    """End the process if the test takes too long. A failure on one rank of a test with this guard ends the MPI job."""
     seconds = float(request.config.getini("world_time_limit"))
     timer = threading.Timer(seconds, give_up, [request.node, seconds])
     timer.daemon = True
@@ -153,7 +153,7 @@ def world_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def give_up(test: pytest.Item, seconds: float) -> None:
-    """Say where every thread is, and end this process; mpirun then ends the others."""
+    """Print where every thread is, and end this process; mpirun then ends the other ranks."""
     capture = test.config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         capture.suspend_global_capture(in_=True)
@@ -172,7 +172,7 @@ def who() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """One rank's failure ends the job: the others would wait for it in the next test."""
+    """End the MPI job when a test fails on one rank: the others would wait for it in the next test."""
     report = yield
     if report.failed and "world_guard" in getattr(item, "fixturenames", ()) and launcher_env.launched():
         from mpi4py import MPI

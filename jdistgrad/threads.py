@@ -1,7 +1,7 @@
-"""Threads that serve calls: as many as are needed at once, reused, and none that keeps a program from ending.
+"""An unbounded pool of reusable daemon threads, which serve calls.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
-``concurrent.futures.ThreadPoolExecutor`` bounds them, and joins them when the interpreter ends.
+``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends.
 """
 
 import collections
@@ -18,7 +18,7 @@ log = logging.getLogger("jdistgrad.threads")
 
 
 class ThreadPool:
-    """Runs tasks at once, each on a thread of its own. ``enter`` runs first in every new thread."""
+    """A pool that starts every task at once, on a thread of its own. ``enter`` runs first in every new thread."""
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
@@ -28,13 +28,13 @@ class ThreadPool:
 
     def run(self, task: Callable[[], Any]) -> None:
         try:
-            inbox = self._idle.pop()  # the warmest
+            inbox = self._idle.pop()  # the most recently used
         except IndexError:
             inbox = self._spawn()
         inbox.put(task)
 
     def close(self) -> None:
-        """Let the idle threads end; busy ones end after their task."""
+        """End the idle threads; busy threads end after their task."""
         self._closed = True
         while self._idle:
             self._idle.pop().put(None)

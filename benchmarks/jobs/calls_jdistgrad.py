@@ -1,4 +1,4 @@
-"""Rank 0 measures calls to rank 1 with jdistgrad; see calls.py."""
+"""Job of calls.py: rank 0 measures calls to rank 1 with jdistgrad."""
 
 import gc
 import os
@@ -59,7 +59,10 @@ def call_and_refer(count):
 
 
 def growth():
-    """MiB that the larger of both ranks grows by, over as many calls and references after a tenth of them."""
+    """Return the memory growth over CALLS calls and references, in MiB on the worse rank, and what rank 1 then owns.
+
+    A tenth as many calls and references come before, to warm up.
+    """
     call_and_refer(CALLS // 10)
     before = resident_mib(), jd.rpc_sync(1, resident_mib)
     call_and_refer(CALLS)

@@ -1,4 +1,4 @@
-"""64 MiB between two ranks by MPI alone: both ways at once, and one after the other; see calls.py."""
+"""Job of calls.py: MPI alone sends 64 MiB between two ranks, both ways at once and one after the other."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""Rank 0 measures calls to rank 1 with PyTorch's RPC; see calls.py."""
+"""Job of calls.py: rank 0 measures calls to rank 1 with PyTorch's RPC."""
 
 import os
 import pathlib

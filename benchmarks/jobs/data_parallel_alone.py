@@ -1,4 +1,4 @@
-"""Two ranks train without each other: the memory that takes; see data_parallel.py."""
+"""Job of data_parallel.py: two ranks train without each other, and measure the memory that this takes."""
 
 import jax
 from data_parallel_jdistgrad import memory, report

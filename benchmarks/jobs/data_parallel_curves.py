@@ -1,6 +1,6 @@
-"""Any number of ranks train the example data_parallel.py, and tell the losses; see data_parallel.py.
+"""Job of data_parallel.py: any number of ranks run the example data_parallel.py, and report the losses.
 
-One alone does it also as three workers of a local world, and on a mesh of eight devices.
+A single rank also runs the example as three workers of a local world, and on a mesh of eight devices.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Two ranks measure data-parallel steps beside their own undistributed ones; see data_parallel.py. One thread each."""
+"""Job of data_parallel.py: two ranks, with one thread each, measure data-parallel steps beside local steps."""
 
 import os
 
@@ -74,7 +74,7 @@ def steps(name, model, calls):
 
 
 def overwriting(dp, like):
-    """Seconds to average gradients where they lie, as a step does, from the moment they are there on all ranks."""
+    """Return the seconds to average gradients in place, as a step does, once all ranks have them."""
     fresh = jax.block_until_ready([leaf + 1 for leaf in like])
     MPI.COMM_WORLD.Barrier()
     start = time.perf_counter()
@@ -86,7 +86,7 @@ def overwriting(dp, like):
 
 
 def reductions(params):
-    """The same gradients in buckets and one by one, where they lie and into new arrays."""
+    """Measure averages of the same gradients in buckets and one by one, in place and into new arrays."""
     both = jd.DataParallel(), jd.DataParallel(bucket_cap_mb=1e-6)
     leaves = jax.tree.leaves(params)
     rounds = [[overwriting(dp, leaves) for dp in both] for _ in range(23)][3:]
@@ -96,7 +96,7 @@ def reductions(params):
 
 
 def asking():
-    """A compiled average of four buckets, where the ranks meet before it and where they do not."""
+    """Measure a compiled average of four buckets, with and without the ranks' meeting before it."""
     tree = [jnp.ones(64) for _ in range(4)]
     runs = [jax.jit(jd.DataParallel(bucket_cap_mb=1e-6, check=check).average) for check in (True, False)]
     found = in_turn([lambda run=run: jax.block_until_ready(run(tree)) for run in runs], 500, MPI.COMM_WORLD.Barrier, 50)
@@ -104,14 +104,14 @@ def asking():
 
 
 def large(leaves):
-    """64 MiB of gradients in so many leaves."""
+    """Measure an average of 64 MiB of gradients in so many leaves."""
     like = [jnp.zeros(64 * MIB // 4 // leaves)] * leaves
     dp = jd.DataParallel(bucket_cap_mb=64)
     return float(np.median([overwriting(dp, like) for _ in range(8)][2:]))
 
 
 def hidden(buckets=10, seconds=0.1):
-    """The share of communication that lies within the backward pass, where both take as long."""
+    """Return the share of communication that is hidden in the backward pass, if both take equally long."""
 
     def late(bucket, state, collectives):
         time.sleep(seconds)
@@ -141,7 +141,7 @@ def hidden(buckets=10, seconds=0.1):
 
 
 def memory(differentiate):
-    """How far steps raise the peak of this process, in copies of the gradients."""
+    """Return how far steps raise this process's peak memory, in copies of the gradients."""
     loss, params, x = mlp(4, 2048)
     step, before = differentiate(loss), peak()
     for _ in range(30):

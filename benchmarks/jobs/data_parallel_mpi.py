@@ -1,4 +1,4 @@
-"""Two ranks reduce 64 MiB in place with MPI alone; see data_parallel.py."""
+"""Job of data_parallel.py: two ranks reduce 64 MiB in place with MPI alone."""
 
 import pathlib
 import sys

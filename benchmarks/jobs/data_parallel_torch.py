@@ -1,4 +1,4 @@
-"""Two ranks measure DistributedDataParallel over gloo beside their own undistributed steps; see data_parallel.py."""
+"""Job of data_parallel.py: two ranks measure DistributedDataParallel over gloo beside local steps."""
 
 import copy
 import os
@@ -60,7 +60,7 @@ def main():
     dist.destroy_process_group()
     MPI.Finalize()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads still want Python's lock: where Python ends before them, it aborts now and then
+    os._exit(0)  # gloo's threads still need Python's lock: if Python ends before they do, it sometimes aborts
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rank 0 measures gradients across calls to rank 1 with jdistgrad; see gradients.py."""
+"""Job of gradients.py: rank 0 measures gradients across calls to rank 1 with jdistgrad."""
 
 import pathlib
 import sys
@@ -15,7 +15,7 @@ import jdistgrad as jd
 
 
 def chain(length):
-    """So many calls, each of the result of the one before."""
+    """Return a step of ``length`` calls, each of which takes the result of the call before."""
 
     def run(a, b):
         for _ in range(length):
@@ -35,7 +35,7 @@ def in_context(step, *args):
 
 
 def note(a, b):
-    """The example of PyTorch's note: a sum made remotely, multiplied here."""
+    """Measure the example of PyTorch's note: a sum is made remotely and multiplied here."""
     step = jd.jit(jd.value_and_grad(lambda a, b: (jd.rpc_sync(1, jnp.add, args=(a, b)) * b).sum(), argnums=(0, 1)))
     return median(in_context(step, a, b), 1000)
 
@@ -56,7 +56,10 @@ def random_values(seed):
 
 
 def end_to_end():
-    """The note's second example: two references, their sum's loss, a distributed optimizer; all of it reused."""
+    """Measure the note's second example: the loss of the sum of two references, with a distributed optimizer.
+
+    All iterations use the same references and the same optimizer.
+    """
     first, second = (jd.remote(1, random_values, args=(seed,)) for seed in (0, 1))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [first, second])
     step = jd.jit(jd.value_and_grad(lambda a, b: (a.to_here() + b.to_here()).sum(), argnums=(0, 1)))
@@ -70,7 +73,7 @@ def end_to_end():
 
 
 def open_contexts(count, a, b):
-    """Seconds for the note's step in one context more, beside so many that are open: each in its thread."""
+    """Return the seconds that the note's step takes in a context beside ``count`` open ones, each in a thread."""
     import threading
 
     opened, close = threading.Barrier(count + 1), threading.Event()

@@ -1,4 +1,4 @@
-"""Rank 0 measures gradients across calls to rank 1 with PyTorch; see gradients.py."""
+"""Job of gradients.py: rank 0 measures gradients across calls to rank 1 with PyTorch."""
 
 import os
 import pathlib

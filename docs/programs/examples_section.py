@@ -1,4 +1,4 @@
-"""For the site: our docstrings say "Example", griffe's section is called "Examples"."""
+"""Extension of griffe for the site: our docstrings say "Example", but griffe's section is called "Examples"."""
 
 from typing import Any
 

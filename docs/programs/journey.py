@@ -1,4 +1,4 @@
-"""Follows one call and its gradient through every layer, and prints the messages with their ids."""
+"""The program of docs/journey.md: one call and its gradient, followed through every layer with the messages' ids."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Contexts: where gradients are gathered, on every worker a computation touches, until the block ends."""
+"""Contexts: they gather gradients on every worker that a computation reaches, until their block ends."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from jdistgrad.wire.ids import spell
 
 
 class Context:
-    """One backward computation's gradients and records; what ``with jdistgrad.context() as ctx`` gives."""
+    """The gradients and recorded pullbacks of one computation; ``with jdistgrad.context() as ctx`` opens one."""
 
     def __init__(self, worker: Worker, scope: Scope):
         self._worker, self._scope = worker, scope
 
     @property
     def id(self) -> int:
-        """64 bits: the worker that opened it in the top 16."""
+        """Return the 64-bit id: the rank of the worker that opened the context in the top 16 bits."""
         return self._scope.id
 
     @property
@@ -34,7 +34,7 @@ class Context:
 
     @property
     def tape(self) -> Tape:
-        """What this worker keeps for it. Raises ContextError once it is closed."""
+        """Return this worker's tape of the context. Raises ContextError once the context is closed."""
         return self._scope.content(Tape)
 
     @property
@@ -42,14 +42,14 @@ class Context:
         return self._scope
 
     def workers(self) -> set[int]:
-        """The ranks of the workers that were called from here in it."""
+        """Return the ranks of the workers that this worker has called in the context."""
         return self._scope.peers()
 
     def graph(self) -> Graph:
-        """What has been recorded in it so far on every worker it reached, for a picture: see ``Graph``.
+        """Gather the graph recorded so far on every worker the context has reached: see ``Graph``.
 
         Raises:
-          ContextError: it is closed, or not known here.
+          ContextError: the context is closed, or not known here.
         """
         return gather(self._worker.scopes.find(self.id))
 
@@ -57,7 +57,7 @@ class Context:
         return None if self.closed else self.graph()._repr_svg_()
 
     def close(self) -> None:
-        """Let go of everything, on every worker. Done by the end of the block."""
+        """Release the context on every worker. The end of the block does this."""
         self._worker.releasing.close_scope(self.id)
 
     def __repr__(self) -> str:
@@ -66,13 +66,13 @@ class Context:
 
 @contextlib.contextmanager
 def context() -> Iterator[Context]:
-    """Open a context: derivatives of remote calls in the block leave their gradients in it.
+    """Open a context, in which the block's derivatives of remote calls gather their gradients.
 
-    Every worker that takes part makes its own part of it when the first message that names it comes, and lets it go
-    when the block ends, normally or by an exception.
+    Every worker that takes part creates its own part of the context on the first message that names the context, and
+    releases that part when the block ends, normally or by an exception.
 
     Raises:
-      ContextError: this thread is in a context already.
+      ContextError: this thread is already in a context.
 
     Example:
       >>> with jd.context() as ctx:
@@ -96,13 +96,13 @@ def context() -> Iterator[Context]:
 
 
 def open_context() -> Context:
-    """A context that nobody is in yet."""
+    """Open a context without entering it."""
     worker = current_worker()
     return Context(worker, worker.scopes.open())
 
 
 def find_context(which: Any) -> Context:
-    """The context an object or an id names, on this worker."""
+    """Return this worker's context for a ``Context`` object or an id."""
     worker = current_worker()
     if isinstance(which, Context):
         return Context(worker, worker.scopes.find(which.id))
@@ -112,17 +112,17 @@ def find_context(which: Any) -> Context:
 
 
 def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
-    """The gradients a context holds on this worker, of values this worker owns.
+    """Return the gradients that a context holds on this worker, for values that this worker owns.
 
     Arguments:
-      ctx: the context, or its id (as ``ctx.id`` was sent to another worker).
+      ctx: the context, or its id (``ctx.id`` can be sent to another worker).
 
     Returns:
-      A pytree for each reference that was differentiated, of the structure of its value; None where that holds no
-      float array.
+      For each reference that was differentiated, a pytree with the structure of its value, with None in place of leaves
+      that are not float arrays.
 
     Raises:
-      ContextError: it is closed, or no call in it has come to this worker.
+      ContextError: the context is closed, or no call in it has reached this worker.
 
     Example:
       >>> jd.rpc_sync("worker1", lambda c: jd.get_gradients(c), args=(ctx.id,))
@@ -138,7 +138,7 @@ def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
 
 
 class Lease:
-    """A context that ends when nobody needs its gradients any more."""
+    """Ownership of an open context: the context closes when the last holder of the lease is gone."""
 
     def __init__(self, opened: Context):
         self._worker, self._id = current_worker(), opened.id
@@ -149,7 +149,7 @@ class Lease:
 
 @contextlib.contextmanager
 def some_context(*, needed: bool = True) -> Iterator[Any]:
-    """The context this thread is in; or one of its own, where calls may need it: gives what keeps that open."""
+    """Use the context this thread is in, or open one if calls may need it; yield the new context's lease, or None."""
     if not needed or current_scope() is not None or find_worker() is None or not trace_state_clean():
         yield None
         return
@@ -159,6 +159,6 @@ def some_context(*, needed: bool = True) -> Iterator[Any]:
         with within(opened.scope):
             yield lease
             settle()
-    except BaseException:  # whose traceback would keep the lease
+    except BaseException:  # its traceback would keep the lease alive
         opened.close()
         raise

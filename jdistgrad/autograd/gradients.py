@@ -22,7 +22,7 @@ from jdistgrad.wire.ids import spell
 class RemoteGradient:
     """The gradient of a reference's value. It stays with the value, on its owner; ``to_here`` fetches a copy.
 
-    To JAX it is a pytree with one leaf: the marks of the contributions it was made of.
+    To JAX a RemoteGradient is a pytree with one leaf: the sum of the marks of its contributions.
     """
 
     def __init__(self, rref: RRef, marks: Any, scope: Scope | None, lease: Any = None):
@@ -31,7 +31,7 @@ class RemoteGradient:
 
     @property
     def parts(self) -> Any:
-        """How many contributions it was made of."""
+        """Return the number of contributions that were added up."""
         return self.marks[..., 0]
 
     @property
@@ -39,7 +39,7 @@ class RemoteGradient:
         return self.rref.owner
 
     def to_here(self, timeout: float | None = None) -> Any:
-        """The gradient: a pytree of the structure of the reference's value, None where that holds no float array."""
+        """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays."""
         if self._scope is None:
             raise ContextError(f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`")
         worker = current_worker()
@@ -65,19 +65,20 @@ jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Like ``jax.value_and_grad``, of functions that call other workers.
+    """Return a function like that of ``jax.value_and_grad``, for functions that call other workers.
 
-    An RRef may be differentiated like any argument: its gradient stays on its owner, in the context, and what is
-    returned for it is a ``RemoteGradient``. Outside any context, the function opens one of its own; it closes when the
-    last RemoteGradient of it is gone.
+    An RRef may be differentiated like any other argument: its gradient stays on its owner, in the context, and the
+    function returns a ``RemoteGradient`` for the RRef. Outside any context, the function opens a context of its own,
+    which closes when the last RemoteGradient made in it is gone.
 
     Arguments:
-      fun: a function of arrays, pytrees and RRefs that returns a scalar, or with ``has_aux`` a scalar and anything.
+      fun: a function of arrays, pytrees and RRefs that returns a scalar, or with ``has_aux`` a pair: a scalar and
+        auxiliary data of any kind.
       argnums: which arguments to differentiate.
-      has_aux: whether ``fun`` returns a pair.
+      has_aux: whether ``fun`` returns such a pair.
 
     Raises:
-      DifferentiationError: ``fun`` returned a reference, or something that is no scalar.
+      DifferentiationError: ``fun`` returned a reference, or something that is not a float scalar.
 
     Example:
       >>> with jd.context() as ctx:
@@ -95,7 +96,7 @@ def value_and_grad(
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Like ``jax.grad``, of functions that call other workers. See ``value_and_grad``.
+    """Return a function like that of ``jax.grad``, for functions that call other workers. See ``value_and_grad``.
 
     Example:
       >>> gradient = jd.grad(loss_fn)(params)
@@ -111,20 +112,20 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 
 
 def backward(ctx: Context | int, loss_fn: Callable[..., Any], *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Run a function and take the gradients of what it returns, gathering them in a context.
+    """Run a function, differentiate what it returns, and gather the gradients in a context.
 
     Arguments:
       ctx: an open context of this worker.
-      loss_fn: returns a scalar, or several in a list or tuple (roots: their sum is differentiated).
-      args: what to call it with: every reference and every float array in them is differentiated.
+      loss_fn: a function that returns a scalar, or a list or tuple of scalars (the roots; their sum is differentiated).
+      args: the arguments of ``loss_fn``. Every reference and every float array in them is differentiated.
 
     Returns:
-      What ``loss_fn`` returned, and for each argument its gradient: RemoteGradients where it holds references.
+      The result of ``loss_fn``, and the gradient of each argument, with RemoteGradients in place of references.
       Gradients of references add up in the context over several calls.
 
     Raises:
-      ContextError: the context is closed, not known here, or not the one this thread is in.
-      DifferentiationError: nothing to differentiate, or a root that is no local float scalar.
+      ContextError: the context is closed, not known here, or this thread is in another context.
+      DifferentiationError: there is nothing to differentiate, or a root is not a local float scalar.
 
     Example:
       >>> with jd.context() as ctx:
@@ -152,7 +153,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., Any], *args: Any) -> tup
 
 
 def _rooted(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """The function, with a clear error where its result cannot be differentiated."""
+    """Wrap a function so that a result that cannot be differentiated raises a clear error."""
 
     @functools.wraps(fun)
     def rooted(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +182,7 @@ def _scalar(root: Any) -> Any:
 
 
 def _with_remote(gradients: Any, lease: Any) -> Any:
-    """JAX returns a reference whose handle has the marks of contributions; wrap it as a RemoteGradient."""
+    """Wrap references among gradients as RemoteGradients: JAX returns them with the marks as their handle."""
 
     def convert(leaf: Any) -> Any:
         return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf
@@ -190,7 +191,7 @@ def _with_remote(gradients: Any, lease: Any) -> Any:
 
 
 def hold(results: Any, lease: Any) -> Any:
-    """Let the RemoteGradients among some results keep their context open."""
+    """Let RemoteGradients among the results keep their context open."""
     if lease is not None:
         for leaf in jax.tree.leaves(results, is_leaf=lambda leaf: isinstance(leaf, RemoteGradient)):
             if isinstance(leaf, RemoteGradient):

@@ -1,4 +1,4 @@
-"""Calls of which JAX traces something: what ``rpc_sync`` and the others do inside grad, vmap, jit."""
+"""Calls with traced arguments: ``rpc_sync`` and the other calls inside grad, vmap and jit."""
 
 import concurrent.futures
 import traceback
@@ -22,7 +22,7 @@ from jdistgrad.wire.ids import as_token
 
 
 class TracedCalls:
-    """The ``Boundary`` that the layer of calls hands over to."""
+    """The ``Boundary`` to which rpc hands over traced calls."""
 
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
@@ -32,7 +32,7 @@ class TracedCalls:
         return results.rebuild(rules.call(operation)(*operands))
 
     def rpc_async(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
-        """Traced code has no time of its own: the future is done. The staged step sends calls out together."""
+        """Make the call at once and return a future that is done. The staged step sends calls out together."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         try:
             future.set_result(self.rpc_sync(to, function, args, kwargs, timeout))
@@ -47,7 +47,7 @@ class TracedCalls:
         staged = traced_hook.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
         handle, token = rules.call(operation)(*operands)
-        if operation.made:  # run at once: the reference is known
+        if operation.made:  # the call has already run: its reference is known
             return RRef._of(operation.made.pop(), handle)
         return made_when_run(peer.rank, results, handle, token)
 
@@ -72,7 +72,7 @@ class TracedCalls:
 
 
 def where() -> str:
-    """Where the user's program is, for errors that come when traced code runs."""
+    """Return the current place in the user's program, for errors that are raised when traced code runs."""
     for frame, line in traceback.walk_stack(None):
         if not str(frame.f_globals.get("__name__", "")).startswith(("jdistgrad.", "jax.", "contextlib", "functools")):
             return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
@@ -80,5 +80,5 @@ def where() -> str:
 
 
 def install() -> None:
-    """Let rpc hand over the calls of which JAX traces something."""
+    """Install the boundary, so that rpc hands over traced calls."""
     traced_hook.install(TracedCalls())

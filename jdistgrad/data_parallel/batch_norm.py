@@ -1,7 +1,7 @@
 """Batch normalization over the batch of all ranks.
 
-Each rank adds its count, sum and sum of squares, so ranks may have different numbers of rows, or none. The mean and
-variance are differentiated across ranks: their transposes sum all ranks' cotangents.
+Each rank adds its count, sum and sum of squared deviations, so ranks may have different numbers of rows, or none.
+The mean and variance are differentiated across ranks: their transposes sum all ranks' cotangents.
 """
 
 import math
@@ -18,12 +18,12 @@ from jdistgrad.data_parallel.collectives import Collectives
 def batch_statistics(
     x: jax.Array, collectives: Collectives, axes: Sequence[int] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over the batch of all ranks. Every rank must call it.
+    """Return the mean and variance over the batch of all ranks. Every rank must call it.
 
     Arguments:
       x: this rank's batch, features last; it may be empty.
-      collectives: which ranks.
-      axes: what to reduce; default all but the last.
+      collectives: the ranks whose batches count.
+      axes: the axes to reduce; default all but the last.
 
     Returns:
       The mean and the (biased) variance of each feature, in float32 or wider.
@@ -42,7 +42,7 @@ def batch_statistics(
 class SyncBatchNorm(nn.Module):
     """flax's ``BatchNorm``, over the batch of all ranks. Parameters and statistics have the same names and shapes.
 
-    Every rank must apply it equally often. Features are the last axis.
+    Every rank must apply the layer equally often. Features are the last axis.
     """
 
     collectives: Collectives

@@ -1,4 +1,4 @@
-"""The gradients of this worker's values in a context, read by the reduction and put back."""
+"""Reading the gradients of this worker's values from a context, and writing their averages back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,13 @@ from jdistgrad.rpc.references.rref import RRef
 
 
 def read(ctx: Context | int, rrefs: Sequence[RRef]) -> list[Any]:
-    """Each value's gradient: zero where nothing was contributed, nothing where there is no derivative."""
+    """Return each value's gradient: zeros if nothing was contributed, with None for leaves without a derivative."""
     with within(find_context(ctx).scope):
         return [_gradient(rref) for rref in rrefs]
 
 
 def write(ctx: Context | int, rrefs: Sequence[RRef], gradients: Sequence[Any]) -> None:
-    """Put gradients in the place of those there are."""
+    """Replace the values' gradients in a context."""
     ledger = find_context(ctx).tape.ledger
     for rref, gradient in zip(rrefs, gradients, strict=True):
         ledger.write(Node(REFERENCE, rref.id), jax.tree.leaves(gradient))

@@ -1,4 +1,4 @@
-"""DataParallel: the same model on every rank, gradients averaged."""
+"""DataParallel: the same model on every rank, with averaged gradients."""
 
 import contextlib
 import functools
@@ -27,23 +27,24 @@ from jdistgrad.rpc.references.rref import RRef
 
 
 class DataParallel:
-    """Averages gradients over all ranks, bucket by bucket, while the backward pass still runs.
+    """Gradient averaging over all ranks, bucket by bucket, while the backward pass still runs.
 
-    Every rank must make one, with the same settings, and take the same steps with it.
+    Every rank must make a ``DataParallel`` with the same settings, and take the same steps with it.
 
     Arguments:
-      collectives: which ranks; default all workers of this world.
+      collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``.
-      overlap: cut the backward pass so that the first buckets travel while it runs. The numbers are the same without.
-        By default where something is gained: on accelerators, between machines, or with a core to spare for each rank.
-      sparse: paths of leaves (as messages spell them: ``['embedding']``) of whose gradients few rows differ from zero:
-        only these travel.
-      check_finite: look for NaN and infinity before each reduction, and say on which rank and in which leaf.
+      overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the
+        same without. The default is to cut where that pays: on accelerators, between machines, or with a spare core for
+        each rank.
+      sparse: paths of leaves, as error messages spell them (``['embedding']``), with gradients whose rows are mostly
+        zero: only the other rows travel.
+      check_finite: look for NaN and infinity before each reduction; the error names the rank and the leaf.
       timeout: seconds to wait for the slowest rank.
-      check: whether the ranks meet before the averages of a compiled step, once for each. Without it a rank that runs
-        another program, or none, is not told from a slow one: the sums may be wrong, or everybody waits without end.
+      check: whether the ranks of a compiled step meet once before its averages. Without the meeting a rank that runs
+        another program, or none, looks like a slow rank: the sums may be wrong, or all ranks wait for ever.
 
     Make one for the whole program: each has a thread and, over MPI, a communicator of its own.
 
@@ -87,7 +88,7 @@ class DataParallel:
         self._inside = Inside(self._in_programs(timeout, check), rules, self._driver)
 
     def _in_programs(self, timeout: float, check: bool) -> Collectives:
-        """The collectives, as compiled steps use them."""
+        """Return the collectives with this object's settings, for compiled steps."""
         if isinstance(self.collectives, HostCollectives):
             return self.collectives.adjusted(timeout=timeout, asks=check and self.collectives.asks)
         return self.collectives
@@ -95,7 +96,7 @@ class DataParallel:
     # The model.
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
-        """The root's tree: parameters, batch statistics, anything of arrays. Every rank must call it."""
+        """Return the root's tree: parameters, batch statistics, any tree of arrays. Every rank must call it."""
         driver = self._driver_of(tree)
         if driver is None:
             return jax.tree.map(lambda leaf: on_numbers(self.collectives.broadcast, leaf, root), tree)
@@ -105,15 +106,15 @@ class DataParallel:
         """Check that a tree is the same on every rank, bit for bit. Every rank must call it.
 
         Raises:
-          DisagreementError: naming the leaf, the place in it, the rank and both values.
+          DisagreementError: a leaf differs; the error names the leaf, the place in it, the rank and both values.
         """
         self._off_mesh("verify: the ranks of a mesh run one program on one array: nothing to compare").verify(tree)
 
     @property
     def used(self) -> Any:
-        """The tree of the last average, with False where no rank's loss depends on the leaf.
+        """The tree of the last average, with False for each leaf that no rank's loss depends on.
 
-        Steps under ``no_sync`` since the average before count too. None without ``find_unused_parameters``, which
+        Steps under ``no_sync`` since the previous average count too. None without ``find_unused_parameters``, which
         compiled steps refuse.
         """
         return self._driver.used if self._driver else None
@@ -123,11 +124,11 @@ class DataParallel:
     def value_and_grad(
         self, loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
     ) -> Callable[..., Any]:
-        """As ``jax.value_and_grad``, of which the gradients are averaged over all ranks; the value is this rank's.
+        """Return ``jax.value_and_grad`` of a loss, with gradients averaged over all ranks; the value is this rank's.
 
         The loss must be fit for ``jax.jit``: it is traced once for each shape of its arguments. Inside ``jax.jit`` or
-        ``jax.shard_map`` the step becomes part of the compiled program; called from Python it is cut into pieces, and
-        buckets travel while later pieces run. Every rank must call the returned function equally often.
+        ``jax.shard_map`` the step becomes part of the compiled program. Called from Python the step is cut into pieces,
+        and buckets travel while later pieces run. Every rank must call the returned function equally often.
         """
         programs = Programs(loss_fn, argnums, has_aux)
 
@@ -146,18 +147,18 @@ class DataParallel:
         return step
 
     def average(self, gradients: Any) -> Any:
-        """The average of a tree of gradients over all ranks. Every rank must call it.
+        """Return the average of a tree of gradients over all ranks. Every rank must call it.
 
-        For gradients accumulated under ``no_sync``, or computed in another way; sparse ones (BCOO) too.
+        For gradients accumulated under ``no_sync``, or computed in another way; sparse gradients (BCOO) too.
         """
         driver = self._driver_of(gradients)
         return driver.average(gradients) if driver else self._average_inside(gradients)
 
     def average_in(self, ctx: Context | int, rrefs: Sequence[RRef]) -> None:
-        """Average the gradients that a context holds of values this worker owns, and put them back into it.
+        """Average the gradients that a context holds for values of this worker, and write the averages back into it.
 
-        For replicas that make remote calls: each has a context of its own. Then ``DistributedOptimizer.step(ctx)``.
-        Every rank must call it, with as many references, to values alike, in the same order.
+        For replicas that make remote calls: each has a context of its own. ``DistributedOptimizer.step(ctx)`` follows.
+        Every rank must call it, with references to values of the same structure, in the same order.
         """
         contexts.write(ctx, rrefs, self.average(contexts.read(ctx, rrefs)))
 
@@ -165,17 +166,17 @@ class DataParallel:
         """Begin a step whose gradients come one by one: ``ready(leaf, gradient)`` in any order; then ``finish()``.
 
         ``leaf`` is the gradient's place in ``jax.tree.leaves(like)``; ``finish`` returns the averages in that order.
-        The gradients are overwritten: hand over arrays that nobody else holds. Every rank must call it. ``used`` and
-        ``statistics`` hear nothing of it.
+        The gradients are overwritten: hand over arrays that nobody else holds. Every rank must call it. The step does
+        not count in ``used`` and ``statistics``.
         """
         remedy = "reduction: on a mesh a step is one compiled program. Use value_and_grad or average."
         return self._off_mesh(remedy).reduction(like)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which gradients stay this rank's own. Sum them, and ``average`` the sum. Every rank must do so.
+        """Open a block in which gradients stay this rank's own. Every rank must enter it, and ``average`` their sum.
 
-        A step inside ``jax.jit`` is what it was when it was traced: jit one for the block and one for outside of it.
+        A step inside ``jax.jit`` stays as it was traced: jit one step for the block and another for outside.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -185,18 +186,18 @@ class DataParallel:
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[Join]:
-        """A block of steps of which ranks may take different numbers. Every rank must enter it.
+        """Open a block of steps of which ranks may take different numbers. Every rank must enter it.
 
-        A rank that has run out calls ``finish`` (or leaves the block) and does what the others do, with zeros. It can
-        do that for steps and averages that are called from Python only, not for those inside ``jax.jit``, nor for
-        collectives of one's own, in the loss (``SyncBatchNorm``) or beside it: those wait for it without end.
+        A rank that has run out of inputs calls ``finish`` (or leaves the block) and shadows the others with zeros. It
+        can shadow only steps and averages that are called from Python. Steps inside ``jax.jit``, and collectives of
+        your own in the loss (``SyncBatchNorm``) or beside it, wait for that rank for ever.
 
         Arguments:
-          divide_by_initial_world_size: divide gradients by the number of all ranks; else by those still active. The
-            same on every rank.
+          divide_by_initial_world_size: divide gradients by the number of all ranks, not only of the active ranks. Must
+            be the same on every rank.
 
         Raises:
-          DisagreementError: in the first step, on every rank: some are in no such block, or divide otherwise.
+          DisagreementError: some ranks are in no such block, or divide differently; in the first step, on every rank.
 
         Example:
           >>> with dp.join() as join:
@@ -211,13 +212,13 @@ class DataParallel:
             yield join
 
     def statistics(self) -> Statistics:
-        """Sizes and times of the last step on this rank."""
+        """Return sizes and times of the last step on this rank."""
         return self._driver.statistics if self._driver else Statistics()
 
-    # Who does it.
+    # The driver, or compiled code.
 
     def _driver_of(self, tree: Any) -> Driver | None:
-        """Who works on a tree that is there; None where it is part of a program."""
+        """Return the driver for a concrete tree; None on a mesh and for a traced tree."""
         return None if is_traced(tree) else self._driver
 
     def _off_mesh(self, otherwise: str) -> Driver:

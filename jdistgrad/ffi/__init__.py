@@ -1,4 +1,4 @@
-"""Python functions called from compiled code, none of which holds a thread that XLA needs.
+"""Calls of Python functions from compiled code, which hold no thread that XLA needs.
 
 Uses JAX alone. Used by rpc, autograd and the collectives.
 """

@@ -1,7 +1,7 @@
-"""The parts of XLA's foreign function interface that a handler written in Python needs: its C structures, as ctypes.
+"""The C structures of XLA's foreign function interface that a handler written in Python needs, as ctypes.
 
-They are those of ``xla/ffi/api/c_api.h``, which every jaxlib brings along. The interface only ever grows at the ends of
-its structures; a handler says which version it was written for (``VERSION``), and XLA refuses one that it cannot serve.
+The definitions follow ``xla/ffi/api/c_api.h``, which every jaxlib ships. The interface only ever grows at the ends of
+its structures; a handler states the version it was written for (``VERSION``), and XLA refuses versions it cannot serve.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ import numpy as np
 
 VERSION = 0, 1
 METADATA = 1  # the extension by which XLA asks a handler for its version
-EXECUTE = 3  # the stage in which the arguments are there
+EXECUTE = 3  # the stage in which the arguments are available
 
 _Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
 _START: list[tuple[str, Any]] = [("struct_size", _Size), ("extension_start", _Pointer)]
 
 Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
-_function = functools.cache(Function)  # of an address: XLA's own do not move
+_function = functools.cache(Function)  # by address: XLA's functions do not move
 
 
 class _Version(ctypes.Structure):
@@ -40,7 +40,7 @@ class _MetadataExtension(ctypes.Structure):
 
 
 class _Values(ctypes.Structure):
-    """Arguments, or results."""
+    """The arguments or the results of a call."""
 
     _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("values", ctypes.POINTER(_Pointer))]
 
@@ -64,7 +64,7 @@ class _Scalar(ctypes.Structure):
 
 
 class _Interface(ctypes.Structure):
-    """The functions of XLA's. Those between the ones that are used have no name here."""
+    """XLA's table of functions. Entries between the used ones have no names here."""
 
     _fields_ = [
         *_START,
@@ -87,7 +87,7 @@ class _FutureArguments(ctypes.Structure):
 
 
 class Frame(ctypes.Structure):
-    """What XLA hands a handler. ``future``: set to one of XLA's, the call is under way when the handler returns."""
+    """The call frame that XLA passes to a handler. If the handler sets ``future``, the call outlasts the handler."""
 
     _fields_ = [
         *_START,
@@ -101,7 +101,7 @@ class Frame(ctypes.Structure):
     ]
 
     def answers_about_itself(self) -> bool:
-        """Whether XLA only asks for the version; if it does, tell it."""
+        """Answer XLA if it only asks for the handler's version; return whether it does."""
         if not self.extension_start or _Extension.from_address(self.extension_start).type != METADATA:
             return False
         metadata = _MetadataExtension.from_address(self.extension_start).metadata[0]
@@ -110,7 +110,7 @@ class Frame(ctypes.Structure):
         return True
 
     def number(self) -> int:
-        """The only attribute, an unsigned 64-bit integer."""
+        """Return the only attribute, an unsigned 64-bit integer."""
         scalar = _Scalar.from_address(self.attributes.values[0])
         return ctypes.c_uint64.from_address(scalar.value).value
 
@@ -121,7 +121,7 @@ class Frame(ctypes.Structure):
         return _view(self.results.values[place], shape, dtype)
 
     def begin(self) -> "Pending":
-        """Let the handler return before the call is done. XLA keeps operands and results until it is."""
+        """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""
         interface = _Interface.from_address(self.interface)
         arguments = _FutureArguments(struct_size=_FutureArguments.error.offset)
         failed = _function(interface.create_future)(ctypes.addressof(arguments))
@@ -130,18 +130,18 @@ class Frame(ctypes.Structure):
         return Pending(interface, arguments.future)
 
     def error(self, message: str, code: int) -> int:
-        """An error of XLA's, for a handler to return."""
+        """Make an XLA error for a handler to return."""
         return _error(_Interface.from_address(self.interface), message, code)
 
 
 class Pending:
-    """A call under way: exactly one of these must be called, once."""
+    """A call under way. Exactly one of its methods must be called, once."""
 
     def __init__(self, interface: _Interface, future: int):
         self._interface, self._future = interface, future
 
     def done(self) -> None:
-        """The results are there. What waits for them may run on this thread, before this returns."""
+        """Report that the results are ready. Programs that wait for them may run on this thread before this returns."""
         arguments = _FutureArguments(struct_size=_FutureArguments.error.offset, future=self._future)
         _function(self._interface.set_available)(ctypes.addressof(arguments))
 
@@ -152,7 +152,7 @@ class Pending:
 
 
 def handler(function: Callable[[int], int | None]) -> Any:
-    """A function of a frame's address as XLA can call it, to be kept as long as that can happen."""
+    """Wrap a function of a frame's address so that XLA can call it. Keep the wrapper as long as XLA may call it."""
     return Function(function)
 
 
@@ -165,7 +165,7 @@ def _error(interface: _Interface, message: str, code: int) -> int:
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The memory of a buffer; it is XLA's, and valid until the call is done."""
+    """Return a buffer's memory as an array. XLA owns the memory, which is valid until the call is done."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.empty(shape, dtype)

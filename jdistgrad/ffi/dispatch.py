@@ -1,11 +1,12 @@
-"""Where JAX runs compiled programs on CPUs: on the thread that calls them, or on a few threads of XLA's.
+"""The threads on which JAX runs compiled programs for CPUs: the calling thread, or XLA's pool.
 
 JAX hands all but the smallest programs to a pool with as many threads as cores. A program that waits for another worker
-keeps its thread, and what the others ask of this process meanwhile may find none. Run by who calls them, programs wait
-on threads of which there are always enough. JAX reads the option once, when it opens its devices.
+keeps its pool thread, so a request that another worker makes meanwhile may find no free thread. A program that runs on
+the calling thread waits there, and there are always enough such threads. The option that selects the calling thread
+(``OPTION``) is read once, when JAX opens its devices.
 
-It does not hold for programs whose arguments are still being copied: these run in the pool when the copy is there.
-Where workers are threads of one process, each may have such a program that waits for the others: so it is enlarged.
+The option does not apply to programs whose arguments are still being copied: they run in the pool after the copy. In a
+local world each worker may have such a program that waits for the other workers, so the pool is enlarged.
 """
 
 import logging
@@ -17,8 +18,8 @@ import jax
 from jdistgrad._compat import backends_are_initialized
 
 OPTION = "jax_cpu_enable_async_dispatch"
-POOL = "NPROC"  # what XLA asks for the size of its pools, before it counts cores
-THREADS = 32  # they cost products of large matrices 3 % on two cores
+POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
+THREADS = 32  # this many slow down products of large matrices by 3 % on two cores
 
 log = logging.getLogger("jdistgrad.ffi")
 
@@ -30,13 +31,13 @@ def run_programs_where_they_are_called() -> None:
 
 
 def provide_threads() -> None:
-    """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or somebody has chosen."""
+    """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or the user has set the size."""
     if not backends_are_initialized():
         os.environ.setdefault(POOL, str(max(THREADS, len(os.sched_getaffinity(0)))))
 
 
 class Crowd:
-    """How many programs wait for other workers on XLA's threads; says once when they may have taken all of them."""
+    """A count of the programs that wait for other workers on XLA's threads; warns once when these may be all in use."""
 
     def __init__(self) -> None:
         self._count, self._told, self._lock = 0, False, threading.Lock()
@@ -48,10 +49,10 @@ class Crowd:
         if not told and count >= pool_size():
             self._told = True
             log.warning(
-                "%d compiled programs wait for other workers, and XLA has no more threads here: what is asked of this "
-                "process meanwhile may wait for them in vain. Set the environment variable %s to a larger number, and "
-                "import jdistgrad behind jax, before the first array is made: it tells JAX to run programs where they "
-                "are called, and XLA to have %d threads.",
+                "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
+                "workers may now wait for ever. Set the environment variable %s to a larger number, and import "
+                "jdistgrad after jax, before the first array is made: jdistgrad then tells JAX to run programs on the "
+                "threads that call them, and XLA to have %d threads.",
                 count,
                 POOL,
                 THREADS,
@@ -63,7 +64,7 @@ class Crowd:
 
 
 def pool_size() -> int:
-    """How many threads XLA has for programs on CPUs."""
+    """Return how many threads XLA has for programs on CPUs."""
     reserved = os.environ.get(POOL, "")
     cores = int(reserved) if reserved.isdigit() else len(os.sched_getaffinity(0))
     return max(1, cores, len(jax.local_devices(backend="cpu")))

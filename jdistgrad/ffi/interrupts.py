@@ -1,8 +1,9 @@
 """Ctrl-C while the main thread waits in compiled code.
 
-Python runs its signal handlers between two steps of the main thread, and a program that waits for another worker makes
-none. What C notes of a signal (``signal.set_wakeup_fd``) wakes a thread of our own. If the main thread stands still,
-the calls under way end with an error: the program fails, and Python goes on, first of all with KeyboardInterrupt.
+Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program waits
+for another worker. The byte that C writes on a signal (``signal.set_wakeup_fd``) wakes a thread of our own. If the main
+thread stands still, our thread ends the calls under way with an error: the program fails, and Python goes on by raising
+KeyboardInterrupt.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ _installed = False
 
 
 def watch_for_interrupts(cancel: Callable[[], None]) -> None:
-    """Call something when Ctrl-C was pressed and the main thread does not get to hear of it. Once for each process."""
+    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process."""
     global _installed
     with _lock:
         if _installed or threading.current_thread() is not threading.main_thread():
@@ -35,14 +36,14 @@ def watch_for_interrupts(cancel: Callable[[], None]) -> None:
 
 
 def _forget() -> None:
-    """The signals of a forked process are none of its parent's."""
-    with contextlib.suppress(ValueError):  # it was forked by a thread that is no main thread there
+    """Keep the signals of a forked process from being written to its parent's pipe."""
+    with contextlib.suppress(ValueError):  # the thread that forked is not the main thread of the child
         signal.set_wakeup_fd(-1)
 
 
 def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
     while numbers := os.read(read, 64):
-        if before >= 0:  # somebody else wants to know too
+        if before >= 0:  # other code has set a descriptor too: pass the signals on
             with contextlib.suppress(OSError):
                 os.write(before, numbers)
         if signal.SIGINT in numbers and _stands_still():
@@ -50,7 +51,7 @@ def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
 
 
 def _stands_still() -> bool:
-    """Whether the main thread is where it was a moment ago."""
+    """Return whether the main thread is where it was a moment ago."""
     place = _place()
     time.sleep(STANDSTILL_SECONDS)
     return place == _place()

@@ -14,17 +14,17 @@ from jdistgrad.ffi.sites import TARGET, Function, Later, Site, cancel_all
 
 
 def lower(context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function) -> Any:
-    """The rule of a primitive, on CPUs: call a function of some operands that makes its results."""
+    """Lower a primitive, on CPUs, to a call of a function that makes the primitive's results from these operands."""
     site = _site(context, function, avals, context.avals_out)
     return _rule(context.replace(avals_in=list(avals)), *operands, number=site.number)
 
 
 def on_cpus() -> bool:
-    """Whether programs are compiled for CPUs here, unless they say otherwise."""
+    """Return whether programs are compiled for CPUs here by default."""
     return jax.default_backend() == "cpu"
 
 
-# A call that happens once each time the program runs, in an order: that of everything else with this effect.
+# A call that happens once each time the program runs, ordered with everything else that has the same effect.
 ordered_p = Primitive("ordered_host_call")
 ordered_p.multiple_results = True
 
@@ -36,7 +36,7 @@ def call_in_order(
 
     Arguments:
       effect: one of JAX's ordered effects, as in ``jax.make_jaxpr(...)(...).effects``.
-      quick: whether the function never waits for anything, or returns what does, as ``Later``.
+      quick: whether the function itself never waits; a part that has to wait must be returned as a ``Later``.
     """
     return ordered_p.bind(*operands, function=function, results=tuple(results), effect=effect, quick=quick)
 
@@ -64,7 +64,7 @@ def _lowered(
 def _site(context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False) -> Site:
     watch_for_interrupts(cancel_all)
     site = Site(function, operands, results, quick=quick)
-    context.module_context.add_host_callback(site)  # XLA keeps it as long as a run of the program is under way
+    context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
     return site
 
 

@@ -1,9 +1,9 @@
-"""Where a compiled program calls a Python function on a CPU.
+"""The sites in compiled programs that call Python functions on CPUs.
 
-JAX's own callbacks run on the thread that executes the program, often one of XLA's pool, of which there are as many as
-cores: when each of them waits for another worker in a callback, nothing that is asked of this process is ever computed.
-Here the handler that XLA calls returns at once. The function runs on a thread of our own, of which there are as many as
-are needed, and says when the program may go on.
+JAX's own callbacks run on the thread that executes the program, often a thread of XLA's pool, which has as many threads
+as cores: when each of them waits for another worker in a callback, this process never computes what others request.
+Here the handler that XLA calls returns at once. The function runs on a thread of our own unbounded pool, which then
+tells XLA that the program may go on.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ TARGET = "jdistgrad_call"
 
 log = logging.getLogger("jdistgrad.ffi")
 
-# Of absl's status codes, those that errors have.
+# The absl status codes that errors here have.
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
 
 ALIGNMENT = 64  # bytes
-ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, by whoever needs them
+ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, on the thread that needs them
 
 Array = tuple[tuple[int, ...], np.dtype]
 
@@ -41,22 +41,23 @@ Function = Callable[..., Any]
 
 
 class Later:
-    """What a quick function returns that has to wait after all: the rest of it, of no arguments."""
+    """The rest of a quick function that has to wait after all, as a function without arguments."""
 
     def __init__(self, rest: Callable[[], Sequence[Any] | None]):
         self.rest = rest
 
 
 class Site:
-    """One call in one compiled program. It must live as long as the program, and every run of the program.
+    """A call in a compiled program. The site must live as long as the program, and every run of the program.
 
-    The program may be under way when nobody has its function any more: JAX knows how to keep host callbacks until then.
-    This is one in its eyes, that is never called: XLA finds the site by its number.
+    A run may outlast the last reference to the compiled function. JAX keeps host callbacks until the end of a run, so
+    the site is registered as a host callback. It is never called as a callback: XLA's handler finds it by its number.
 
     Arguments:
-      function: of the operands as NumPy arrays of its own; returns the results, in order, or nothing.
-      operands, results: shapes and dtypes. A token among what XLA passes comes behind these.
-      quick: whether the function runs on XLA's thread, where nothing waits. What has to, it returns, as ``Later``.
+      function: takes the operands as NumPy arrays that it may keep; returns the results, in order, or nothing.
+      operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
+      quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
+        a ``Later``.
     """
 
     def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool):
@@ -75,7 +76,7 @@ def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
 
 
 class Call:
-    """A call under way. It ends once: with its function, or when it is cancelled. Then the results' memory is XLA's."""
+    """A call under way. It ends once, with its function or by a cancellation; then XLA owns the results' memory."""
 
     def __init__(
         self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.Pending, *, holds_thread: bool
@@ -117,7 +118,7 @@ def cancel_all() -> None:
         call.fail(KeyboardInterrupt("while compiled code waited for other workers"))
 
 
-# No program that was compiled in another process finds a site here by accident.
+# Starts at random, so that a program compiled in another process finds no site here by accident.
 _numbers = itertools.count(secrets.randbits(62))
 _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 _threads = ThreadPool("jdistgrad-compiled")
@@ -126,7 +127,7 @@ _under_way: set[Call] = set()
 
 
 def there_are_any() -> bool:
-    """Whether compiled programs of this process call Python at all."""
+    """Return whether any compiled program of this process calls Python here."""
     return bool(_sites)
 
 
@@ -155,15 +156,15 @@ def _handle(address: int) -> int | None:
 
 
 def _is_xlas() -> bool:
-    """Whether the thread that runs the program is one of XLA's pool: nothing of Python's is below."""
+    """Return whether a thread of XLA's pool runs the program: there is no Python frame below the handler's."""
     handler = sys._getframe(1)
     return handler.f_back is None
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """Memory for whoever keeps an argument longer than the call, such that XLA can use it as it is.
+    """Copy an argument, so that it can be kept after the call, into memory that XLA can use as it is.
 
-    It copies what lies otherwise on threads of its own, and a program that waits for such a copy runs on one of these.
+    XLA copies unaligned memory on its own threads, and runs a program that waits for such a copy on one of them.
     """
     if array.nbytes < ALIGNED_FROM:
         return np.array(array)

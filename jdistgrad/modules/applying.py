@@ -1,4 +1,4 @@
-"""What runs on the owner of a module's parameters: one compiled function for each module."""
+"""Application of a module on the owner of its parameters: one compiled function for each module."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 
-Made = tuple[Any, Any]  # parameters, and the arrays that are none
+Made = tuple[Any, Any]  # parameters, and the module's other arrays
 
 
 class Apply(ServedFunction):
     """A module's application, as a function of its parameters. It travels as the blueprint of the module.
 
-    ``stateful``: behind the parameters come the module's other arrays. They are read, never changed.
+    ``stateful``: the argument after the parameters is the module's other arrays, which are read, never changed.
     """
 
     pure = True
@@ -26,11 +26,11 @@ class Apply(ServedFunction):
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
     def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
-        """New parameters and other arrays."""
+        """Return new parameters and other arrays."""
         raise NotImplementedError
 
     def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's result."""
+        """Return the module's result."""
         raise NotImplementedError
 
     @property
@@ -42,7 +42,7 @@ class Apply(ServedFunction):
         return apply_of(kind, self.blueprint, stateful)
 
     def __call__(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """Arguments that are no arrays (``train=True``) are part of what is compiled."""
+        """Apply the module, compiled for each value of arguments that are bools, ints or strings (``train=True``)."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         fixed = tuple((type(leaf), leaf) if isinstance(leaf, bool | int | str) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
@@ -63,11 +63,11 @@ class Apply(ServedFunction):
 
 @functools.cache
 def apply_of(kind: Any, blueprint: Any, stateful: bool) -> Apply:
-    """The one application of a module in this process."""
+    """Return the one application of a module in this process."""
     return kind(blueprint, stateful)
 
 
 def make(apply: Apply, rng: Any, args: tuple[Any, ...]) -> tuple[RRef, RRef | None]:
-    """Runs on the owner-to-be: references to parameters and, where there are any, other arrays."""
+    """Make a module on its owner; return references to its parameters and, if there are any, to its other arrays."""
     parameters, state = apply.init(rng, args)
     return RRef(parameters), RRef(state) if jax.tree.leaves(state) else None

@@ -1,7 +1,7 @@
-"""How to make an object again on another worker: a function or class both can import, and what to call it with.
+"""Blueprints, from which another worker makes an object again: a function or class both can import, and its arguments.
 
-flax modules hold functions that no pickle takes (``kernel_init``'s default, for one): what was given to their class
-travels instead. Blueprints can be compared and hashed, so that each worker builds what one describes only once.
+flax modules hold functions that cannot be pickled (``kernel_init``'s default, for example), so the arguments of their
+class travel instead. Blueprints can be compared and hashed, so each worker builds the object of a blueprint only once.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Blueprint:
 
 
 def blueprint(value: Any, take_apart: Callable[[Any], Blueprint | None]) -> Any:
-    """A value with everything in it that ``take_apart`` (or this) knows how to make replaced by its blueprint."""
+    """Replace by blueprints all parts of a value that ``take_apart`` or this function knows how to make."""
 
     def inner(value: Any) -> Any:
         return blueprint(value, take_apart)

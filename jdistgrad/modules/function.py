@@ -1,4 +1,4 @@
-"""A function whose parameters live on another worker, beside which it runs."""
+"""A function whose parameters live on another worker, where it runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,20 +16,20 @@ from jdistgrad.rpc.references.rref import RRef
 class RemoteFunction:
     """A function ``apply(parameters, *args)`` that runs where its parameters live.
 
-    Calling it is a remote call: only arguments and results travel. It is a pytree whose leaf is the reference to the
-    parameters, so it can be differentiated like any argument; its gradient stays on the owner.
+    Calling it is a remote call: only arguments and results travel. The function is a pytree whose leaf is the reference
+    to the parameters, so it can be differentiated like any argument; its gradient stays on the owner.
 
-    As an argument of a remote call it arrives with the parameters themselves, and runs there.
+    As an argument of a remote call it arrives with the parameters themselves, and runs on the worker that is called.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.
-      init: makes the parameters there, of ``args``. Or a reference to parameters that exist.
+      init: a function that makes the parameters there from ``args``, or a reference to existing parameters.
       apply: a function both sides can import, or have registered. If it is jitted, its derivative is compiled too.
-      args: what ``init`` is called with.
+      args: the arguments of ``init``.
       timeout: seconds a call may take; default the world's.
 
     Raises:
-      Exception: what ``init`` raised.
+      Exception: any exception of ``init``.
 
     Example:
       >>> encode = jd.RemoteFunction("worker1", init_encoder, encoder, args=(seed,))
@@ -59,25 +59,25 @@ class RemoteFunction:
 
     @property
     def owner(self) -> WorkerInfo:
-        """The worker it runs on."""
+        """The worker that the function runs on."""
         return self.parameters.owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it and wait for the result. Raises what a remote call raises."""
+        """Run the function and wait for the result. Raise the exceptions of a remote call."""
         if not isinstance(self.parameters, RRef):
             return self.apply(*self._arguments(args), **kwargs)
         return api.rpc_sync(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
     def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture:
-        """Run it and do not wait: a future of the result."""
+        """Run the function without waiting; return a future of the result."""
         return api.rpc_async(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
     def remote(self, *args: Any, **kwargs: Any) -> RRef:
-        """Run it and leave the result there: a reference to it."""
+        """Run the function and leave the result on the owner; return a reference to the result."""
         return api.remote(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
     def with_parameters(self, parameters: RRef) -> "RemoteFunction":
-        """The same with other parameters: restored ones, or those another worker holds."""
+        """Return the same function with other parameters: restored ones, or the parameters of another worker."""
         return self.tree_unflatten((self.apply, self.timeout), (parameters, self.state))
 
     def _arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -99,5 +99,5 @@ class RemoteFunction:
 
 
 def make_parameters(init: Callable[..., Any], args: tuple[Any, ...]) -> RRef:
-    """Runs on the owner-to-be."""
+    """Make parameters on their owner; return a reference to them."""
     return RRef(init(*args))

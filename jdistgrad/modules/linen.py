@@ -1,4 +1,4 @@
-"""flax.linen modules on another worker."""
+"""Application of flax.linen modules on another worker."""
 
 import dataclasses
 import functools
@@ -14,14 +14,14 @@ from jdistgrad.modules.blueprint import Blueprint, blueprint
 
 
 class LinenApply(Apply):
-    """``module.apply``: parameters are the collection "params", the state is all others."""
+    """``module.apply``: the parameters are the collection "params", the state is all other collections."""
 
     @functools.cached_property
     def module(self) -> linen.Module:
         return self.blueprint.build()
 
     def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
-        """Compiled as a whole, where all arguments are arrays: op by op takes JAX twice as long."""
+        """Initialize the module, compiled as a whole if all arguments are arrays: op by op takes twice as long."""
         key = jax.random.key(rng) if isinstance(rng, int) else rng
         init = jax.jit(self.module.init) if all(map(is_array, jax.tree.leaves(args))) else self.module.init
         variables = dict(init(key, *args))
@@ -32,7 +32,7 @@ class LinenApply(Apply):
 
 
 def take_apart(value: Any) -> Blueprint | None:
-    """A module's class and what its fields were set to."""
+    """Return the blueprint of a module: its class and the fields that are not defaults. None for other values."""
     if not isinstance(value, linen.Module):
         return None
     fields = [field for field in dataclasses.fields(value) if field.init and field.name != "parent"]
@@ -42,13 +42,13 @@ def take_apart(value: Any) -> Blueprint | None:
 
 
 def require_arguments(module: linen.Module, args: tuple[Any, ...]) -> None:
-    """Raises TypeError where a module cannot be called with its example arguments."""
+    """Raise TypeError if a module cannot be called with its example arguments."""
     try:
         inspect.signature(type(module).__call__).bind(module, *args)
     except TypeError as error:
         raise TypeError(
             f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called with "
-            f"these {len(args)} example arguments: {error}. Give it some: RemoteModule(to, module, (x,))"
+            f"these {len(args)} example arguments: {error}. Pass them as in RemoteModule(to, module, (x,))"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A flax module on another worker."""
+"""RemoteModule, a flax module on another worker."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,24 +13,25 @@ from jdistgrad.rpc.calls.caller import Target
 
 @jax.tree_util.register_pytree_node_class
 class RemoteModule(RemoteFunction):
-    """A flax module that lives on another worker: parameters are made there, stay there, and it runs there.
+    """A flax module on another worker, where its parameters are made and stay, and where it runs.
 
     See ``RemoteFunction`` for calling and differentiating it. The module is compiled there once for each shape, and so
-    is its derivative. ``parameters`` refers to a plain dict of arrays. Other arrays (``state``: batch statistics, the
-    counters of random generators) are used as they were made, not changed: pass linen's ``rngs=`` with each call.
+    is its derivative. ``parameters`` refers to a plain dict of arrays. The other arrays (``state``: batch statistics,
+    the counters of random generators) never change after they were made: pass linen's ``rngs=`` with each call.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.
-      module: a ``flax.linen`` module; or for ``flax.nnx`` a class or function that makes one when called with ``rngs``
-        (``functools.partial(Encoder, 64)`` where it takes more). Its class must be importable on both sides.
+      module: a ``flax.linen`` module; or for ``flax.nnx`` a class or function that makes a module when called with
+        ``rngs`` (``functools.partial(Encoder, 64)`` if it takes other arguments too). The class or function must be
+        importable on both sides.
       example_args: arguments to initialize a linen module with.
       rng: a seed or a JAX key.
       timeout: seconds a call may take; default the world's.
 
     Raises:
-      TypeError: ``module`` is none of these, holds something that cannot be hashed, or cannot be called with
+      TypeError: ``module`` is not of these kinds, holds a value that cannot be hashed, or cannot be called with
         ``example_args``.
-      Exception: what making it raised on the worker.
+      Exception: any exception of making the module on the worker.
 
     Example:
       >>> encoder = jd.RemoteModule("worker1", nn.Dense(64), (x,), rng=0)
@@ -60,13 +61,13 @@ def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
     except TypeError as error:
         raise TypeError(
             f"RemoteModule: a module of type {blueprint.label} holds something that cannot be hashed ({error}), so it "
-            "could not be compiled only once. Give it plain values, or write it as a jdistgrad.RemoteFunction."
+            "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
     return apply_of(kind, blueprint, False)
 
 
 def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """flax takes long to import: whoever has a module has done it."""
+    """Return the ``Apply`` class and blueprint of a module. Only here is flax imported: that is slow."""
     from flax import linen as flax_linen, nnx as flax_nnx
 
     from jdistgrad.modules import linen, nnx
@@ -79,6 +80,6 @@ def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
         return nnx.NnxApply, nnx.blueprint_of(module)
     raise TypeError(
         f"RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called with "
-        f"rngs, not {module!r:.80}. An nnx module that exists stays where it is: pass what makes it, and it is made on "
-        "the worker."
+        f"rngs, not {module!r:.80}. An existing nnx module cannot be moved: pass the class or function that makes it, "
+        "and the worker calls that."
     )

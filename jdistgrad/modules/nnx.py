@@ -1,4 +1,4 @@
-"""flax.nnx modules on another worker."""
+"""Application of flax.nnx modules on another worker."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from jdistgrad.modules.blueprint import Blueprint, blueprint
 
 
 class NnxApply(Apply):
-    """A call of the module: parameters are its ``nnx.Param``, the state is all its other variables, as plain dicts."""
+    """A call of the module: the parameters are its ``nnx.Param``, the state is its other variables, as plain dicts."""
 
     def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
-        """The module is made as it is; nothing of the arguments' shapes is needed."""
+        """Make the module and return its variables. The arguments are not needed."""
         _, parameters, state = nnx.split(self._make(rng), nnx.Param, ...)
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
@@ -26,7 +26,7 @@ class NnxApply(Apply):
 
     @functools.cached_property
     def _parts(self) -> Any:
-        """The module without its arrays."""
+        """The module's structure, with shapes instead of arrays."""
         return nnx.split(nnx.eval_shape(lambda: self._make(0)), nnx.Param, ...)
 
     def _make(self, rng: Any) -> Any:

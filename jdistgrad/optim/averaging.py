@@ -1,4 +1,4 @@
-"""Averaging as an optax transformation, and optimizers that leave unused parameters alone."""
+"""Averaging as an optax transformation, and optimizers that do not change unused parameters."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jdistgrad.data_parallel.steps.driver import Driver, shared_driver
 
 
 class AverageGradientsState(NamedTuple):
-    """The hook's state of each bucket, on this rank."""
+    """The hook's state for each bucket, on this rank."""
 
     hook: list[Any]
 
@@ -25,15 +25,15 @@ class AverageGradientsState(NamedTuple):
 def average_gradients(
     collectives: Collectives | None = None, *, bucket_cap_mb: float | None = None, hook: Hook | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Average gradients over all ranks, as an optax transformation to be chained with others.
+    """Return an optax transformation that averages gradients over all ranks, to be chained with others.
 
     Every rank must call ``init`` and ``update``, in the same order. Works in ``jit``, on a mesh inside ``shard_map``,
-    and eagerly. On a mesh, the state of a hook differs from device to device: let its ``shard_map`` spec say so.
+    and eagerly. On a mesh, the state of a hook differs from device to device: its ``shard_map`` spec must say so.
 
     Arguments:
-      collectives: which ranks; default all workers of this world.
+      collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
-      hook: what to do with a bucket instead of averaging it. Its state lives in the optimizer's.
+      hook: what to do with a bucket instead of averaging it. The hook's state is part of the optimizer's.
 
     Example:
       >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
@@ -62,9 +62,9 @@ def average_gradients(
 
 
 def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leave parameters that no rank used as they are, and their part of the optimizer's state.
+    """Return an optimizer that leaves parameters that no rank used, and their optimizer state, as they are.
 
-    A gradient of zero is not enough: moments decay, momentum and weight decay go on.
+    A zero gradient is not enough: moments still decay, and momentum and weight decay still act.
 
     Arguments:
       tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``.
@@ -86,7 +86,7 @@ def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
-    """The new state, with what belongs to unused parameters from the old: parts of it with a leaf for each of them."""
+    """Return the new state, with the old state of unused parameters in each part that has a leaf per parameter."""
     structure: Any = jax.tree.structure(used)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
 
@@ -106,7 +106,7 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
 
 
 def _is_part(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Whether it may be of a parameter of this shape: as large, flat (a rank's slice), or masked."""
+    """Return whether a leaf may be state of a parameter of a shape: of that shape, flat (a rank's slice), or masked."""
     return isinstance(leaf, optax.MaskedNode) or (hasattr(leaf, "shape") and (leaf.shape == shape or leaf.ndim == 1))
 
 

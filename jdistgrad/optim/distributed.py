@@ -1,4 +1,4 @@
-"""The optimizer of parameters that live on other workers: one optax state on each owner, one step for all."""
+"""The optimizer of parameters on other workers: one optax state on each owner, one step for all."""
 
 import collections
 import concurrent.futures
@@ -18,18 +18,18 @@ from jdistgrad.rpc.references.rref import RRef, by_reference
 
 
 class DistributedOptimizer:
-    """Applies an optax transformation to values on their owners.
+    """An optimizer that applies an optax transformation to values on their owners.
 
-    Each owner keeps one state for all its values. ``step`` updates everywhere at once, each owner under a lock, so that
-    trainers with contexts of their own may share parameters (each with an optimizer of its own, or one that was passed
-    on). A local value takes part as ``jdistgrad.RRef(value)``.
+    Each owner keeps one state for all its values. ``step`` updates all owners at once, each under a lock, so trainers
+    with contexts of their own may share parameters (each with an optimizer of its own, or one passed on to it). A local
+    value takes part as ``jdistgrad.RRef(value)``.
 
     Arguments:
       tx: any optax transformation. Each owner applies it to its own values; to clip by a norm over all of them, use
         ``max_global_norm``.
-      rrefs: the values to optimize. Leaves that are no float arrays stay as they are.
+      rrefs: the values to optimize. Leaves that are not float arrays stay as they are.
       max_global_norm: scale gradients down so that their norm, over all owners, is at most this.
-      refuse_nan: raise, and change nothing anywhere, where a gradient is not finite.
+      refuse_nan: if a gradient is not finite, raise and change nothing on any owner.
 
     Example:
       >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [enc, dec])
@@ -66,18 +66,18 @@ class DistributedOptimizer:
         _all([owned.creation() for owned in self._owned.values()])
 
     def step(self, ctx: Context | int) -> None:
-        """Update every value with its gradient in a context; return when all owners have.
+        """Update every value with its gradient in a context; return when all owners are done.
 
         Raises:
-          DifferentiationError: a value has no gradient there, or one that is not finite; nothing was changed.
-          ContextError: the context is closed, or not known here.
+          DifferentiationError: a value has no gradient there, or a gradient that is not finite; nothing was changed.
+          ContextError: the context is closed, or unknown here.
         """
         with within(find_context(ctx).scope):
             scale = self._scale()
             self._everywhere(owner.step, scale)
 
     def state(self) -> dict[str, Any]:
-        """Values and optimizer states, as a pytree that can be saved: ``{"values": [...], "states": [...]}``."""
+        """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``."""
         found = self._everywhere(owner.state)
         values: list[Any] = [None] * len(self._rrefs)
         for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
@@ -86,12 +86,12 @@ class DistributedOptimizer:
         return {"values": values, "states": [state for _, state in found]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back what ``state`` of an optimizer of the same values, on the same owners, gave.
+        """Restore what ``state`` returned, for an optimizer of the same values on the same owners.
 
-        Its arrays may be NumPy's. All owners look at their parts before the first puts its own back.
+        The arrays may be NumPy's. All owners check their parts before the first restores its own.
 
         Raises:
-          ValueError: it is of another structure, or holds other shapes or dtypes; nothing was restored anywhere.
+          ValueError: the state has another structure, or other shapes or dtypes; nothing was restored on any owner.
         """
         parts = zip(self._owned.values(), self._parts(state), strict=True)
         prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
@@ -99,7 +99,7 @@ class DistributedOptimizer:
         _all([api.rpc_async(owned.owner, owner.put_back, (owned.id, part.id)) for owned, part in prepared])
 
     def _parts(self, state: Any) -> list[owner.Saved]:
-        """Each owner's part of a saved state."""
+        """Return each owner's part of a saved state."""
         values, states = _lists(state)
         if len(values) != len(self._rrefs) or len(states) != len(self._owned):
             raise ValueError(
@@ -110,7 +110,7 @@ class DistributedOptimizer:
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
 
     def _scale(self) -> float:
-        """What gradients are multiplied by; raises, before anything is changed, where a step cannot be made."""
+        """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
         if len(self._owned) == 1 and self._max_norm is None and not self._refuse_nan:
             return 1.0  # the only owner checks for itself
         found = self._everywhere(owner.look)
@@ -126,7 +126,7 @@ class DistributedOptimizer:
 
 def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
     if isinstance(rrefs, RRef):
-        raise TypeError("DistributedOptimizer takes a list of RRefs: of one, [rref]")
+        raise TypeError("DistributedOptimizer takes a list of RRefs: for a single one, [rref]")
     found = list(rrefs)
     for rref in found:
         if not isinstance(rref, RRef):
@@ -137,7 +137,7 @@ def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
 
 
 def _lists(state: Any) -> list[Sequence[Any]]:
-    """The values and the states of what was saved."""
+    """Return the values and the optimizer states of a saved state."""
     if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
         held = (", ".join(map(repr, state)) or "nothing in it") if isinstance(state, Mapping) else ""
         found = f"a {type(state).__name__}" + (f" with {held}" if held else "")
@@ -149,7 +149,7 @@ def _lists(state: Any) -> list[Sequence[Any]]:
 
 
 def _all(futures: Sequence[concurrent.futures.Future]) -> list[Any]:
-    """The results, when all are done; the first failure is raised then."""
+    """Wait for all futures; return their results, or raise the first failure."""
     failures = [future.exception() for future in futures]
     for failure in failures:
         if failure is not None:

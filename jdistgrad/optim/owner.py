@@ -21,20 +21,20 @@ from jdistgrad.rpc.worker import Worker, current_worker
 
 LEAF = jax.tree.structure(0)
 
-Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their place in it
+Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their places in it
 
 _locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
 
 
 class Finding(NamedTuple):
-    """What an owner says of its gradients before anything is changed."""
+    """An owner's report on its gradients, before anything is changed."""
 
     squared_norm: float
     finite: bool
 
 
 class Value(NamedTuple):
-    """A reference's value, taken apart: its float arrays, the tree of them alone, and what surrounds them."""
+    """A reference's value, taken apart: its float arrays, their tree, and the layout of the whole value around them."""
 
     leaves: list[Any]
     tree: Any
@@ -49,7 +49,7 @@ class Value(NamedTuple):
 
 
 class OwnedParameters:
-    """Some references' values on their owner, and an optax transformation's state for them."""
+    """The values of some references on their owner, and an optax transformation's state for these values."""
 
     def __init__(self, packed: bytes, rrefs: Sequence[RRef]):
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
@@ -66,14 +66,14 @@ class OwnedParameters:
         self._update = jax.jit(update, static_argnums=0)
 
     def look(self) -> Finding:
-        """The gradients' squared norm, and whether they are finite. Raises where one is missing."""
+        """Return the gradients' squared norm, and whether they are finite. Raise if a gradient is missing."""
         found = self._gradients([one.leaves for one in self._current()])
         leaves = [jnp.asarray(leaf) for leaves in found for leaf in leaves]
         squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
         return Finding(float(sum(squares)), bool(all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)))
 
     def step(self, scale: float) -> None:
-        """Update the values, with the gradients that the context this code runs in holds for them."""
+        """Update the values with their gradients in the current context."""
         with self._lock:
             values = self._current()
             parameters = [one.leaves for one in values]
@@ -83,12 +83,12 @@ class OwnedParameters:
                 self._owned.replace(rref.id, value.layout.fill(leaves))
 
     def state(self) -> tuple[list[Any], Any]:
-        """The values and the transformation's state, of one moment."""
+        """Return the values and the transformation's state, consistent with each other."""
         with self._lock:
             return [rref.local_value() for rref in self._rrefs], self._state
 
     def prepare(self, saved: Saved) -> Saved:
-        """What ``put_back`` takes: saved values and state, if they are like those there are. Changes nothing."""
+        """Check that saved values and state fit the current ones; return them for ``put_back``. Changes nothing."""
         values, state = self.state()
         known = {
             "values": dict(zip(saved["values"], values, strict=True)),
@@ -97,7 +97,7 @@ class OwnedParameters:
         differs = restoring.difference(saved, known)
         if differs is not None:
             raise ValueError(
-                f"restore on {current_worker().info}: {differs}. Nothing was restored, on no worker. Restore what "
+                f"restore on {current_worker().info}: {differs}. Nothing was restored on any worker. Restore what "
                 "state() gave of an optimizer of the same values and the same transformation."
             )
         return restoring.brought_home(saved, known)
@@ -109,11 +109,11 @@ class OwnedParameters:
                 self._owned.replace(rref.id, value)
 
     def _current(self) -> list[Value]:
-        """The values as they are now: others may replace them, or change what is in them."""
+        """Return the current values, taken apart: others may have replaced them, or changed their contents."""
         return [Value.of(self._owned.value(rref.id).result()) for rref in self._rrefs]
 
     def _gradients(self, parameters: Sequence[list[Any]]) -> list[list[Any]]:
-        """For each parameter's leaves, their gradients: zero where nothing was contributed to a leaf."""
+        """Return the gradients of each parameter's leaves: zero where nothing was contributed to a leaf."""
         tape = current_tape(lambda: "an optimizer's step")
         found = [tape.gradient(rref.id) for rref in self._rrefs]
         missing = [str(rref) for rref, gradient in zip(self._rrefs, found, strict=True) if gradient is None]
@@ -135,7 +135,7 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, mine) for tree, mine in zip(trees, leaves, strict=True)]
 
 
-# What the optimizer calls on owners. It holds a reference to the parameters: their id is enough.
+# The functions that the optimizer calls on owners. The optimizer holds a reference to the parameters: an id is enough.
 
 
 def own_parameters(packed: bytes, rrefs: Sequence[Any]) -> OwnedParameters:

@@ -1,4 +1,4 @@
-"""Whether saved values and states fit those that are there, and how they come to be like them: pure."""
+"""Comparison of saved values and states with the current ones, and conversion to the same kinds: pure functions."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ NUMBERS = {bool, int, float, complex}
 
 
 def difference(found: Any, known: Any) -> str | None:
-    """The first difference in structure, shapes or dtypes, in words."""
+    """Return the first difference in structure, shapes or dtypes, in words; None if there is none."""
     ours, theirs = _by_path(known), _by_path(found)
     for path, expected in ours.items():
         if path not in theirs:
@@ -27,7 +27,10 @@ def difference(found: Any, known: Any) -> str | None:
 
 
 def brought_home(found: Any, known: Any) -> Any:
-    """What fits, as what is known: arrays of this worker that nobody else writes to, dicts in the known order."""
+    """Convert fitting values to the kinds of the known values, with the order of the known dicts.
+
+    Arrays become copies on this worker, which nobody else writes to.
+    """
     leaves = trees.leaves(found)
     return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
 
@@ -41,7 +44,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _fits(found: Any, expected: Any) -> bool:
-    """Files give Python's numbers back as arrays without dimensions."""
+    """Return whether a leaf fits. Files return Python numbers as arrays without dimensions."""
     if type(expected) in NUMBERS and _is_array(found):
         plain = isinstance(found.dtype, np.dtype) and found.ndim == 0
         return plain and np.can_cast(found.dtype, type(expected), "same_kind")
@@ -53,7 +56,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _at_home(found: Any, known: Any) -> Any:
-    if isinstance(known, jax.Array):  # what was restored from a file may be bound to another worker's device
+    if isinstance(known, jax.Array):  # an array restored from a file may be committed to another worker's device
         return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else jnp.array(np.asarray(found))
     if isinstance(known, np.ndarray):
         return np.array(found)
@@ -61,6 +64,6 @@ def _at_home(found: Any, known: Any) -> Any:
 
 
 def _key(found: Any) -> jax.Array:
-    """A random key of this worker: what NumPy can see of one is its data."""
+    """Copy a random key to this worker. NumPy can only see the key's data."""
     data = jnp.array(np.asarray(jax.random.key_data(found)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))

@@ -1,10 +1,10 @@
 """Optimizer state divided among the ranks: ZeRO stage 1.
 
-Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of every parameter laid flat, computes that
-slice's update, and everybody gathers the updates. The tree is that of the parameters: masks by path work as unsharded.
-Guarantee: the same updates as unsharded, for optimizers that treat each element by itself (sgd, momentum, adam,
-rmsprop, weight decay). Weakness: what looks at whole leaves or their shapes (lars, adafactor, clipping by norm) sees
-slices; put it in front of the sharded part.
+Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of every flattened parameter and computes
+that slice's update, then all ranks gather the updates. The state has the parameters' tree, so masks by path work as
+without sharding. Guarantee: the same updates as without sharding, for optimizers that treat each element by itself
+(sgd, momentum, adam, rmsprop, weight decay). Weakness: transformations that look at whole leaves or their shapes (lars,
+adafactor, clipping by norm) see slices; put them in front of the sharded part.
 """
 
 import functools
@@ -24,15 +24,15 @@ from jdistgrad.data_parallel.collectives.default import shared
 def shard_state(
     tx: optax.GradientTransformation, collectives: Collectives | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose state is divided among the ranks.
+    """Return an optimizer whose state is divided among the ranks.
 
-    Every rank must call ``init`` and ``update`` with the same parameters and averaged gradients. The state of a rank is
-    of use to that rank only: save each rank's, and restore it on as many.
+    Every rank must call ``init`` and ``update`` with the same parameters and averaged gradients. A rank's state is of
+    use to that rank only: save the state of every rank, and restore it on equally many ranks.
 
     Arguments:
       tx: an optimizer that treats each element by itself.
-      collectives: which ranks; default all workers of this world. On a mesh, ``init`` runs inside ``shard_map`` too,
-        and the state is sharded over the axis.
+      collectives: the ranks that share the state; default all workers of this world. On a mesh, ``init`` runs inside
+        ``shard_map`` too, and the state is sharded over the axis.
 
     Example:
       >>> tx = optax.chain(jd.average_gradients(), shard_state(optax.adam(1e-3)))
@@ -55,7 +55,7 @@ def shard_state(
 
 
 def _slices(tree: Any, all_: Collectives) -> Any:
-    """This rank's part of each leaf, laid flat and padded to equal parts."""
+    """Return this rank's part of each leaf, flattened and padded so that all parts are equal in size."""
     return _cut(tree, jnp.asarray(all_.rank), all_.size)
 
 
@@ -70,7 +70,7 @@ def _cut(tree: Any, rank: jax.Array, size: int) -> Any:
 
 
 def _gathered(slices: Any, like: Any, all_: Collectives) -> Any:
-    """Everybody's parts as whole leaves; those of one dtype travel together."""
+    """Gather the parts of all ranks into whole leaves; leaves of one dtype travel together."""
     parts, structure = jax.tree.flatten(slices)
     whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
     for dtype in dict.fromkeys(part.dtype for part in parts):

@@ -1,4 +1,4 @@
-"""Calling functions on workers: worlds, calls, references. Knows nothing of gradients. README.md says how a call goes.
+"""Remote calls: worlds, calls and references, unaware of gradients. README.md follows a call step by step.
 
-Uses wire. Used by everything above; autograd takes over calls of which JAX traces something.
+Uses wire. Used by everything above; autograd takes over calls on traced values.
 """

@@ -1,4 +1,4 @@
-"""Calls on other workers: what users write."""
+"""The public functions that call other workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,18 +21,18 @@ def rpc_sync(
     """Call a function on another worker and wait for its result.
 
     Arguments:
-      to: the worker: its name, its rank or its ``WorkerInfo``. It may be this one.
-      fn: a function both sides can import, or have registered (``register``).
-      args: its arguments: any pytree of arrays, Python objects, functions, references. RRefs arrive as their values.
-      kwargs: its keyword arguments.
-      timeout: seconds to wait (``math.inf``: no limit); default the world's.
+      to: the worker, by its name, its rank or its ``WorkerInfo``. It may be this worker.
+      fn: a function that both sides can import or have registered (``register``).
+      args: the arguments: any pytree of arrays, Python objects, functions, references. RRefs arrive as their values.
+      kwargs: the keyword arguments.
+      timeout: seconds to wait (``math.inf``: no limit); defaults to the world's timeout.
 
     Returns:
-      What ``fn`` returned. A ``concurrent.futures.Future`` that it returned is waited for there.
+      The result of ``fn``. If ``fn`` returns a ``concurrent.futures.Future``, the result of that future.
 
     Raises:
-      Exception: what ``fn`` raised, in its own type, with the remote traceback in its notes.
-      CallTimeoutError: no answer in time.
+      Exception: ``fn`` raised it; it has its own type, and the remote traceback in its notes.
+      CallTimeoutError: no answer came in time.
       UnknownWorkerError, FunctionError, EncodingError: nothing was sent; the message says why.
 
     Example:
@@ -49,10 +49,10 @@ def rpc_async(
     *,
     timeout: float | None = None,
 ) -> CallFuture:
-    """Call a function on another worker; do not wait. See ``rpc_sync``.
+    """Call a function on another worker without waiting. See ``rpc_sync``.
 
     Returns:
-      A ``concurrent.futures.Future`` of the result. Cancelling it stops the waiting, not the call.
+      A ``concurrent.futures.Future`` of the result. Cancelling the future ends the wait, not the call.
 
     Example:
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
@@ -72,8 +72,8 @@ def remote(
     """Call a function on another worker and leave the result there. See ``rpc_sync``.
 
     Returns:
-      A reference to the result, at once. If ``fn`` raises, whoever needs the value first gets the exception.
-      ``timeout`` is that of the reference's ``creation()``.
+      A reference to the result, at once. If ``fn`` raises, code that needs the value gets the exception. ``timeout``
+      applies to the reference's ``creation()``.
 
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))
@@ -82,10 +82,10 @@ def remote(
 
 
 def checked(fn: Callable[..., Any], args: Any) -> tuple[Any, ...]:
-    """Arguments, if they are a tuple or a list of them."""
+    """Return the arguments as a tuple. Raises TypeError if they are neither a tuple nor a list."""
     if isinstance(args, tuple | list):
         return tuple(args)
     raise TypeError(
-        f"args of the call of {describe(fn)} must be a tuple of its arguments, not a {type(args).__name__}. Of one "
+        f"args of the call of {describe(fn)} must be a tuple of its arguments, not a {type(args).__name__}. For one "
         "argument: args=(x,)."
     )

@@ -1,4 +1,4 @@
-"""Values that are sent often and never change: encoded once, and decoded once."""
+"""Values that are sent often and never change, encoded once and decoded once."""
 
 import functools
 import pickle
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """A value of the package's own classes, of numbers and strings: neither functions nor objects of users.
+    """A value made of the package's own classes, numbers and strings, without functions or objects of users.
 
-    What users define may change, or be defined anew under the same name: it has no place in here.
+    A user's function or class may change, or be defined anew under the same name, so it must not be cached.
     """
 
     def __init__(self, value: T):
@@ -26,5 +26,5 @@ class Cached(Generic[T]):
 
 @functools.lru_cache(maxsize=4096)
 def from_cache(stream: bytes) -> Cached:
-    """What arrived, decoded if it has not been seen before."""
+    """Return the value that arrived, decoded only if it has not been seen before."""
     return Cached(pickle.loads(stream))

@@ -1,4 +1,4 @@
-"""How values travel between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
+"""Encoding of values between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
 
 import io
 import pickle
@@ -20,11 +20,11 @@ from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
 JITTED = type(jax.jit(lambda: None))
-OWN: set[type] = {ArrayBlock, Cached}  # classes of objects that say themselves how they travel
+OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for this codec
 
 
 class _Reducing:
-    """The rules both picklers share."""
+    """The rules that both picklers share."""
 
     last_function: Any = None
 
@@ -44,7 +44,7 @@ class _Reducing:
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(value)
         if isinstance(value, np.ndarray) and hasattr(value, "aval"):
-            return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX's, which is no jax.Array
+            return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX that is not a jax.Array
         if isinstance(value, type | types.BuiltinFunctionType):
             return NotImplemented
         path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
@@ -61,14 +61,14 @@ class _Reducing:
 
 
 class NamePickler(_Reducing, pickle.Pickler):
-    """Functions travel by name only."""
+    """The pickler that sends functions by name only."""
 
     def reducer_override(self, value: Any) -> Any:
         return self.reduction(value)
 
 
 class CodePickler(_Reducing, cloudpickle.Pickler):
-    """Functions that nobody can import travel by value."""
+    """The pickler that sends functions by value if they cannot be imported."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = self.reduction(value)
@@ -77,7 +77,7 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     def class_of_the_program(self, value: type) -> Any:
-        """By name, as everything that both sides can import; beside it the code, for who has not run this program."""
+        """Reduce a class of ``__main__`` to its name and its code, for a receiver that has not run this program."""
         path = functions.import_path(value)
         return NotImplemented if path is None else (functions.own_or_sent, (*path, code_of(value)))
 
@@ -89,7 +89,7 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
 
 
 class Codec:
-    """Encodes for one world. ``allow_code`` says whether code may travel by value."""
+    """The codec of one world. ``allow_code`` says whether code may travel by value."""
 
     def __init__(self, *, allow_code: bool):
         self._pickler = CodePickler if allow_code else NamePickler
@@ -111,7 +111,7 @@ class Codec:
         return Parcel(stream.getbuffer(), raw, shipment.attachment(), shipment.take_back)
 
     def _explained(self, error: BaseException, function: Any, value: Any) -> BaseException:
-        """What the user shall see: which function, or which part of the value, and what is wrong with it."""
+        """Return the error to raise, which names the function, or the part of the value, that cannot be sent."""
         if isinstance(error, DistgradError) or not isinstance(error, Exception):
             return error
         if function is not None and functions.import_path(function) is None:
@@ -123,11 +123,11 @@ class Codec:
         return EncodingError(f"{self._culprit(value)}{spelled(error)}")
 
     def _culprit(self, value: Any) -> str:
-        """The path of the first leaf that cannot be encoded by itself."""
+        """Return the path and type of the first leaf that cannot be encoded by itself, as text."""
         for path, leaf in trees.leaves_with_keys(value):
             try:
                 self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
-            except Exception:  # any reason will do: the first error has been kept
+            except Exception:  # whatever the reason: the original error is reported
                 return f"at {jax.tree_util.keystr(path)}, a {type(leaf).__name__}: " if path else ""
         return ""
 
@@ -140,32 +140,32 @@ class Codec:
         except (AttributeError, ImportError) as error:
             raise FunctionError(
                 f"a message names something this worker does not have: {error}. Every worker must run the same "
-                "version of every module, and define the same functions: at top level, not where only some ranks come."
+                "version of every module, and define the same functions: at top level, not where only some ranks run."
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {spelled(error)}") from error
 
 
 def code_of(value: type) -> bytes | None:
-    """A class by value; None where something in it cannot be sent."""
+    """Return a class by value, or None if a part of it cannot be sent."""
     try:
         return cloudpickle.dumps(value)
-    except Exception:  # any reason will do: there remains its name
+    except Exception:  # whatever the reason: the class travels by its name alone
         return None
 
 
 def hides_traced(value: Any) -> bool:
-    """Whether something JAX traces is inside an object that JAX cannot look into."""
+    """Return whether an object that JAX cannot look into holds a traced value."""
     try:
         with encoding(None):
             NamePickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
     except EncodingError as error:
         return str(error) == arrays.TRACED
-    except Exception:  # what cannot be pickled is not looked into
+    except Exception:  # an object that cannot be pickled is not searched
         return False
     return False
 
 
 def _steady(buffer: memoryview) -> memoryview:
-    """Bytes that nobody changes while they wait to be sent. Small ones are copied into the frame anyway."""
+    """Return bytes that cannot change while they wait to be sent. Small buffers are copied into the frame anyway."""
     return buffer if buffer.readonly or not is_bulk(buffer.nbytes) else memoryview(bytearray(buffer))

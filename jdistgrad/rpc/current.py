@@ -1,7 +1,7 @@
-"""Which worker a piece of code runs on.
+"""The current worker and the current scope of running code.
 
-A process under mpirun is one worker. In a local world a thread belongs to one: the threads that serve calls, and
-those ``spawn`` starts, are bound to theirs; every other thread takes the process's own, if it has one.
+A process under mpirun is one worker. In a local world each worker has threads bound to it: the threads that serve its
+calls, and the thread that ``spawn`` starts. Every other thread has the worker of the process, if there is one.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jdistgrad.rpc.scopes import Scope
 
 
 class Resident(Protocol):
-    """What is known here of a worker that threads belong to."""
+    """The attributes of a worker that this module needs."""
 
     info: WorkerInfo
     size: int
@@ -33,22 +33,22 @@ _bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistg
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: Resident | None = None
-_left_behind: str | None = None  # in a forked process: what it was forked from, and what to do
+_left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
-# Part of JAX's trace key: a function traced on one worker is traced anew on another of the same process. The value is
-# compared at every dispatch: a small number for each kind of worker, not the worker itself.
+# Part of JAX's trace key: a function traced on one worker is traced anew on another worker of the same process. JAX
+# compares the value at every dispatch, so it is a small number for each rank, name and size, not the worker itself.
 _trace_key = jax.make_user_context(default_value=None)
 _trace_keys: dict[tuple[WorkerInfo, int], int] = {}
 
-# Host callbacks of compiled code run on threads of XLA's own. They find their worker and scope by where the code was
-# compiled: by the trace key, and by a slot that each open scope has while a thread is in it. The first slot is no part
-# of the trace key: only scopes that are open beside each other make JAX compile again.
+# Host callbacks of compiled code run on XLA's threads. They find their worker and scope by the place where the code was
+# compiled: the worker's trace key, and the slot that each open scope has while a thread is in it. The first slot is not
+# part of the trace key, so JAX compiles again only for scopes that are open at the same time.
 _slot_key = jax.make_user_context(default_value=0)
 _place: contextvars.ContextVar["Place"] = contextvars.ContextVar("jdistgrad_place")
 
 
 class Place(NamedTuple):
-    """Where code was compiled: the worker's trace key (None: the process's worker), and the scope's slot."""
+    """The place where code was compiled: the worker's trace key (None: the process's worker), and the scope's slot."""
 
     key: int | None
     slot: int
@@ -58,7 +58,7 @@ _workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictio
 
 
 class Slots:
-    """The scopes that threads of one worker are in, each at the first free place when its first thread came."""
+    """The scopes that threads of one worker are in. A scope takes the first free slot when its first thread enters."""
 
     def __init__(self) -> None:
         self._scopes: list[Scope | None] = []
@@ -92,7 +92,7 @@ class Slots:
 
 
 def current_resident() -> Resident:
-    """The worker this code runs on. Raises NotInitializedError where there is none."""
+    """Return the worker that this code runs on. Raises NotInitializedError if there is none."""
     worker = find_resident()
     if worker is None:
         raise NotInitializedError(
@@ -104,7 +104,7 @@ def current_resident() -> Resident:
 
 
 def find_resident() -> Resident | None:
-    """The worker this code runs on, if any."""
+    """Return the worker that this code runs on, if any."""
     worker = _bound.get()
     if worker is None and not _seated.get():
         worker = _of_process
@@ -112,12 +112,12 @@ def find_resident() -> Resident | None:
 
 
 def current_scope() -> Scope | None:
-    """The scope that calls made by this code belong to, if any."""
+    """Return the scope that calls made by this code belong to, if any."""
     return _scope.get()
 
 
 class within:  # noqa: N801 used like a function; a generator would take twice as long
-    """A block whose calls belong to a scope."""
+    """A block whose calls belong to a scope, or to none."""
 
     __slots__ = ("_compiling", "_outer", "_outer_place", "_scope", "_slot", "_slots")
 
@@ -154,28 +154,28 @@ def _setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
 
 
 def place() -> Place:
-    """Where this code runs, for callbacks of what is compiled here."""
+    """Return the place of this code, for callbacks of programs compiled here."""
     return _place.get(Place(None, 0))
 
 
 @contextlib.contextmanager
 def at(place: Place) -> Iterator[None]:
-    """A block, on whatever thread, that belongs to the worker and scope of a place."""
+    """Let the block, on any thread, belong to the worker and scope of a place."""
     worker = _of_process if place.key is None else _workers.get(place.key)
     if worker is None or worker.severed:
         why = _left_behind or "the world it was compiled in is closed"
-        raise NotInitializedError(f"a compiled function is run in no world: {why}")
+        raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
     with _setting(_bound, worker), _setting(_scope, worker.slots.at(place.slot)), _setting(_place, place):
         yield
 
 
 def seat_thread() -> None:
-    """Let this thread have a worker of its own or none, whatever the process has."""
+    """Let this thread have a worker of its own or none, but not the worker of the process."""
     _seated.set(True)
 
 
 def bind_thread(worker: Resident) -> None:
-    """Let this thread, and contexts copied from it, belong to a worker."""
+    """Let this thread, and contexts copied from it, belong to this worker."""
     _bound.set(worker)
     if worker.hands_over:
         key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
@@ -187,13 +187,13 @@ def bind_thread(worker: Resident) -> None:
 
 
 def bind_process(worker: Resident) -> None:
-    """Let every thread that is not bound belong to a worker."""
+    """Let every thread that is not bound belong to this worker."""
     global _of_process
     _of_process = worker
 
 
 def unbind(worker: Resident) -> None:
-    """The worker has left its world."""
+    """Unbind this thread and the process from a worker that has left its world."""
     global _of_process
     if _bound.get() is worker:
         _bound.set(None)
@@ -202,12 +202,12 @@ def unbind(worker: Resident) -> None:
 
 
 def leave_behind(why: str) -> None:
-    """This process was forked from a worker's, and has no world, and no scope."""
+    """Note that this process was forked from a worker's process, and so has no world and no scope."""
     global _left_behind
     _left_behind = why
     _scope.set(None)
 
 
 def left_behind() -> str | None:
-    """Why this process has no world and can have none, if it was forked from one that had."""
+    """Return why this process can have no world, if it was forked from a worker's process."""
     return _left_behind

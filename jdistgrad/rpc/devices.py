@@ -1,4 +1,4 @@
-"""One device for each worker: a GPU of the node for each process, a device of the process for each local worker."""
+"""The device of each worker: a GPU of the node for each process, a device of the process for each local worker."""
 
 import os
 import pathlib
@@ -8,12 +8,12 @@ import numpy as np
 
 from jdistgrad._compat import backends_are_initialized, configured
 
-# Where the kernel drivers list a node's GPUs: no library has to be loaded to count them.
+# The kernel driver lists the node's GPUs here, so that no library has to be loaded to count them.
 NVIDIA = pathlib.Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str]:
-    """The CUDA devices this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name.strip() not in ("", "-1")]
@@ -23,7 +23,7 @@ def visible_gpus() -> list[str]:
 def take_process_device(local_rank: int) -> None:
     """Give this process one GPU of its node, before JAX takes memory on all of them.
 
-    A choice the user has made (``jax_cuda_visible_devices``, ``JAX_PLATFORMS=cpu``) stands. Where JAX runs already,
+    A user's choice (``jax_cuda_visible_devices``, ``JAX_PLATFORMS=cpu``) stands. If JAX has opened its devices already,
     only the default device can still be chosen.
     """
     if backends_are_initialized():
@@ -37,13 +37,13 @@ def take_process_device(local_rank: int) -> None:
 
 
 def device_of_local_worker(rank: int) -> jax.Device | None:
-    """The device of a worker that shares its process with others; None where there is only one to have."""
+    """Return the device of a worker that shares its process with others, or None if the process has only one device."""
     devices = jax.local_devices()
     return devices[rank % len(devices)] if len(devices) > 1 else None
 
 
 def finish_programs_of_this_thread() -> None:
-    """Return when the programs that this thread has called have run."""
+    """Wait until the programs that this thread has called have run."""
     _last(np.float32(0)).block_until_ready()
 
 

@@ -1,4 +1,4 @@
-"""Who is in a world: names and ranks."""
+"""The workers of a world: their names and ranks."""
 
 import dataclasses
 import numbers
@@ -14,7 +14,7 @@ LONGEST_NAME = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class WorkerInfo:
-    """A worker's rank and name. It can be compared, hashed, sent, and used as the target of a call."""
+    """A worker's rank and name, which can be compared, hashed, sent, and used as the target of a call."""
 
     rank: int
     name: str
@@ -25,7 +25,7 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker says of itself when it joins. ``facts``: what all must have alike, see ``likeness``."""
+    """A worker's description of itself when it joins. ``facts`` must agree on all workers, see ``likeness``."""
 
     name: str
     world: str
@@ -40,11 +40,11 @@ class Directory:
         self._by_name = {worker.name: worker for worker in self.workers}
 
     def find(self, to: "str | int | WorkerInfo") -> WorkerInfo:
-        """The worker somebody means.
+        """Return the worker that a name, a rank or an info stands for.
 
         Raises:
-          UnknownWorkerError: no such worker; it lists those there are.
-          ValueError: neither a name nor a whole number.
+          UnknownWorkerError: there is no such worker; the message lists the workers of the world.
+          ValueError: ``to`` is neither a name, a whole number nor an info.
         """
         if isinstance(to, WorkerInfo):
             found = self.workers[to.rank] if to in self.workers else None
@@ -67,11 +67,11 @@ class Directory:
 
 
 def agree(hellos: Sequence[Hello]) -> Directory:
-    """The directory of a world whose workers said this.
+    """Return the directory of a world, from the hellos of its workers.
 
     Raises:
-      DuplicateNameError: two workers of one name.
-      WorldError: they disagree on what all must share.
+      DuplicateNameError: two workers have the same name.
+      WorldError: the facts of the workers differ.
     """
     ranks: dict[str, int] = {}
     for rank, hello in enumerate(hellos):
@@ -87,7 +87,7 @@ def agree(hellos: Sequence[Hello]) -> Directory:
 
 
 def checked_name(name: Any) -> str:
-    """A worker's name, if it is one that can stand in a message and on a command line."""
+    """Return a worker's name. Raises ValueError unless it can stand in a message and on a command line."""
     if isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and " " not in name:
         return name
     raise ValueError(

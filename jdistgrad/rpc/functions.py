@@ -1,4 +1,4 @@
-"""Which functions may be called: importable ones, by name, and those that both sides registered."""
+"""The functions that may be called: importable functions, by name, and functions that both sides registered."""
 
 import pickle
 import sys
@@ -15,13 +15,13 @@ _names: dict[int, str] = {}
 
 
 class ServedFunction:
-    """A function made by this package, of which the serving worker knows more than of a user's.
+    """A function made by this package, with properties that the serving worker needs.
 
-    A base class and not a set of attributes: a user's callable object may have fields of any name.
+    This is a base class, not a set of attributes, because a user's callable object may have attributes of any name.
 
     Attributes:
-      takes_references: whether references among its arguments stay references, instead of becoming their values.
-      pure: whether it may be compiled, called less often than the program says, or called again.
+      takes_references: whether references among the arguments stay references, instead of becoming their values.
+      pure: whether the function may be compiled, called less often than the program says, or called again.
     """
 
     takes_references = False
@@ -29,21 +29,21 @@ class ServedFunction:
 
     @property
     def label(self) -> str:
-        """Its name, for people."""
+        """Return the function's name, for people to read."""
         return type(self).__name__
 
     @property
     def served_as(self) -> str:
-        """The kind of event that serving it is."""
+        """Return the kind of the timeline event for serving the function."""
         return events.SERVE
 
     @property
     def recorded_as(self) -> int | None:
-        """The id under which a context knows what it records or pulls, if it does."""
+        """Return the id under which a context knows the function's recording or pullback, if it has one."""
         return None
 
     def failed(self, error: BaseException) -> None:
-        """Called with what it, or reading its arguments, raised."""
+        """Handle an exception raised by the function, or while its arguments were read."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -52,14 +52,14 @@ class ServedFunction:
 def register(function: F, name: str | None = None) -> F:
     """Make a function callable from other workers although it cannot be imported: a closure, say.
 
-    Every worker that calls it or is called must register its own copy under the same name.
+    Every worker that calls or runs the function must register its own copy under the same name.
 
     Arguments:
       function: any callable.
-      name: what both sides call it; by default its module and qualified name.
+      name: the name on all workers; defaults to the function's module and qualified name.
 
     Returns:
-      The function, so that it serves as a decorator.
+      The function, so that ``register`` serves as a decorator.
 
     Example:
       >>> def make(scale):
@@ -75,13 +75,13 @@ def register(function: F, name: str | None = None) -> F:
 
 
 def registered_name(function: Any) -> str | None:
-    """The name a function is registered under: the latest, if no other has taken that name since."""
+    """Return the latest name a function was registered under, unless another function has taken that name since."""
     name = _names.get(id(function))
     return name if name is not None and _by_name[name] is function else None
 
 
 def registered(name: str) -> Callable[..., Any]:
-    """The function registered under a name; how the callee finds it."""
+    """Return the function registered under a name. The callee decodes registered functions by this."""
     if name not in _by_name:
         raise FunctionError(
             f"no function is registered as {name!r} on this worker. Call jdistgrad.register(function, {name!r}) "
@@ -96,20 +96,20 @@ def qualified_name(function: Any) -> str | None:
 
 
 def describe(function: Any) -> str:
-    """A function's name for messages: module and qualified name; or the label of one that is made of others."""
+    """Return a function's name for messages: module and qualified name, or the label of a ``ServedFunction``."""
     if isinstance(function, ServedFunction):
         return function.label
     try:
         name = qualified_name(function)
         if name is not None:
             return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
-    except Exception:  # an object that is called may answer anything when it is asked for a name
+    except Exception:  # a callable object may raise anything when its name is read
         return type(function).__name__
     return type(function).__name__
 
 
 def lookup(module: str, qualname: str) -> Any:
-    """The object a module holds under a dotted name. ImportError or AttributeError where there is none."""
+    """Return the object a module holds under a dotted name. Raises ImportError or AttributeError if there is none."""
     if module not in sys.modules:
         __import__(module)
     found = sys.modules[module]
@@ -119,9 +119,9 @@ def lookup(module: str, qualname: str) -> Any:
 
 
 def import_path(function: Any) -> tuple[str, str] | None:
-    """The module and name under which the other side finds this very function, if any.
+    """Return the module and name under which the other side finds this very function, if any.
 
-    Its own name as a rule; else another name its module has for it, as in ``fast = jax.jit(slow)``.
+    The name is usually the function's own; else another name in its module, as in ``fast = jax.jit(slow)``.
     """
     module, qualname = getattr(function, "__module__", None), qualified_name(function)
     if not module or not qualname:
@@ -135,7 +135,7 @@ def import_path(function: Any) -> tuple[str, str] | None:
 
 
 def by_name(module: str, qualname: str) -> Any:
-    """What a function sent by name becomes on arrival."""
+    """Return the function that was sent by this name. Raises FunctionError if it is not here."""
     try:
         return lookup(module, qualname)
     except (ImportError, AttributeError) as error:
@@ -146,9 +146,9 @@ def by_name(module: str, qualname: str) -> Any:
 
 
 def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
-    """What a class sent by value becomes on arrival: the class of that name here, if there is one.
+    """Return the class of this name here, or, if there is none, the class that was sent by value.
 
-    What JAX knows of a class, and who catches an exception, depends on the very class.
+    JAX's registry of pytrees and ``except`` clauses depend on the identity of the class.
     """
     try:
         found = lookup(module, qualname)
@@ -160,7 +160,7 @@ def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
 
 
 def refuse(function: Any) -> FunctionError:
-    """The error for a function that can be sent neither by name nor by value."""
+    """Return the error for a function that can be sent neither by name nor by value."""
     return FunctionError(
         f"{describe(function)} cannot be called on another process: nothing can be imported there under that name. "
         "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the "

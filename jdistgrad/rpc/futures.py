@@ -1,4 +1,4 @@
-"""The future of a call. The answer is opened by whoever asks for it, not by the thread that moves messages."""
+"""The future of a call. The thread that asks for the answer opens it, not the thread that moves messages."""
 
 import concurrent.futures
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Promise(concurrent.futures.Future):
-    """What users' code will make or raise. ``concurrent.futures`` takes an exception that counts as false for none."""
+    """The future of a value that users' code makes. Its base class ignores an exception that is false as a bool."""
 
     def result(self, timeout: float | None = None) -> Any:
         error = self.exception(timeout)
@@ -25,8 +25,8 @@ class CallFuture(concurrent.futures.Future):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
-    neither. So an answer is stored as it came; ``result`` opens it. With callbacks
-    waiting, a serving thread completes it.
+    neither. So an answer is stored as it came, and ``result`` opens it. If the future has callbacks, a serving thread
+    completes it.
     """
 
     def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future], float | None], None]):
@@ -43,7 +43,7 @@ class CallFuture(concurrent.futures.Future):
         super().add_done_callback(fn)
 
     def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
-        """Complete the future: ``opener`` returns the value or raises; ``run_elsewhere`` runs a task elsewhere."""
+        """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` starts a task on a thread."""
         if not self.set_running_or_notify_cancel():
             return
         with self._opening:

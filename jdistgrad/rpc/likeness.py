@@ -1,4 +1,4 @@
-"""What the processes of a world must have alike: functions travel by name, arrays by their type."""
+"""The facts that must agree on all processes of a world, because functions travel by name and arrays by dtype."""
 
 import hashlib
 import pathlib
@@ -25,12 +25,12 @@ SAME_INSTALLATION = "Start every rank with the same installation."
 
 
 def of_this_process() -> dict[str, str]:
-    """What is compared between processes of an MPI job. Workers that share one need not compare it."""
+    """Return the facts that the processes of an MPI job compare. Workers of one process need not compare them."""
     import mpi4py
 
     found = {
         "jdistgrad": __version__,
-        "Python": ".".join(platform.python_version_tuple()[:2]),  # within one of these, code and pickles are the same
+        "Python": ".".join(platform.python_version_tuple()[:2]),  # code and pickles do not depend on the rest
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "numpy": np.__version__,
@@ -42,7 +42,7 @@ def of_this_process() -> dict[str, str]:
 
 
 def _script() -> str | None:
-    """The program that runs here; None in a notebook and the like, which has no file."""
+    """Return the name and digest of the program that runs here; None in a notebook and the like, which has no file."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not pathlib.Path(file).is_file():
         return None
@@ -51,7 +51,7 @@ def _script() -> str | None:
 
 
 def check(facts: Sequence[Mapping[str, str]]) -> None:
-    """Raise WorldError where ranks differ in something; what a rank does not tell is not compared."""
+    """Raise WorldError if ranks differ in a fact. A rank that does not state a fact is not compared in it."""
     for what in dict.fromkeys(what for told in facts for what in told):
         values = {rank: told[what] for rank, told in enumerate(facts) if what in told}
         first, expected = next(iter(values.items()))

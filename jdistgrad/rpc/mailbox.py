@@ -1,4 +1,4 @@
-"""What one worker sends and receives through: shared by all its parts, which are found here by their class."""
+"""The mailbox of a worker, through which all its parts send and receive, and find each other by class."""
 
 import concurrent.futures
 import dataclasses
@@ -25,11 +25,11 @@ P = TypeVar("P")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """What a worker can have done by the process it lives in.
+    """Actions on the process that a worker lives in. They do nothing if the workers are threads of one process.
 
     Arguments:
-      end_job: ends all ranks, because of something; does nothing where the workers are threads.
-      report: prints an exception that this worker leaves with; likewise.
+      end_job: ends all ranks, for the given cause.
+      report: prints the exception because of which this worker leaves.
     """
 
     end_job: Callable[[str], None]
@@ -37,13 +37,13 @@ class Process:
 
 
 class Mailbox:
-    """One worker's address in its world, and its way out and in.
+    """A worker's address in its world, and its access to the transport.
 
     Attributes:
       work: counts of the messages that carry work.
       home: the thread that opened the world.
-      failure: what broke the world, if anything did.
-      hands_over: whether messages are handed over as they are: workers are threads of one process.
+      failure: the error that broke the world, if any.
+      hands_over: whether messages are handed over as objects, because the workers are threads of one process.
       severed: whether this is the copy of a worker in a forked process.
     """
 
@@ -72,7 +72,7 @@ class Mailbox:
         self._parts: dict[type, Any] = {}
 
     def add(self, part: P) -> P:
-        """Make a part known to those who ask for its class."""
+        """Register a part under its class, and return it."""
         self._parts[type(part)] = part
         return part
 
@@ -85,7 +85,7 @@ class Mailbox:
         return self.hands_over and self.size > 1
 
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
-        """Send a message and keep count."""
+        """Send a message, and count it if it carries work."""
         with put_off_interrupt():
             self.work.sending(message.kind)
             try:
@@ -95,18 +95,18 @@ class Mailbox:
                 raise
 
     def open(self, message: Message) -> Any:
-        """A message's body, decoded if it came over a wire. Raises what the wire says is wrong with it."""
+        """Return a message's body, decoded if it came over a wire. Raises the WireError of a damaged message."""
         body = message.body
         if isinstance(body, errors.WireError):
             raise body
         return self._codec.decode(body) if isinstance(body, Parcel) else body
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
-        """Return when one of some futures that messages will complete is done, or the time is over."""
+        """Return when one of the futures, which messages complete, is done or the timeout has passed."""
         self.transport.wait_for(futures, timeout)
 
     def run(self, task: Task) -> None:
-        """Run a task on another thread of this worker's."""
+        """Run a task on another thread of this worker."""
         self._threads.run(task)
 
     def enter_thread(self) -> None:
@@ -114,10 +114,10 @@ class Mailbox:
         current.bind_thread(self)
 
     def wait_for_arguments(self, tree: Any) -> None:
-        """Return when arrays are there that a served function will be called with.
+        """Wait until the arrays in a served function's arguments are ready.
 
-        A program whose arguments are not there runs when they are, on one of XLA's few threads, and keeps that thread
-        while it waits for other workers. Else it runs on the thread that calls it, of which there are always enough.
+        A program whose arguments are not ready runs later, on one of XLA's few threads, and keeps that thread while it
+        waits for other workers. Otherwise it runs on the thread that calls it, and there are always enough of these.
         """
         if sites.there_are_any():
             for leaf in trees.leaves(tree):
@@ -125,17 +125,17 @@ class Mailbox:
                     leaf.block_until_ready()
 
     def finish_programs(self) -> None:
-        """Return when the programs that a function called have run, as far as it did not wait for them.
+        """Wait until the programs that a served function has called have run.
 
-        Where workers have devices of their own, or arguments are not there yet, programs may be under way when the
-        function returns. They may need its context; and XLA lets those of one thread run one after the other: the next
-        call that this thread serves may be one that they wait for.
+        If workers have devices of their own, or arguments are not ready, programs may be under way when the function
+        returns. They may need the function's context. Moreover, XLA runs the programs of one thread one after the
+        other, and the next call that this thread serves may be a call that they wait for.
         """
         if self.device is not None or sites.there_are_any():
             devices.finish_programs_of_this_thread()
 
     def sever(self, why: str) -> None:
-        """In a forked process: whoever still holds something of this worker is told, and its end here is none."""
+        """Make every use of this copy of a worker an error, and its destruction harmless: the process was forked."""
         self.closed = self.severed = True
         self.transport = Severed(self.transport, why)
 
@@ -146,11 +146,11 @@ class Mailbox:
         self._threads.close()
 
 
-# Every resident is a mailbox: what ``current`` says of threads, in the type of those above.
+# Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.
 current_mailbox = cast("Callable[[], Mailbox]", current.current_resident)
 find_mailbox = cast("Callable[[], Mailbox | None]", current.find_resident)
 
 
 def current_part(kind: type[P]) -> P:
-    """A part of the worker this code runs on."""
+    """Return a part of the worker that this code runs on, by its class."""
     return current_mailbox().part(kind)

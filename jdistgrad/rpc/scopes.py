@@ -1,7 +1,7 @@
-"""Scopes: what several workers hold for one purpose, under one id, until whoever opened it closes it.
+"""Scopes: data that several workers keep under one id, until the worker that opened the scope closes it.
 
-Every call made inside a scope carries its id. A worker that is called so takes part: it keeps things in the scope (the
-layers above decide what), and passes the id on with its own calls. Closing reaches all of them.
+Every call made inside a scope carries its id. A worker that receives such a call takes part: it keeps data in the scope
+(the layers above decide which) and passes the id on with its own calls. Closing reaches all workers that take part.
 """
 
 import collections
@@ -14,11 +14,11 @@ from jdistgrad.wire.ids import IdSource, spell
 
 T = TypeVar("T")
 
-REMEMBERED = 4096  # closed scopes that late messages are told of
+REMEMBERED = 4096  # closed scopes, so that late messages get the right error
 
 
 class Scope:
-    """One worker's part of a scope."""
+    """A worker's part of a scope."""
 
     def __init__(self, identifier: int):
         self.id = identifier
@@ -28,7 +28,7 @@ class Scope:
         self._lock = threading.Lock()
 
     def content(self, make: Callable[[], T]) -> T:
-        """What a layer keeps here: one object for each ``make``, made on first use and closed with the scope."""
+        """Return a layer's object in the scope: one for each ``make``, made on first use and closed with the scope."""
         with self._lock:
             self._check()
             if make not in self._contents:
@@ -36,18 +36,18 @@ class Scope:
             return self._contents[make]
 
     def includes(self, peer: int) -> None:
-        """A call goes to this peer: it must hear when the scope closes."""
+        """Note that a call goes to this peer, which must then be told when the scope closes."""
         with self._lock:
             self._check()
             self._peers.add(peer)
 
     def peers(self) -> set[int]:
-        """The workers that were called from here."""
+        """Return the ranks of the workers that were called from here."""
         with self._lock:
             return set(self._peers)
 
     def close(self) -> tuple[set[int], list[Any]]:
-        """Whom to tell, and what was kept, for the caller to close."""
+        """Close the scope; return the peers to tell, and the contents for the caller to close."""
         with self._lock:
             self.closed = True
             peers, contents = self._peers, list(self._contents.values())
@@ -72,11 +72,11 @@ class ScopeTable:
         return len(self._open)
 
     def open(self) -> Scope:
-        """A new scope of this worker's own."""
+        """Open a new scope."""
         return self.enter(self._ids.next())
 
     def enter(self, identifier: int) -> Scope:
-        """The scope a message names: known, or new here. Raises ContextError when it has been closed."""
+        """Return the scope with this id, made if it is new here. Raises ContextError if it has been closed."""
         with self._lock:
             scope = self._open.get(identifier)
             if scope is None:
@@ -86,14 +86,14 @@ class ScopeTable:
             return scope
 
     def find(self, identifier: int) -> Scope:
-        """A scope that must be open here. Raises ContextError when it is not."""
+        """Return a scope that must be open here. Raises ContextError if it is not."""
         scope = self._open.get(identifier)
         if scope is None:
             raise closed_error(identifier) if identifier in self._closed else unknown_error(identifier)
         return scope
 
     def release(self, identifier: int) -> Scope | None:
-        """Take a scope out; None where it has been before. It will not be entered again."""
+        """Remove and return a scope, or None if it is not here. It cannot be entered again."""
         with self._lock:
             self._closed[identifier] = None
             if len(self._closed) > REMEMBERED:

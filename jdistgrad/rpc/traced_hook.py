@@ -15,7 +15,7 @@ from jdistgrad.rpc import trees
 
 
 class Boundary(Protocol):
-    """Takes over calls of which JAX traces something."""
+    """The handler of calls on traced values."""
 
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any: ...
 
@@ -37,24 +37,24 @@ def install(boundary: Boundary) -> None:
 
 
 def boundary_for(*values: Any) -> Boundary | None:
-    """Who takes over a call with these arguments; None where JAX traces nothing: the common case, quickly."""
+    """Return the handler of a call with these arguments, or (the common case, quickly) None if JAX traces nothing."""
     if trace_state_clean() or not (any(is_traced(leaf) for leaf in trees.leaves(values)) or staging()):
         return None
     return _boundary
 
 
 def is_traced(leaf: Any) -> bool:
-    """Whether a leaf (a reference counts as one) is traced."""
+    """Return whether a leaf (a reference counts as one) is traced."""
     return isinstance(getattr(leaf, "traced_part", leaf), jax.core.Tracer)
 
 
 def staging() -> bool:
-    """Whether even operations on constants are being staged out: inside jit, scan and the like."""
+    """Return whether even operations on constants are staged out: inside jit, scan and the like."""
     return isinstance(jnp.zeros((), np.int32), jax.core.Tracer)
 
 
 def holds_traced(functions: Iterable[Any]) -> bool:
-    """Whether JAX traces something that functions hold: in closures, defaults, partials, or bound to methods."""
+    """Return whether functions hold a traced value: in closures, defaults, partials, or bound to methods."""
     pending, seen = list(functions), dict[int, Any]()
     while pending:
         held = pending.pop()
@@ -69,7 +69,7 @@ def holds_traced(functions: Iterable[Any]) -> bool:
     return False
 
 
-EMPTY = types.CellType()  # of a variable that is set later
+EMPTY = types.CellType()  # the cell of a variable that is set later
 
 
 def _held_by(function: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Looking into arguments and results: the containers JAX knows, taken apart one level at a time.
+"""Traversal of arguments and results, which takes the containers that JAX knows apart one level at a time.
 
-JAX's own flattening forgets the order of a dict, fails on keys that cannot be sorted, and warns of iterators. Arguments
-of a remote call must arrive as they were sent.
+JAX's own flattening loses the order of a dict, fails on keys that cannot be sorted, and warns about iterators, but
+arguments of a remote call must arrive as they were sent.
 """
 
 import itertools
@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-# Types that JAX would look into and calls must not.
+# Types that JAX would take apart but calls must not.
 WHOLE: set[type] = set()
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with each leaf changed."""
+    """Return the tree with ``change`` applied to each leaf."""
     parts = _apart(tree)
     if parts is None:
         return change(tree)
@@ -36,7 +36,10 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """For each leaf, which child to take at each step. The same for a leaf when others are replaced by trees."""
+    """Yield the path of each leaf: the number of the child to take at each step.
+
+    The path of a leaf stays the same if other leaves are replaced by trees.
+    """
     parts = _apart(tree)
     if parts is None:
         yield path
@@ -46,9 +49,9 @@ def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
 
 
 def leaves_with_keys(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Each leaf with its path, in JAX's keys, however deep. What contains itself is looked into once.
+    """Yield each leaf with its path, in JAX's keys, however deep. A node that contains itself is taken apart once.
 
-    JAX's own flattening of a tree that is too deep leaves the thread with no calls to make (jaxlib 0.10).
+    JAX's own flattening of a tree that is too deep uses up the thread's recursion limit for good (jaxlib 0.10).
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     seen = set[int]()
@@ -67,18 +70,18 @@ def _children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
         return None
     try:
         return jax.tree_util.tree_flatten_with_path(node, is_leaf=_below())[0]
-    except Exception:  # a dict whose keys cannot be sorted, a class of a user's that cannot be taken apart
+    except Exception:  # a dict whose keys cannot be sorted, a user's class that cannot be taken apart
         return None
 
 
 def _below() -> Callable[[Any], bool]:
-    """Lets JAX look into the first node it asks for only: also where that contains itself."""
+    """Return an ``is_leaf`` by which JAX takes apart the first node only, even if that node contains itself."""
     asked = itertools.count()
     return lambda _: next(asked) > 0
 
 
 def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
-    """Whether a tree is made of nothing but dicts, lists and tuples, and of leaves that are plain."""
+    """Return whether a tree consists of only dicts, lists and tuples, and of plain leaves."""
     if type(tree) is dict:
         return all(type(key) in PLAIN and is_plain_tree(child, leaf_is_plain) for key, child in tree.items())
     if type(tree) in (list, tuple):
@@ -87,7 +90,7 @@ def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
 
 
 def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether arguments are, at first sight, nothing to look into: the common case, quickly."""
+    """Return whether the arguments are evidently all leaves: the common case, quickly."""
     return not kwargs and all(_is_plain(arg) for arg in args)
 
 
@@ -96,7 +99,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any]], Any]]:
-    """Children in the order of the keys, as in JAX, where they have one: two dicts of one meaning are one tree."""
+    """Take a dict apart in the order of its keys, as JAX does, if they can be sorted, so that equal dicts match."""
     try:
         keys = sorted(node)
     except TypeError:
@@ -110,7 +113,7 @@ def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any
 
 
 def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
-    """A container's children, and how to put others in their place; None for a leaf."""
+    """Return a container's children, and a function that makes the container of others; None for a leaf."""
     kind = type(node)
     if kind is dict:
         return _apart_dict(node)

@@ -1,4 +1,4 @@
-"""Counts of the messages that carry work: what the end of a world is decided by."""
+"""Counts of the messages that carry work, by which a world decides when it may close."""
 
 import threading
 
@@ -6,7 +6,7 @@ from jdistgrad.wire.message import WORK, Kind
 
 
 class WorkCount:
-    """How much work was sent, received, and is being served. Safe from any thread."""
+    """The numbers of messages with work sent, received and being served. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class WorkCount:
             self._serving += 1
 
     def started(self) -> None:
-        """Something that is no message keeps this worker busy until it is ``served``."""
+        """Count work that is no call as being served, until ``served``; it keeps this worker busy."""
         with self._lock:
             self._serving += 1
 
@@ -41,6 +41,6 @@ class WorkCount:
             self._serving -= 1
 
     def counts(self) -> tuple[int, int, int]:
-        """Sent, received, being served: of one moment."""
+        """Return the numbers sent, received and being served, all at one moment."""
         with self._lock:
             return self._sent, self._received, self._serving

@@ -1,4 +1,4 @@
-"""A worker: its parts, and which of them a message is for. Everything that decides lives in the parts."""
+"""A worker: its parts, and the dispatch of messages to them. All decisions are made in the parts."""
 
 import functools
 import logging
@@ -30,10 +30,10 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Worker(Mailbox):
-    """One worker of a world.
+    """A worker of a world.
 
-    Whichever thread moves messages calls ``receive`` and ``tick``; neither waits nor runs users' code. Calls are served
-    on threads that may wait, answers are opened by whoever asked.
+    The thread that moves messages calls ``receive`` and ``tick``; neither waits nor runs users' code. Calls are served
+    on threads that may wait, and the thread that asked opens the answer.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Worker(Mailbox):
         self.closing = self.add(Closing(self, self.calls, self.peers, self.releasing, self.server.being_served))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, lambda: self.closing.wanted))
         self.rpc_sync, self.rpc_async, self.cast = self.calls.rpc_sync, self.calls.rpc_async, self.calls.cast
-        self.handled_before = id(sys.exception())  # a world may stand inside an ``except`` block
+        self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
 
     def _check(self, call: Pending) -> None:
-        """Raise where a call cannot be made."""
+        """Raise if a call cannot be made."""
         if self.failure is not None:
             raise self.failure
         if self.closed:
@@ -69,7 +69,7 @@ class Worker(Mailbox):
         self.peers.check(call)
 
     def _lost(self, peer: WorkerInfo, why: str) -> None:
-        """End what waits for another worker."""
+        """Fail the calls and collectives that wait for a lost worker."""
         self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
         self.watchdog.lost(peer.rank, why)
 
@@ -91,7 +91,7 @@ class Worker(Mailbox):
                 self.work.received()
 
     def _take_note(self, message: Message) -> Task | None:
-        """Do what a message asks for that is no call, if it can be read: what answers nothing must not be guessed."""
+        """Handle a message that is no call. If it is damaged and no answer either, it is logged and ignored."""
         kind = message.kind
         if kind in ANSWERS:
             self.calls.answered(message)
@@ -134,12 +134,12 @@ class Worker(Mailbox):
     # The end.
 
     def fail(self, error: BaseException) -> None:
-        """The world is broken: everything that waits in it ends with this error."""
+        """Break the world: everything that waits in it ends with this error."""
         self.failure = self.failure or error
         self.calls.fail_all(lambda call: error)
 
     def close(self, *, graceful: bool) -> None:
-        """Stop. Calls still in flight fail, references become stale."""
+        """Stop this worker. Calls still in flight fail, and references become stale."""
         self.closed = True
         self.calls.fail_all(lambda call: errors.WorldClosedError(f"{call}: the world was shut down meanwhile"))
         self.close_transport(graceful=graceful)
@@ -149,6 +149,6 @@ class Worker(Mailbox):
         self.references.owned.clear()
 
 
-# Every resident is a worker: what ``current`` says of threads, in the type of those above.
+# Every resident is a worker: the functions of ``current``, with the return type that the layers above need.
 current_worker = cast("Callable[[], Worker]", current.current_resident)
 find_worker = cast("Callable[[], Worker | None]", current.find_resident)

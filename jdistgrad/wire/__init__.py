@@ -1,4 +1,4 @@
-"""Moving messages between workers. Knows nothing of functions and gradients. README.md says how bytes travel.
+"""Transports of messages between workers, unaware of functions and gradients. README.md explains how bytes travel.
 
-Uses MPI, or memory. Used by rpc.
+Uses MPI, or the memory of one process. Used by rpc.
 """

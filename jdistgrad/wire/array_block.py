@@ -1,6 +1,7 @@
-"""Arrays for compiled code on the other side, which takes NumPy's as they are: making JAX's of them takes longer.
+"""Arrays for compiled code on the other side, sent as NumPy arrays because making JAX arrays would take longer.
 
-Small ones travel as one block of bytes. How they lie in it is told by a note that is the same each time: decoded once.
+Small arrays travel as one block of bytes. A note describes their places in the block; it is the same in every run, so
+it is decoded only once.
 """
 
 import functools
@@ -21,7 +22,10 @@ Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
 class ArrayBlock(list):
-    """Arrays that arrive as NumPy arrays; random keys, weak scalars and sharded arrays travel the ordinary way."""
+    """A list of arrays that arrive as NumPy arrays.
+
+    A list with a random key, a weakly typed scalar or an array spread over processes travels as an ordinary list.
+    """
 
     def __reduce__(self) -> Any:
         hosts = _hosts(self)
@@ -33,17 +37,17 @@ class ArrayBlock(list):
 
 
 def _hosts(arrays: Sequence[Any]) -> list[np.ndarray] | None:
-    """The arrays as this process's memory holds them; None where that is not all there is to one of them."""
+    """Return the arrays as NumPy arrays; None if one of them is more than its bytes in this process's memory."""
     try:
         if any(isinstance(one, jax.Array) and one.ndim == 0 and one.weak_type for one in arrays):
             return None
         return [np.asarray(one) if isinstance(one, jax.Array) else _as_jax_would(one) for one in arrays]
-    except (AttributeError, TypeError, RuntimeError):  # a random key, traced, spread over processes: see ``arrays``
+    except (AttributeError, TypeError, RuntimeError):  # a random key, a traced array ...: see ``arrays.reduce_jax``
         return None
 
 
 def _as_jax_would(value: Any) -> np.ndarray:
-    """As an array of a type that JAX has here. Raises TypeError where there is none."""
+    """Convert to an array of the dtype that JAX would use here. Raises TypeError if JAX has no such dtype."""
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.names:
         raise TypeError(f"JAX has no {array.dtype}")
@@ -63,7 +67,7 @@ def _note(kinds: Kinds) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]:
-    """Of each array: dtype, shape, and where in the block it lies, unless it is large."""
+    """Return dtype, shape and slice of the block for each array; the slice of a large array is None."""
     places, start = [], 0
     for name, shape in pickle.loads(note):
         dtype = named_dtype(name)
@@ -75,12 +79,12 @@ def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]
 
 
 def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
-    """The arrays, from what was sent of them."""
+    """Rebuild the arrays from the note, the block of small arrays, and the large arrays."""
     data, rest, found = np.frombuffer(block, np.uint8), iter(large), []
     for dtype, shape, place in _places(note):
         if dtype.itemsize >= 8:
             check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
         part = np.frombuffer(next(rest), np.uint8) if place is None else data[place]
-        part.flags.writeable = False  # the mark of what came over a wire: see ``adopted``
+        part.flags.writeable = False  # marks an array that came over the wire: see ``adopted``
         found.append(part.view(dtype).reshape(shape))
     return found

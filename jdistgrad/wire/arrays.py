@@ -1,7 +1,7 @@
-"""Arrays as pickle sees them: a dtype, a shape, and bytes that travel out of band.
+"""Pickling of arrays: a dtype, a shape, and bytes that travel out of band.
 
-Reading a JAX CPU array is free of copies, and so is making one of a large buffer that arrived. NumPy's own pickle
-support copies extension dtypes (bfloat16 and its kin) and non-contiguous arrays in band; this one never does.
+Reading a JAX CPU array makes no copy, and neither does making a JAX array of a large buffer that arrived. NumPy's own
+pickling copies extension dtypes (bfloat16 and the like) and non-contiguous arrays in band; this module never does.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 from jdistgrad.errors import EncodingError
 
-# Below this, copying costs less than a second message; above it, arrays alias the buffer they came in.
+# Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16
 
 TRACED = (
@@ -25,7 +25,7 @@ TRACED = (
 )
 
 # After so many arrivals of one kind of small array, a compiled identity makes the JAX array, in a third of the time.
-# Compiling it takes as long as some hundred arrivals save, so it must be likely to pay.
+# Compiling the identity takes as long as some hundred arrivals save, so it must be likely to pay.
 COMPILE_FROM = 500
 KINDS_COUNTED = 4096
 
@@ -43,7 +43,7 @@ def named_dtype(name: str) -> np.dtype:
 
 
 def raw_bytes(array: np.ndarray) -> pickle.PickleBuffer:
-    """The array's bytes in C order; a view where it is contiguous."""
+    """Return the array's bytes in C order, as a view if the array is contiguous."""
     return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -82,7 +82,7 @@ _rebuilding = threading.local()
 
 @contextlib.contextmanager
 def as_numpy() -> Iterator[None]:
-    """A block in which this thread rebuilds JAX arrays as NumPy ones: in XLA's callbacks no JAX may run."""
+    """Make this thread rebuild JAX arrays as NumPy arrays in the block: no JAX may run in XLA's callbacks."""
     _rebuilding.plain = True
     try:
         yield
@@ -100,7 +100,10 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def adopted(array: Any) -> jax.Array:
-    """A JAX array of its own, of any array. Only what came over a wire, which nobody can write to, is not copied."""
+    """Return a JAX array that shares no writable memory with the given array.
+
+    Only a large array that came over the wire is not copied, because it is read-only.
+    """
     if isinstance(array, jax.Array):
         return array
     arrived = isinstance(array, np.ndarray) and not array.flags.writeable
@@ -108,7 +111,7 @@ def adopted(array: Any) -> jax.Array:
 
 
 def check_kept(sent: np.dtype, made: Any) -> None:
-    """Raises EncodingError where JAX here makes another type of an array that was sent."""
+    """Raise EncodingError if JAX here made an array of another dtype than the one that was sent."""
     if made != sent:
         raise EncodingError(
             f"a {sent} array arrived on a worker whose JAX makes it {made}. "

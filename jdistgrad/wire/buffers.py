@@ -1,7 +1,7 @@
-"""Receive buffers that are used again.
+"""A pool of reusable receive buffers.
 
-A fresh 64 MiB costs more in page faults than the copy into it. A lease is a plain ``uint8`` array; when the last
-view of it dies, wherever that is, its memory goes back to the pool. JAX arrays that alias it count as views.
+A fresh buffer of 64 MiB costs more in page faults than the copy into it. A lease is a plain ``uint8`` array; when the
+last view of the lease dies, on any thread, its memory returns to the pool. JAX arrays that alias it count as views.
 """
 
 import collections
@@ -22,7 +22,7 @@ def size_class(nbytes: int) -> int:
 
 
 class BufferPool:
-    """Leases page-aligned memory and keeps up to ``idle_limit`` returned bytes warm."""
+    """A pool that leases page-aligned memory and keeps up to ``idle_limit`` returned bytes for reuse."""
 
     def __init__(self, idle_limit: int = IDLE_LIMIT):
         self._idle_limit = idle_limit
@@ -32,11 +32,11 @@ class BufferPool:
         self._returned: collections.deque[mmap.mmap] = collections.deque()
 
     def lease(self, nbytes: int) -> np.ndarray:
-        """A writable array of ``nbytes`` bytes. Only one thread may lease."""
+        """Return a writable array of ``nbytes`` bytes. Only one thread may lease."""
         self._take_back()
         block = self._block(size_class(nbytes))
         lease = np.frombuffer(block, np.uint8)[:nbytes]
-        # numpy collapses chains of views down to the array below the mmap: that array is what lives longest.
+        # NumPy collapses chains of views down to the array directly on the mmap, so that array lives longest.
         weakref.finalize(lease.base, self._returned.append, block).atexit = False
         return lease
 
@@ -50,9 +50,9 @@ class BufferPool:
         if free:
             self._idle_bytes -= size
             return free.pop()
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages want it private
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages need a private one
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 block.madvise(mmap.MADV_HUGEPAGE)
         return block
 

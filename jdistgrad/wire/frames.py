@@ -1,10 +1,11 @@
 """The bytes of a message: one frame, and the large buffers that follow it.
 
-A frame is a fixed header, a table of piece lengths, and the pieces: first what is attached and the pickle stream, then
-the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame and travel by themselves, uncopied.
+A frame is a fixed header, a table of piece lengths, and the pieces. The first piece is the attached bytes and the
+pickle stream; the others are the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame and
+travel separately, uncopied.
 
-The header has a checksum of its own: whatever happened to the rest, it says whose message that was. The other one is
-of all that follows in the frame, the lengths of the pieces outside among it. Both cost less than a microsecond.
+The header has a checksum of its own, so it identifies the message even if the rest is damaged. A second checksum covers
+all that follows in the frame, including the lengths of the separate pieces. Both cost less than a microsecond.
 """
 
 import dataclasses
@@ -24,14 +25,14 @@ PADDING = bytes(ALIGNMENT)
 HEADER = struct.Struct("<4sB3xIIIQI")  # magic, kind, stream tag, pieces, bytes attached, id, checksum of what follows
 CHECKSUM = struct.Struct("<I")  # of the header
 START = HEADER.size + CHECKSUM.size
-LENGTH = 8  # bytes that tell the length of a piece
-LONGEST = 1 << 44  # bytes of a piece: more than any machine has
+LENGTH = 8  # bytes of one entry in the table of lengths
+LONGEST = 1 << 44  # limit of a piece in bytes: more than any machine has
 KINDS = {kind.value: kind for kind in Kind}
 
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A frame taken apart: pieces in order, None where a piece is still to come by itself."""
+    """A parsed frame: its pieces in order, None in place of a separate piece that has not arrived."""
 
     kind: Kind
     id: int
@@ -71,7 +72,7 @@ def pieces_of(parcel: Parcel | None) -> list[memoryview]:
 
 
 def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
-    """Write the frame of a message; also returns the pieces that must follow it."""
+    """Return the frame of a message, and the pieces that must follow it."""
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
     table = struct.pack(f"<{len(lengths)}Q", *lengths)
@@ -87,10 +88,11 @@ def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) ->
 
 
 def unpack(frame: Any) -> Frame:
-    """Take a frame apart.
+    """Parse a frame.
 
     Raises:
-      WireError: not a frame, or a damaged one. Its ``id`` and ``kind`` say which message, where the header is whole.
+      WireError: the bytes are no frame, or a damaged frame. ``id`` and ``kind`` identify the message if the header
+        is intact.
     """
     view = memoryview(frame)
     kind, stream_tag, count, attached, identifier, checksum = _header(view)
@@ -100,7 +102,7 @@ def unpack(frame: Any) -> Frame:
     if expected != len(view):
         found = f"has the wrong length: expected {expected} bytes, got {len(view)}"
     elif zlib.crc32(view[START:]) != checksum:
-        found = "was damaged on its way: its checksum is another one"
+        found = "was damaged on its way: its checksum does not match"
     elif attached > (lengths[0] if lengths else 0) or max(lengths, default=0) > LONGEST:
         found = f"makes no sense: {attached} bytes attached, in pieces of {lengths} bytes"
     else:
@@ -109,7 +111,7 @@ def unpack(frame: Any) -> Frame:
 
 
 def _header(view: memoryview) -> tuple[Kind, int, int, int, int, int]:
-    """What the header says, without the magic. Raises WireError where it is no header, or damaged."""
+    """Return the fields of the header after the magic. Raises WireError if there is no header, or a damaged one."""
     if len(view) < START or view[:4] != MAGIC:
         raise WireError(f"{len(view)} bytes that are no message arrived: {bytes(view[:16])!r}...")
     if CHECKSUM.unpack_from(view, HEADER.size)[0] != zlib.crc32(view[: HEADER.size]):

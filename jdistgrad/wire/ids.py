@@ -1,4 +1,4 @@
-"""64-bit identifiers: the worker that made them in the top 16 bits, its own counter in the low 48."""
+"""64-bit identifiers: the rank of the worker that made them in the top 16 bits, the worker's counter in the low 48."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,7 @@ MAX_WORKERS = 1 << 16
 
 
 class IdSource:
-    """Hands out the identifiers of one worker, in order, from any thread."""
+    """The source of one worker's identifiers, in order. Safe from any thread."""
 
     def __init__(self, rank: int):
         assert 0 <= rank < MAX_WORKERS
@@ -22,12 +22,12 @@ class IdSource:
 
 
 def worker_of(identifier: int) -> int:
-    """The rank of the worker that made an identifier."""
+    """Return the rank of the worker that made an identifier."""
     return identifier >> COUNTER_BITS
 
 
 def as_token(*identifiers: int) -> np.ndarray:
-    """Identifiers as an array: JAX has no 64-bit integers by default."""
+    """Return identifiers as an array of 32-bit halves: JAX has no 64-bit integers by default."""
     return np.array([part for one in identifiers for part in (one >> 32, one & 0xFFFFFFFF)], np.uint32)
 
 
@@ -37,5 +37,5 @@ def from_token(token: Any) -> tuple[int, ...]:
 
 
 def spell(identifier: int) -> str:
-    """An identifier as messages print it: worker and counter."""
+    """Return an identifier as messages print it: rank and counter."""
     return f"{worker_of(identifier)}:{identifier & ((1 << COUNTER_BITS) - 1)}"

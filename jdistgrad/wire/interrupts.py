@@ -1,28 +1,28 @@
-"""Ctrl-C at a safe place.
+"""Blocks that put off Ctrl-C to their end.
 
-Python raises KeyboardInterrupt between any two steps of the main thread. Between finding a message and taking it, or
-between the parts of one that is being sent, that would lose it. There it is put off to the end of the block.
+Python raises KeyboardInterrupt between any two bytecodes of the main thread. Between finding and receiving a message,
+or between sending two parts of a message, the exception would lose that message.
 
-Entering a block must cost next to nothing: the handler that puts off stays installed around the one it found, and is
-put back when somebody (a notebook does it for every cell) has installed another.
+Entering a block must cost next to nothing, so the handler that puts off interrupts stays installed around the handler
+it found. It is installed again when other code (a notebook, for every cell) has installed a handler of its own.
 """
 
 import os
 import signal
 import threading
 
-# The one in signal spends 1.5 us on turning the answer into an enum.
+# signal.getsignal spends 1.5 us on turning the result into an enum.
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 _main = threading.main_thread().ident
-_blocks: list["put_off_interrupt"] = []  # the main thread's, innermost last
+_blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in, innermost last
 
 
 class Handler:
-    """Around the handler that was there before: each has its own, so that programs may save and restore them."""
+    """A handler around the previous handler. There is one for each, so that programs may save and restore handlers."""
 
     __slots__ = ("previous",)
 
@@ -37,7 +37,7 @@ class Handler:
 
 
 def _install() -> Handler | None:
-    """The handler in place; None where the program ignores interrupts, or lets them end it."""
+    """Install our handler if need be, and return it; None if the program ignores SIGINT or lets it end the process."""
     current = getsignal(signal.SIGINT)
     if isinstance(current, Handler):
         return current
@@ -49,7 +49,7 @@ def _install() -> Handler | None:
 
 
 def _in_child() -> None:
-    """Of a fork: the thread that made it is the main one, and in no block of another."""
+    """Make the thread that forked the main thread of the child; it is in no block of another thread."""
     global _main
     if threading.get_ident() != _main:
         _main = threading.get_ident()
@@ -60,10 +60,10 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
-    """A block that Ctrl-C does not break. ``seen`` says that it was pressed; it takes effect when the block ends.
+    """A block that Ctrl-C does not interrupt. ``seen`` tells that it was pressed; it takes effect when the block ends.
 
-    Inside another block, it takes effect when that one ends. Only the main thread is ever interrupted: elsewhere this
-    does nothing.
+    In nested blocks it takes effect when the outermost block ends. Python interrupts only the main thread, so on other
+    threads a block does nothing.
     """
 
     __slots__ = ("_handler", "seen")

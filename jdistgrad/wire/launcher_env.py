@@ -1,4 +1,4 @@
-"""What a launcher tells its processes through the environment. Asking does not start MPI."""
+"""The environment variables by which a launcher describes the job to its processes. Reading them starts no MPI."""
 
 import os
 
@@ -8,17 +8,17 @@ LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LO
 
 
 def launched() -> bool:
-    """Whether this process is part of an MPI job."""
+    """Return whether this process is part of an MPI job."""
     return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
 
 
 def rank() -> int:
-    """This process's number in its job."""
+    """Return this process's rank in its job."""
     return _first(RANK_VARIABLES)
 
 
 def local_rank() -> int:
-    """This process's number among those of its node."""
+    """Return this process's rank among the processes of its node."""
     return _first(LOCAL_RANK_VARIABLES)
 
 

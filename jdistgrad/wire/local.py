@@ -1,4 +1,4 @@
-"""Messages between threads of one process: an object is handed over, nothing is copied or pickled."""
+"""The transport between threads of one process: objects are handed over, neither copied nor pickled."""
 
 import concurrent.futures
 import logging
@@ -17,9 +17,9 @@ log = logging.getLogger("jdistgrad.wire")
 
 
 class Hub:
-    """What the workers of a local world share over their life: the meetings they hold, and the first failure.
+    """State shared by threads that open local worlds together: their meetings, and the first failure.
 
-    The k-th ``init`` of every worker belongs to the k-th meeting, so a world can be closed and opened again.
+    The k-th ``init`` of every thread belongs to the k-th meeting, so a world can be closed and opened again.
     """
 
     def __init__(self, size: int):
@@ -42,7 +42,7 @@ class Hub:
             raise self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Everybody's waits end with this error."""
+        """End the waits of all workers with this error."""
         with self._lock:
             self.failure = self.failure or error
             meetings = list(self._meetings)
@@ -51,7 +51,7 @@ class Hub:
 
 
 class Meeting:
-    """One local world from its first ``init`` to its last ``shutdown``, and its clock."""
+    """A local world from its first ``init`` to its last ``shutdown``, with a thread that calls ``tick``."""
 
     def __init__(self, hub: Hub):
         self.hub, self.size = hub, hub.size
@@ -60,7 +60,7 @@ class Meeting:
         self._changed = threading.Condition()
 
     def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
-        """Everybody's hello, by rank, once all have called. Raises WorldError naming who is missing."""
+        """Return the hellos of all workers by rank, once all have called. Raises WorldError with the missing ranks."""
         with self._changed:
             self._hellos[rank] = hello
             self._changed.notify_all()
@@ -111,13 +111,13 @@ class Meeting:
             for receiver in present:
                 try:
                     receiver.tick(now)
-                except Exception:  # this thread is the clock of all
+                except Exception:  # the other workers need this thread too
                     log.exception("housekeeping of a local worker failed")
             time.sleep(TICK_SECONDS)
 
 
 class LocalTransport:
-    """One worker's end of a meeting."""
+    """A worker's end of a meeting."""
 
     hands_over = True
 
@@ -134,12 +134,12 @@ class LocalTransport:
             receiver.run(task)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
-        """The senders' threads complete them; a future can be waited for by itself."""
+        """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
 
     def serve_only(self, only: bool) -> None:
-        """Nothing to do: serving threads sleep until they are called."""
+        """Do nothing: serving threads sleep until a task comes."""
 
     def close(self, *, graceful: bool) -> None:
         self.meeting.leave(self.rank)

@@ -1,4 +1,4 @@
-"""What workers say to each other."""
+"""The messages that workers send each other."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Kind(enum.IntEnum):
-    """What a message is about. WORK kinds carry users' work, the others keep the world alive."""
+    """The kind of a message. WORK kinds carry users' work; the others manage the world."""
 
     CALL = 1
     REMOTE = 2
@@ -27,14 +27,14 @@ class Kind(enum.IntEnum):
 CALLS = frozenset({Kind.CALL, Kind.REMOTE, Kind.CAST})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
 WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE}
-ENCODED = CALLS | ANSWERS  # their bodies are what users gave; those of others are plain: numbers, strings and the like
+ENCODED = CALLS | ANSWERS  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
 
 
 @dataclasses.dataclass(slots=True)
 class Parcel:
     """An encoded value: a pickle stream and the buffers that travel beside it.
 
-    ``attached`` travels too; what it means is its maker's business. ``undo`` is called if the parcel cannot be sent.
+    ``attached`` travels too; the transport does not interpret it. ``undo`` is called if the parcel cannot be sent.
     """
 
     stream: Any
@@ -45,7 +45,7 @@ class Parcel:
 
 @dataclasses.dataclass(slots=True)
 class Message:
-    """One message. ``body`` is the value itself, the ``Parcel`` a transport made of it, or what the wire did to it."""
+    """A message. ``body`` is the value itself, the ``Parcel`` that encodes it, or the error of a damaged message."""
 
     kind: Kind
     source: int

@@ -1,7 +1,7 @@
-"""Messages over MPI: one duplicated communicator, and no blocking MPI call anywhere.
+"""The transport over MPI: one duplicated communicator, and no blocking MPI call anywhere.
 
-Callers send for themselves (``MPI_THREAD_MULTIPLE``); who looks for messages is ``progress``'s business. Nothing waits
-inside MPI, where Ctrl-C is deaf.
+Callers send on their own threads (``MPI_THREAD_MULTIPLE``); ``mpi_progress`` decides which thread looks for messages.
+Nothing waits inside MPI, because Ctrl-C has no effect there.
 """
 
 import collections
@@ -34,13 +34,13 @@ FLUSH_SECONDS = 5.0
 
 log = logging.getLogger("jdistgrad.wire")
 
-# Transports left with transfers under way: MPI still uses their memory.
+# Transports that were closed with transfers under way: MPI still uses their memory.
 _abandoned: list["MPITransport"] = []
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
-    """MPI requests under way and the memory they use. ``frame`` is set on the receiving side."""
+    """MPI requests under way and the memory they use. ``frame`` is set if they receive a frame's large pieces."""
 
     requests: list[MPI.Request]
     memory: Any
@@ -52,7 +52,7 @@ class Transfer:
 
 
 class MPITransport:
-    """A transport between the ranks of a communicator (its own duplicate)."""
+    """A transport between the ranks of a communicator, which no other code may use."""
 
     hands_over = False
 
@@ -122,16 +122,16 @@ class MPITransport:
         if task is not None:
             self._receiver.run(task)
 
-    # Receiving, on whichever thread looks.
+    # Receiving, on whichever thread looks for messages.
 
     def _look(self) -> tuple[bool, Task | None]:
-        """Look once: take what has come, up to the first message that brings a task."""
+        """Look for messages once, up to the first that brings a task; return whether anything moved, and the task."""
         moved = self._advance_outgoing() if self._outgoing else False
         if self._incoming:
             task = self._advance_incoming()
             if task is not None:
                 return True, task
-            moved = True  # a transfer under way wants to be looked after without naps
+            moved = True  # a transfer under way must be advanced without naps
         for _ in range(PROBES):
             arrived, task = self._take_frame()
             moved = moved or arrived
@@ -152,7 +152,7 @@ class MPITransport:
         return True, None
 
     def _frame_complete(self, arrived: Transfer) -> Task | None:
-        """A frame is here: so is its message, unless large pieces are still to come."""
+        """Take a complete frame: deliver its message, or start to receive its large pieces."""
         try:
             frame = frames.unpack(arrived.memory)
             for k in frame.missing():
@@ -168,7 +168,7 @@ class MPITransport:
         return None
 
     def _room(self, frame: frames.Frame, k: int) -> Any:
-        """Memory for a large piece."""
+        """Lease memory for a large piece."""
         try:
             return self._pool.lease(frame.lengths[k])
         except (MemoryError, OSError) as error:
@@ -185,7 +185,7 @@ class MPITransport:
         return self._hand_on(message)
 
     def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
-        """Where it can be told which message that was, the layer above knows who waits for it."""
+        """Hand on a damaged message whose id is known, since the layer above knows its call; else log the error."""
         if error.id is None:
             log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, source, error)
             return None
@@ -194,7 +194,7 @@ class MPITransport:
     def _hand_on(self, message: Message) -> Task | None:
         try:
             return self._receiver.receive(message)
-        except Exception:  # one message that makes no sense is not the end of all others
+        except Exception:  # one invalid message must not keep the others from being delivered
             log.exception(
                 "the worker of rank %d could make nothing of a %s from rank %d",
                 self.rank,
@@ -204,7 +204,7 @@ class MPITransport:
             return None
 
     def _advance_outgoing(self) -> bool:
-        """Forget the sends that are done. Sending threads append meanwhile."""
+        """Remove completed sends; return whether there were any. Sending threads append meanwhile."""
         finished = False
         for transfer in self._outgoing.copy():
             if transfer.done():
@@ -249,21 +249,21 @@ def abort_job(cause: str) -> None:
 
 
 def _wait_until_read(stream: Any) -> None:
-    """What mpirun has not read when the job is aborted stands below its own words about that, or nowhere."""
+    """Wait until mpirun has read the stream: output it reads after the abort is printed below its own, or is lost."""
     deadline = time.monotonic() + FLUSH_SECONDS
-    with contextlib.suppress(OSError, ValueError):  # no pipe
+    with contextlib.suppress(OSError, ValueError):  # not a pipe
         while _unread(stream.fileno()) and time.monotonic() < deadline:
             time.sleep(0.01)
-    time.sleep(0.1)  # until it has passed on what it read
+    time.sleep(0.1)  # mpirun needs time to pass the text on
 
 
 def _unread(descriptor: int) -> int:
-    """How many bytes wait in a pipe."""
+    """Return how many bytes wait in a pipe."""
     return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def require_threads() -> None:
-    """Raises WorldError where MPI was not started for use by several threads at once."""
+    """Raise WorldError if MPI was not started for use by several threads at once."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise errors.WorldError(
             "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "

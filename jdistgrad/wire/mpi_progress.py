@@ -1,15 +1,16 @@
-"""Who looks for messages: one thread at a time, and one that has nothing better to do.
+"""The choice of the thread that looks for messages: one at a time, preferably a thread that waits anyway.
 
-Every switch of Python's lock between threads costs more than a message does. So:
+Every switch of the GIL between threads costs more than a message does. Therefore:
 
-* A thread that waits for an answer looks for it itself. Of several one looks, and the others sleep until their answers
-  have come, or it has left with its own and calls one of them to look.
-* Otherwise the *primary* of the serving threads looks. It runs the task a message brings on its own stack, without a
-  handover, and meanwhile is primary no more.
-* A *standby* wakes every millisecond and becomes primary where there is none: a call that runs long delays the
-  next one by that much, once, and no call can keep others from being served.
+* A thread that waits for an answer looks for it itself. If several threads wait, one looks and the others sleep until
+  their answers have come, or until the looking thread leaves with its own answer and wakes one of them to look.
+* Otherwise the *primary* of the serving threads looks. It runs the task that a message brings on its own stack, without
+  a handover, and is no longer primary while the task runs.
+* A *standby* wakes every millisecond and becomes primary if there is none: a call that runs long delays the next call
+  once, by a millisecond at most, and no call can keep others from being served.
 
-The baton (a lock, only tried, never waited for until the end) is held while looking, never while a task runs.
+The baton is a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for
+it.
 """
 
 import concurrent.futures
@@ -30,14 +31,14 @@ log = logging.getLogger("jdistgrad.wire")
 
 
 class Progress:
-    """Keeps ``look`` being called from some thread, and runs the tasks it returns.
+    """The threads that call ``look`` and run the tasks it returns.
 
     Arguments:
-      look: looks for messages once, without waiting: whether anything moved, and at most one task to run.
+      look: looks for messages once, without waiting; returns whether anything moved, and at most one task to run.
       run: runs a task on another thread.
       enter: runs first in every serving thread.
-      tick: housekeeping, about every ``tick_seconds``.
-      fail: told when looking raised; nothing will be looked for after that.
+      tick: does housekeeping, about every ``tick_seconds``.
+      fail: is called when ``look`` has raised; no thread looks for messages after that.
     """
 
     def __init__(
@@ -61,27 +62,27 @@ class Progress:
         self._last_activity = self._next_tick = time.monotonic()
         self._last_wait = 0.0
         self._stopped = False
-        self.idle_process = False  # nothing else in this process wants Python's lock: the primary may spin
+        self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
 
     def start(self) -> None:
         self._one_more()
 
     def active(self) -> None:
-        """Something is about to happen: look more often."""
+        """Look more often for a while, as messages are to be expected."""
         self._last_activity = time.monotonic()
 
     def stop(self) -> None:
-        """Return when nobody looks any more. Tasks that run may go on."""
+        """Stop looking for messages; return when no thread looks any more. Tasks that run may go on."""
         self._stopped = True
         self._sleepers.wake_all()
-        self._baton.acquire()  # and never given back
+        self._baton.acquire()  # never released
         with self._counting:
             self._standby.release(self._parked + 1)
 
     # Waiting for an answer, on any thread.
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
-        """Return when one of the futures is done or the time is over."""
+        """Return when one of the futures is done or the timeout has passed."""
         done = futures[0].done if len(futures) == 1 else lambda: any(future.done() for future in futures)
         if done():
             return
@@ -99,14 +100,17 @@ class Progress:
                     self._sleep(futures, deadline)
 
     def _sleep(self, futures: Sequence[concurrent.futures.Future], deadline: float) -> None:
-        """Let somebody else look, until there is something to do here."""
+        """Sleep while another thread looks, until an answer has come or this thread is woken to look."""
         number = self._sleepers.enter()
-        if self._baton.locked() and not self._stopped:  # else who had it may have left before there was anybody to call
+        if self._baton.locked() and not self._stopped:  # else the looking thread may have left before ``enter``
             self._sleepers.sleep(number, futures, deadline)
         self._sleepers.leave(number)
 
     def _give_back(self) -> bool:
-        """Whether somebody was called to look. If that one has its answer now, the primary will call the next."""
+        """Stop looking, and wake a sleeper to look; return whether there was a sleeper.
+
+        If that sleeper has its answer by now, the primary will wake the next.
+        """
         self._baton.release()
         return self._sleepers.wake()
 
@@ -144,7 +148,7 @@ class Progress:
                 del task  # it may hold a call's values
 
     def _be_primary(self) -> Task | None:
-        """Look until there is a task to run."""
+        """Look until there is a task to run, and return the task."""
         try:
             if self._free < 2:
                 self._one_more()
@@ -158,7 +162,7 @@ class Progress:
 
     def _look_once(self) -> Task | None:
         if time.monotonic() - self._last_wait < LONGEST or not self._baton.acquire(blocking=False):
-            pause(LONGEST)  # somebody who waits for an answer is looking, or will soon again
+            pause(LONGEST)  # a thread that waits for an answer is looking, or will be soon
             return None
         try:
             moved, task = self._look_safely()
@@ -170,7 +174,7 @@ class Progress:
         if moved:
             self._last_activity = now
         else:
-            # Beside a task that runs, spinning would take Python's lock, and a core, from it.
+            # Spinning would take the GIL, and a core, from a task that runs.
             pause(nap(now - self._last_activity, may_spin=self.idle_process and not self._busy))
         return task
 
@@ -190,7 +194,7 @@ class Progress:
             self._next_tick = now + self._tick_seconds
             try:
                 self._tick(now)
-            except Exception:  # without this thread nobody would serve
+            except Exception:  # without this thread no call would be served
                 log.exception("housekeeping of %s failed", self._name)
 
     def _stand_by(self) -> None:

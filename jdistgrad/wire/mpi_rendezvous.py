@@ -1,7 +1,7 @@
-"""How the ranks of an MPI job meet: without a collective that would hang for ever where one of them is missing.
+"""The meeting of the ranks of an MPI job, without a collective, which would hang for ever if a rank were missing.
 
-Rank 0 collects everybody's hello and tells everybody all of them, or who did not come. Only then is the communicator
-duplicated: everybody is known to be there.
+Rank 0 collects the hellos of all ranks and sends to each rank all those that came. Only then, with all ranks known to
+be there, is the communicator duplicated.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from jdistgrad.errors import WorldError
 from jdistgrad.wire.polling import poll
 
 ROLL_TAG, ROSTER_TAG = 31_071, 31_072
-GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer names who is missing
+GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
 def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
-    """Everybody's hello, by rank. Every rank must call it.
+    """Return the hellos of all ranks, by rank. Every rank must call it.
 
     Raises:
-      WorldError: on every rank that called: who was missing after ``timeout`` seconds.
+      WorldError: some ranks were missing after ``timeout`` seconds; raised on every rank that called.
     """
     hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
     missing = sorted(set(range(comm.size)) - set(hellos))
@@ -33,7 +33,7 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
 
 
 def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """A communicator of our own. Every rank must call it."""
+    """Return a communicator of our own. Every rank must call it."""
     twin, request = comm.Idup()
     if not poll(request.Test, timeout):
         raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")

@@ -1,7 +1,7 @@
-"""What the package says to itself: numbers, strings, and tuples, lists and dicts of them.
+"""The encoding of the package's own messages: numbers, strings, and tuples, lists and dicts of these.
 
-They are pickled too, which takes half the time of JSON and keeps integers of any size. Reading them calls nothing:
-whatever names a class or a function is refused.
+They are pickled too, which takes half the time of JSON and keeps integers of any size. Unpickling them calls nothing:
+data that names a class or a function is refused.
 """
 
 import io
@@ -13,7 +13,7 @@ from jdistgrad.errors import WireError
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise WireError(f"a message that may hold numbers and strings only names {module}.{name}")
+        raise WireError(f"a message that may only hold numbers and strings refers to {module}.{name}")
 
 
 def pack(value: Any) -> bytes:
@@ -21,7 +21,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: Any) -> Any:
-    """What was packed. Raises WireError, and nothing else, where that cannot be read."""
+    """Return the value that was packed. Raises WireError, and nothing else, if the data cannot be read."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except WireError:

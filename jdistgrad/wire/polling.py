@@ -1,8 +1,8 @@
-"""How a thread that polls paces itself.
+"""The pace of a thread that polls.
 
-At first it looks without pause, where its core would idle otherwise: waking a sleeping core costs 15 to 40 us. Then it
-naps for a fixed share of the time nothing has happened, so that what comes after ``t`` seconds is noticed at most
-``t / SHARE`` late: 6 % of whatever the other side was doing. An idle worker costs about 2 % of a core.
+At first it polls without pause if its core would otherwise idle: waking a sleeping core costs 15 to 40 us. Then it naps
+for a fixed share of the time in which nothing has happened, so an event after ``t`` quiet seconds is noticed at most
+``t / SHARE`` late: 6 % of the time the other side took. An idle worker costs about 2 % of a core.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ _tuned = threading.local()
 
 
 def nap(quiet: float, *, may_spin: bool) -> float:
-    """Seconds to sleep when nothing has happened for ``quiet`` seconds; 0: look again at once."""
+    """Return the seconds to sleep when nothing has happened for ``quiet`` seconds; 0 means to poll again at once."""
     if may_spin and quiet < SPIN:
         return 0.0
     return min(LONGEST, max(SHORTEST, quiet / SHARE))
 
 
 def pause(seconds: float) -> None:
-    """Sleep, on time (Linux rounds a thread's sleeps up by 50 us unless told); or just let others run."""
+    """Sleep on time (Linux adds up to 50 us to a thread's sleeps by default); for 0 seconds, just let others run."""
     if seconds <= 0:
         os.sched_yield()
         return
@@ -41,7 +41,7 @@ def pause(seconds: float) -> None:
 
 
 def poll(done: Callable[[], Any], timeout: float, check: Callable[[], None] = lambda: None) -> bool:
-    """Wait until ``done()``, without spinning: others may need the core. False if it takes longer than ``timeout``."""
+    """Wait until ``done()``, without spinning: others may need the core. Return False after ``timeout`` seconds."""
     start = time.monotonic()
     while not done():
         check()

@@ -1,4 +1,4 @@
-"""What a forked process has in place of its parent's transport: every use is an error."""
+"""The transport of a forked process, in place of its parent's: every use is an error."""
 
 import concurrent.futures
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jdistgrad.wire.transport import Receiver, Transport
 
 
 class Severed:
-    """Keeps the transport it stands for: nothing of that may be cleared away here either."""
+    """A transport that cannot be used. It keeps the parent's transport alive, which must not be destroyed here."""
 
     def __init__(self, transport: Transport, why: str):
         self.rank, self.size, self.hands_over = transport.rank, transport.size, transport.hands_over
@@ -26,7 +26,7 @@ class Severed:
         raise WorldClosedError(self._why)
 
     def serve_only(self, only: bool) -> None:
-        """Nobody serves."""
+        """Do nothing: a forked process serves no calls."""
 
     def close(self, *, graceful: bool) -> None:
-        """It is the parent's to close."""
+        """Do nothing: only the parent may close its transport."""

@@ -1,4 +1,4 @@
-"""Threads that wait for an answer while another one looks for messages: asleep until it comes, or they are to look."""
+"""Threads that sleep while another thread looks for messages, until their answer comes or they have to look."""
 
 import concurrent.futures
 import itertools
@@ -10,20 +10,20 @@ INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-
 
 
 class Sleepers:
-    """Who sleeps. ``wake`` wakes one, the latest; each entry is taken out once, by whoever wakes it or by itself."""
+    """The sleeping threads. ``wake`` wakes the latest. A thread's entry is removed once, by the waker or the thread."""
 
     def __init__(self) -> None:
         self._asleep: dict[int, concurrent.futures.Future] = {}
         self._numbers = itertools.count()
 
     def enter(self) -> int:
-        """A new entry, which from now on may be woken."""
+        """Add an entry for this thread, which may be woken from now on; return its number."""
         number = next(self._numbers)
         self._asleep[number] = concurrent.futures.Future()
         return number
 
     def sleep(self, number: int, futures: Sequence[concurrent.futures.Future], deadline: float) -> None:
-        """Return when one of the futures is done, the time is over, or this entry was woken. Or now and then."""
+        """Return when a future is done, the deadline has passed or this entry was woken; now and then also earlier."""
         called = self._asleep.get(number)
         longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else float("inf")
         seconds = min(longest, deadline - time.monotonic())
@@ -35,12 +35,12 @@ class Sleepers:
         self._asleep.pop(number, None)
 
     def wake(self) -> bool:
-        """Wake one; whether there was one."""
+        """Wake the latest sleeper; return whether there was one."""
         if not self._asleep:
             return False
         try:
             _, called = self._asleep.popitem()
-        except KeyError:  # it has left
+        except KeyError:  # the last sleeper has just left
             return False
         called.set_result(None)
         return True

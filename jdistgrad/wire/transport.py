@@ -1,4 +1,4 @@
-"""The protocol every transport speaks. It moves messages; what they mean is no concern of it."""
+"""The protocol of transports, which move messages without interpreting them."""
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from jdistgrad.wire.message import Message, Parcel
 
 
 class Codec(Protocol):
-    """Turns values into parcels and back; the layer above decides what may travel."""
+    """The conversion of values into parcels and back; the layer above decides what may travel."""
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
 
@@ -19,49 +19,49 @@ Task = Callable[[], None]
 
 
 class Receiver(Protocol):
-    """What a transport calls. ``receive`` and ``tick`` must be quick, must not wait and must not run users' code."""
+    """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code."""
 
     def receive(self, message: Message) -> Task | None:
-        """Take a message; what cannot be done quickly comes back as a task, for a thread that may wait."""
+        """Take a message; return work that cannot be done quickly as a task, for a thread that may wait."""
 
     def run(self, task: Task) -> None:
         """Run a task on some thread that may wait."""
 
     def enter_thread(self) -> None:
-        """Called first in each of the transport's own threads that run tasks."""
+        """Prepare a thread of the transport, before it runs tasks."""
 
     def tick(self, now: float) -> None:
-        """Housekeeping, some hundred times a second."""
+        """Do housekeeping; called some hundred times a second."""
 
     def fail(self, error: BaseException) -> None:
-        """The transport is broken."""
+        """Take note that the transport is broken."""
 
 
 class Transport(Protocol):
-    """Moves messages between the workers of one world."""
+    """A transport of messages between the workers of one world."""
 
     rank: int
     size: int
     hands_over: bool  # messages arrive as the very objects that were sent: nothing is encoded
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to deliver. Nothing is delivered before."""
+        """Begin to deliver messages. None is delivered before."""
 
     def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
         """Send without waiting for delivery.
 
-        ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without it they must stay as
-        they are until the message has gone, and large ones are not copied.
+        ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without a snapshot the arrays must
+        not change until the message has been sent, and large arrays are not copied.
         """
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
-        """Return when one of some futures that messages will complete is done, or the time is over.
+        """Return when one of the futures, which messages complete, is done or the timeout has passed.
 
-        Of a single one, this may leave the waiting to the future itself.
+        For a single future, this may return at once and leave the waiting to the future.
         """
 
     def serve_only(self, only: bool) -> None:
-        """Whether the program does nothing of its own here, so that serving may take all the time there is."""
+        """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
 
     def close(self, *, graceful: bool) -> None:
-        """Flush what is under way and stop. Graceful means: every worker of the world closes now."""
+        """Finish the sends under way and stop. ``graceful``: every worker of the world closes now."""

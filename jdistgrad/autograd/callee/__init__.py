@@ -1,4 +1,4 @@
-"""What runs where a message arrives: functions are recorded and pulled back, a batch of them as one compiled function.
+"""The callee's side: functions are recorded and pulled back, and a bundle may run as one compiled function.
 
-Uses tape and values. Operations say what is to run here, and send it.
+Uses tape and values. Operations choose the functions that run here, and send them.
 """

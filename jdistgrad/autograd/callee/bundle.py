@@ -1,6 +1,6 @@
-"""What one message asks of a worker: stops in turn, of which a later one may need what an earlier one makes.
+"""Bundles: the stops of one message, in turn. A stop may need arrays that an earlier stop makes.
 
-A bundle says everything that is the same each time a step runs. Workers that get one often decode it once.
+A bundle holds everything about its stops that is the same in every run of a step. Workers decode it once.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from jdistgrad.rpc.serving.arguments import delivered
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What an earlier stop makes: its turn, and the number of the array."""
+    """An array that an earlier stop makes: the turn of the stop, and the number of the array."""
 
     turn: int
     number: int
 
 
-Source = int | Made | Uniform  # a number: of what the message brings
+Source = int | Made | Uniform  # an int is the number of an array that the message brings
 
 
 @dataclasses.dataclass(eq=False)
 class CallStop:
-    """Call a function; ``orders``: record it, to be pulled back to these leaves of its arguments."""
+    """A stop that calls a function. ``orders``: the leaves of its arguments to record pullbacks for; if empty, none."""
 
     arguments: Layout
     orders: Orders
     lanes: tuple[Lane, ...]
-    count: int  # arrays it returns
-    references: bool = False  # whether there may be any among its arguments
+    count: int  # the number of arrays the function returns
+    references: bool = False  # whether there may be references among its arguments
     served_as = events.SERVE
 
     def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
@@ -51,12 +51,12 @@ class CallStop:
         return self.arrays(task(*args, **kwargs))
 
     def recorded(self, function: Any, items: list[Any]) -> Recording:
-        """The call with its pullback, for who keeps that himself."""
+        """Run the call and return its recording, without keeping it in a tape."""
         args, kwargs = self.arguments.fill(made(items))
         return Recording(function, Arguments(args, kwargs, self.orders, self.lanes))
 
     def arrays(self, result: Any) -> list[Any]:
-        """Those among a result."""
+        """Return the arrays of a result. Raises DifferentiationError if their number is not ``count``."""
         _, arrays = split(result, is_array)
         if len(arrays) != self.count:
             raise changed_structure(len(arrays), self.count)
@@ -65,8 +65,10 @@ class CallStop:
 
 @dataclasses.dataclass(eq=False)
 class PullStop:
-    """Pull a pullback of something recorded. ``order``: of which derivative; ``call``: the stop that records it, if
-    that is one of the same bundle."""
+    """A stop that pulls a recorded pullback. ``order``: the number of the derivative.
+
+    ``call``: the turn of the stop that records the pullback, if that stop is in the same bundle.
+    """
 
     what: str
     order: int
@@ -86,10 +88,10 @@ class PullStop:
 
 @dataclasses.dataclass(eq=False)
 class Bundle:
-    """Stops, where the items of each come from, and which arrays go back: all that is the same each time.
+    """Stops, the sources of the items of each, and the arrays that go back.
 
-    ``needed``: what later stops or the caller get; ``forgotten``: for each stop, what nobody needs after it;
-    ``compiled_forms``: those that were made so far, by functions.
+    ``needed``: arrays for later stops or the caller. ``forgotten``: for each stop, the arrays of which it is the last
+    user. ``compiled_forms``: the compiled forms made so far, by functions.
     """
 
     stops: list[CallStop | PullStop]
@@ -114,7 +116,7 @@ class Bundle:
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """Whether nothing stays of it and nothing but arrays comes and goes: what is recorded is pulled on the way."""
+        """Return whether only arrays come and go and no recording is left: the bundle pulls everything it records."""
         recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
         pulls = [one for one in self.stops if isinstance(one, PullStop)]
         return (
@@ -124,7 +126,7 @@ class Bundle:
         )
 
     def walk(self, items: list[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
-        """The wanted arrays: ``run`` makes those of a stop, of its turn and items. What nobody needs is forgotten."""
+        """Return the wanted arrays. ``run`` makes the arrays of a stop. Arrays are dropped after their last use."""
         before = dict[Made, Any]()
 
         def found(source: Source) -> Any:

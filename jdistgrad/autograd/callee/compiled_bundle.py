@@ -1,4 +1,4 @@
-"""A closed bundle as one compiled function: XLA sees what its stops hand to each other."""
+"""A closed bundle as one compiled function: XLA optimizes across its stops."""
 
 import collections
 import threading
@@ -12,11 +12,11 @@ from jdistgrad.autograd.callee.recording import Recording
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import strong
 
-KEPT = 64  # compiled forms per bundle; it is not worth it if the functions change every time
+KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 
 
 class CompiledBundle:
-    """A bundle with its functions, compiled once per shape."""
+    """A bundle compiled together with its functions, once per shape."""
 
     def __init__(self, bundle: Bundle, functions: tuple[Any, ...]):
         def run(items: list[Any]) -> Outputs:
@@ -34,7 +34,7 @@ class CompiledBundle:
             return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
 
         self._run = jax.jit(run)
-        self._fits: dict[Any, bool] = {}  # by the kinds of the items
+        self._fits: dict[Any, bool] = {}  # by the shapes and dtypes of the items
 
     def __call__(self, items: list[Any]) -> list[Any] | None:
         kinds = tuple([(one.shape, one.dtype) for one in items])
@@ -44,16 +44,16 @@ class CompiledBundle:
         return self._run(items).filled(items) if fits else None
 
     def _can_run(self, items: list[Any]) -> bool:
-        """Whether it can be traced as a whole, and neither calls other workers nor has any side effect."""
+        """Return whether the bundle can be traced as a whole, calls no other workers and has no side effects."""
         try:
             traced = self._run.trace(items).jaxpr
-        except Exception:  # stop by stop, what is wrong will be told of the one it is wrong with
+        except Exception:  # run stop by stop, the bundle will raise this error at the stop that causes it
             return False
         return not traced.effects and not has_wire(traced.jaxpr)
 
 
 class CompiledBundles:
-    """LRU cache of one bundle's compiled forms. Entries keep their functions alive."""
+    """An LRU cache of one bundle's compiled forms. Entries keep their functions alive."""
 
     def __init__(self) -> None:
         self._found: collections.OrderedDict[tuple[int, ...], CompiledBundle] = collections.OrderedDict()
@@ -61,7 +61,7 @@ class CompiledBundles:
         self._lock = threading.Lock()
 
     def of(self, bundle: Bundle, functions: list[Any]) -> CompiledBundle | None:
-        """None where most functions come only once."""
+        """Return the compiled form for these functions, or None if most functions come only once."""
         key = tuple(map(id, functions))
         with self._lock:
             self._used += 1
@@ -77,7 +77,7 @@ class CompiledBundles:
 
 
 def at_once(bundle: Bundle, functions: list[Any], items: list[Any]) -> list[Any] | None:
-    """The wanted arrays, made by one compiled function; None where the stops must be made one by one."""
+    """Run a bundle as one compiled function and return the wanted arrays; None if the stops must run one by one."""
     if bundle.compiled_forms is None:
         bundle.compiled_forms = CompiledBundles()
     compiled = bundle.compiled_forms.of(bundle, functions)

@@ -1,6 +1,6 @@
-"""Functions made of functions, run by the callee: a pullback, a batched function, one whose result stays there.
+"""Functions derived from functions, run by the callee: pullbacks, batched and publishing functions.
 
-Each is itself a function that can be called, recorded and derived from: that makes derivatives of any order.
+Each of them can itself be called, recorded and differentiated, which gives derivatives of any order.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether a function is pure by contract: jitted, one of JAX's own, derived from one that is, or says ``pure``."""
+    """Return whether a function is pure by contract: jitted, JAX's own, declared ``pure``, or made of a pure one."""
     if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
         return is_compiled(function.function)
     if isinstance(function, ServedFunction) and function.pure:
@@ -39,7 +39,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def delivered(tree: Any) -> Any:
-    """References replaced by their values, so that derivatives pass through."""
+    """Replace references by their values, so that derivatives pass through."""
 
     def deliver(leaf: Any) -> Any:
         if isinstance(leaf, RRef):
@@ -50,13 +50,13 @@ def delivered(tree: Any) -> Any:
 
 
 def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
-    """Holes at the leaves with these numbers; of a reference, its handle is the operand."""
+    """Split a tree, with holes at the leaves with these numbers; of a reference, the handle is the operand."""
     chosen, numbers = set(positions), iter(range(1 << 30))
     return split(tree, lambda leaf: next(numbers) in chosen)
 
 
 def differentiable(result: Any) -> tuple[list[Any], Any]:
-    """The arrays of a result that have derivatives, in order (a reference's handle is one), and the whole of it."""
+    """Return the arrays of a result that have derivatives, in order (handles of references too), and the result."""
     if isinstance(result, jax.Array):
         return ([result] if jnp.issubdtype(result.dtype, jnp.inexact) else []), result
     _, arrays = split(result, is_array)
@@ -65,10 +65,10 @@ def differentiable(result: Any) -> tuple[list[Any], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PullbackOf(ServedFunction):
-    """The pullback of a function: for the outermost of the derivatives that are taken of it.
+    """The pullback of the outermost derivative of a function.
 
-    ``orders``: with respect to what, as numbers of the leaves of its arguments; ``live``: numbers of its results, among
-    those that have derivatives.
+    ``orders``: for each derivative, the leaves of the arguments it is taken of, by number. ``live``: the numbers of the
+    results with a cotangent, among the results that have derivatives.
     """
 
     function: Any
@@ -88,7 +88,7 @@ class PullbackOf(ServedFunction):
 def pulled_back(
     function: Any, orders: Orders, live: Sequence[int] | None, args: Any, kwargs: Any
 ) -> tuple[list[Any], Any]:
-    """A function's live results (None: all that have derivatives), and the pullback for its outermost derivative."""
+    """Return the live results (``live`` None: all with derivatives), and the pullback of the outermost derivative."""
     layout, operands = numbered((args, kwargs), {leaf for order in orders for leaf in order})
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
@@ -102,9 +102,9 @@ def pulled_back(
 
 @dataclasses.dataclass(frozen=True)
 class BatchedOf(ServedFunction):
-    """A function over a batch. ``batched``: the paths of the leaves that have a batch dimension, the first.
+    """A function over a batch. ``batched``: the paths of the leaves whose first dimension is the batch.
 
-    References among its arguments are delivered: the numbers of leaves are not what its caller has counted.
+    Leaves are given by path: references arrive as their values, so the caller's numbers of leaves do not hold here.
     """
 
     function: Any
@@ -132,7 +132,7 @@ class BatchedOf(ServedFunction):
 
 @dataclasses.dataclass(frozen=True)
 class Publishing(ServedFunction):
-    """A function whose result stays on the worker that runs it, under an id its caller has chosen."""
+    """A function whose result stays on the worker that runs it, under an id that the caller has chosen."""
 
     function: Any
     id: int
@@ -143,13 +143,13 @@ class Publishing(ServedFunction):
         return describe(self.function)
 
     def owned(self) -> Owned:
-        """The promise of the value, announced once."""
+        """Announce the value on the first call; return the entry with the promise of the value."""
         if not self._announced:
             self._announced.append(current_worker().references.owned.announce(self.id))
         return self._announced[0]
 
     def failed(self, error: BaseException) -> None:
-        """The call has failed, perhaps before the function ran: those who wait for the value must hear of it."""
+        """Fail the value, so that nothing waits for it: the call has failed, perhaps before the function ran."""
         promise = self.owned().value
         if not promise.done():
             promise.set_exception(error)
@@ -164,7 +164,10 @@ class Publishing(ServedFunction):
 
 @dataclasses.dataclass(frozen=True)
 class ShapesOf(ServedFunction):
-    """What a function's results look like, found by tracing it where it would run. Takes references as they are."""
+    """A function that traces another where it would run, for the layout and shapes of its results.
+
+    It takes references as such.
+    """
 
     function: Any
     takes_references = True
@@ -188,7 +191,7 @@ class ShapesOf(ServedFunction):
 
 
 def nothing_hidden(results: Layout, function: Any) -> Layout:
-    """A function's results, if JAX can see everything in them that it traces."""
+    """Return the results. Raises DifferentiationError if they hide a traced array from JAX."""
     for leaf in trees.leaves(results.tree):
         if not isinstance(leaf, SEEN_THROUGH) and hides_traced(leaf):
             raise DifferentiationError(
@@ -200,5 +203,5 @@ def nothing_hidden(results: Layout, function: Any) -> Layout:
 
 
 def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
-    """A value's differentiable arrays: what its gradient is made of."""
+    """Split a value into a layout and the leaves that have a gradient."""
     return split(value, has_gradient)

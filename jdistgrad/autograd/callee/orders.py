@@ -1,7 +1,8 @@
-"""A derivative, the derivative of that, and so on: their pullbacks, from one run of a function.
+"""Pullbacks of a function's first and higher derivatives, all from one run of the function.
 
-JAX derives a derivative's forward pass: what ``jax.vjp(f, x)`` returns first, which by a custom rule is the result of
-the rule's forward function. To run the function again, as if that were the same, would derive it by its custom rule.
+For a higher derivative, JAX differentiates the forward pass of the lower one, ``jax.vjp(f, x)[0]``. If the function has
+a custom rule, this forward pass is the rule's forward function. Running the function again instead would not be the
+same: JAX would differentiate that run by the custom rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +10,15 @@ from typing import Any
 
 import jax
 
-Orders = tuple[tuple[int, ...], ...]  # what each derivative is taken with respect to, the innermost first
+Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
 
-Primal = Callable[..., tuple[list[Any], Any]]  # returns results that have derivatives, and anything beside
+Primal = Callable[..., tuple[list[Any], Any]]  # returns the results that have derivatives, and auxiliary data
 
 
 def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> tuple[list[Any], list[Any], Any]:
-    """A function's results, a pullback for each order, and what the function returns beside.
+    """Return a function's results, a pullback for each order, and the auxiliary data that the function returns.
 
-    A pullback takes the cotangents of the results, in a list, to those of the operands that its order names.
+    A pullback maps the cotangents of the results, in a list, to the cotangents of the operands that its order names.
     """
     if not orders:
         results, beside = primal(*operands)
@@ -34,5 +35,5 @@ def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> t
 
 
 def named_among(positions: Sequence[int], orders: Orders) -> Orders:
-    """The same orders, where they name leaves by their numbers: as places among operands, of which these are leaves."""
+    """Turn orders that name leaves into orders that name operands. ``positions`` gives each operand's leaf."""
     return tuple(tuple(place for place, leaf in enumerate(positions) if leaf in order) for order in orders)

@@ -1,4 +1,4 @@
-"""Pullbacks on the callee: compiled once per shape for functions that were jitted, run as written for all others."""
+"""Pullbacks on the callee: compiled once per shape for functions that are pure by contract, else run as written."""
 
 import dataclasses
 import functools
@@ -15,27 +15,27 @@ from jdistgrad.autograd.values.uniform import made
 from jdistgrad.wire.arrays import adopted
 
 VARIABLE, ARRAY = "variable", "array"
-STATICS_COMPILED = 16  # combinations of non-array arguments that are compiled for
+STATICS_COMPILED = 16  # the most combinations of non-array arguments to compile for
 
 
 @dataclasses.dataclass
 class Differentiated:
-    """A function's result, and its pullbacks: one for each order."""
+    """A function's result, and a pullback for each order."""
 
     result: Any
     pullbacks: list[Any]
-    shapes: tuple[tuple[tuple[int, ...], Any], ...]  # of the differentiable results
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of the differentiable results
     compiled: bool
 
     def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        """Cotangents of the operands of an order, from those of the live results; the others have none."""
+        """Return the cotangents of an order's operands, given those of the live results; others are zero."""
         pull = _compiled_pull if self.compiled else _pull
         return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
 
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """A batch that a pullback is mapped over: which cotangents have it as a dimension, which one, and its size."""
+    """A batch that a pullback is mapped over. ``flags``: which cotangents have the batch dimension, at ``axis``."""
 
     flags: tuple[bool, ...]
     axis: int
@@ -45,9 +45,10 @@ class Map:
 def differentiate(
     function: Any, layout: Layout, operands: Sequence[Any], orders: Orders, *, references: bool
 ) -> Differentiated:
-    """Run a function on the arguments that the layout makes of the operands; its pullbacks are to those in each order.
+    """Run a function on the layout filled with the operands; return its result and a pullback for each order.
 
-    ``references``: whether there are any among the arguments. What they stand for is known only when the function runs.
+    ``references``: whether there are references among the arguments. Their values are known only when the function
+    runs, so it is not compiled.
     """
     compiled = _compiled_for(function, layout, orders) if is_compiled(function) and not references else None
     if compiled is not None:
@@ -73,7 +74,7 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
 
 
 def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
-    """All cotangents. Zeros are those that JAX does not compute with: times infinity they stay zero."""
+    """Return all cotangents, with symbolic zeros for results that are not live: times infinity these stay zero."""
     known = dict(zip(live, cotangents, strict=True))
     return [known[k] if k in known else ad.Zero(jax.core.ShapedArray(*shape)) for k, shape in enumerate(shapes)]
 
@@ -96,9 +97,9 @@ _compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Outputs:
-    """What compiled code returns, without the inputs among it and without repetitions: XLA would copy these.
+    """The outputs of compiled code, without inputs among them and without repetitions, which XLA would copy.
 
-    ``sources`` says where each leaf of the tree is found: among inputs followed by what was made.
+    ``sources`` gives the place of each leaf of the tree among the inputs followed by ``made``.
     """
 
     made: list[Any]
@@ -119,7 +120,7 @@ class Outputs:
 
 
 class Compiled:
-    """The compiled pullbacks of one function, for one structure of arguments."""
+    """A function compiled together with its pullbacks, for one structure of arguments."""
 
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
         self._structure, self._kinds = structure, kinds
@@ -135,7 +136,7 @@ class Compiled:
         self._forward = jax.jit(forward)
 
     def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, list[Any]]:
-        """The function's result, and its pullbacks."""
+        """Return the function's result and its pullbacks."""
         outputs: Outputs = self._forward(variables, constants)
         result, pullbacks = outputs.filled([*variables, *constants])
         return result, pullbacks
@@ -155,13 +156,13 @@ _statics: dict[int, set[Hashable]] = {}
 
 
 def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | None:
-    """None where compiling makes no sense: arguments that are no arrays and ever different."""
+    """Return the compiled form, or None if compiling does not pay: non-array arguments that keep changing."""
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
         kinds = tuple(map(_kind, leaves))
         seen = _statics.setdefault(id(function), set())
         seen.add(kinds)
-    except TypeError:  # something that cannot be hashed, or a dict whose keys cannot be sorted
+    except TypeError:  # an argument that cannot be hashed, or a dict with keys that cannot be sorted
         return None
     return _compiled(function, structure, kinds, orders) if len(seen) <= STATICS_COMPILED else None
 

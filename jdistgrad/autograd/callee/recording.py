@@ -1,4 +1,4 @@
-"""The callee's side: run a function and keep its pullback in the context; pull it when the cotangents come."""
+"""Recording on the callee: run a function, keep its pullback in the tape, and pull it when the cotangents come."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from jdistgrad.rpc.references.rref import HANDLE, RRef
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """A batch dimension that a leaf gets at the callee: the same in all of it, but with a cotangent for each."""
+    """A batch dimension that a leaf gets at the callee: each element has the same value, but a cotangent of its own."""
 
     leaf: int
     axis: int
@@ -41,16 +41,16 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(ServedFunction):
-    """A function whose pullbacks are kept, to the leaves of its arguments that its orders name by their numbers.
+    """A function that keeps its pullbacks in the tape. The orders name leaves of its arguments by number.
 
-    It takes references as they are: gradients of their values go to their owners.
+    It takes references as such: gradients of their values go to their owners.
     """
 
     function: Any
     message: int
     orders: Orders
     place: Place
-    lanes: tuple[Lane, ...] = ()  # to be given to wanted leaves, in this order
+    lanes: tuple[Lane, ...] = ()  # added to wanted leaves in this order
     takes_references = True
 
     @property
@@ -76,15 +76,15 @@ class Recorded(ServedFunction):
 
 
 class Arguments:
-    """Arguments with references delivered, and the arrays of those leaves that some order names.
+    """Arguments with references replaced by their values; the arrays of leaves that some order names are operands.
 
-    ``wanted``: for each order, the references among its leaves (None: an array), and how many arrays each has.
+    ``wanted``: for each leaf of each order, its reference (None for an array), and the number of its operands.
     """
 
     def __init__(self, args: Any, kwargs: Any, orders: Orders, lanes: tuple[Lane, ...]):
         leaves, self._orders = list(trees.leaves((args, kwargs))), orders
         self.operands: list[Any] = []
-        self._leaf_of: list[int] = []  # of each operand
+        self._leaf_of: list[int] = []  # the leaf of each operand
         values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
         self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
         holed, noted = [], set[RRef]()
@@ -99,7 +99,7 @@ class Arguments:
         self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
 
     def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
-        """Make operands of what is delivered for a leaf; what remains has holes in their places."""
+        """Make operands of a leaf's value and add its lanes to them; return the tree with holes in their places."""
         layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
         for lane in lanes:
             operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
@@ -120,7 +120,7 @@ class Arguments:
 
 
 class Recording:
-    """One recorded call: its result, and everything its pullbacks need."""
+    """A recorded call: its result, and everything its pullbacks need."""
 
     def __init__(self, function: Any, arguments: Arguments):
         self._wanted = arguments.wanted
@@ -135,7 +135,10 @@ class Recording:
             self._derived.result, self.result = None, HANDLE
 
     def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
-        """Cotangents of the wanted leaves the message asks for, from those of the live results."""
+        """Return the cotangents of the order's leaves, given those of the live results.
+
+        If the result was published, ``cotangents`` holds its handle's, and the gradient is taken from the ledger.
+        """
         if self._published is None:
             return self._pull(pulled, pulled.live, cotangents, pulled.maps)
         marks = np.asarray(cotangents[0])
@@ -148,7 +151,7 @@ class Recording:
         return self._pull(pulled, live, [sums[k] for k in live], maps)
 
     def cotangents(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
-        """The same, where no references are among the wanted leaves."""
+        """Return the cotangents of an order's leaves, none of which may be a reference."""
         return self._derived.pull(order, live, cotangents, maps)
 
     def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
@@ -170,9 +173,10 @@ class Recording:
         marks: np.ndarray,
         gradients: dict[RRef, list[Any]],
     ) -> Any:
-        """An array's cotangent, or that of a reference: it goes to the owner, and its marks to who made the reference.
+        """Return the cotangent of an array, or for a reference the marks of a contribution, whose leaves are gathered.
 
-        A reference that was passed twice makes one contribution.
+        The leaves go to the owner, and the marks back to the caller. A reference that was passed twice makes one
+        contribution.
         """
         if reference is None:
             return part[0]
@@ -183,11 +187,11 @@ class Recording:
 
 @dataclasses.dataclass(frozen=True)
 class Pulled(ServedFunction):
-    """A pullback of a recorded call, called with the cotangents of its live results."""
+    """A function that pulls a recorded call's pullback. Its argument: the cotangents of the live results."""
 
     what: str
     message: int
-    number: int  # of the contributions it makes
+    number: int  # the id of the contributions it makes
     order: int
     live: tuple[int, ...]
     last: bool

@@ -1,4 +1,4 @@
-"""Run a bundle on the worker it was sent to: as one compiled function where possible, else stop by stop."""
+"""Runs of bundles on the worker they are sent to: as one compiled function where possible, else stop by stop."""
 
 import functools
 import time
@@ -20,12 +20,12 @@ from jdistgrad.wire.array_block import ArrayBlock
 
 
 class BundleRun(ServedFunction):
-    """One run of a bundle.
+    """A run of a bundle.
 
     Arguments:
-      functions: of each stop.
-      numbers: of each stop's messages and contributions.
-      items: the arrays it brings.
+      functions: the function of each stop, None for pulls.
+      numbers: the ids of each stop's messages and contributions.
+      items: the arrays that the message brings.
     """
 
     takes_references = True
@@ -41,7 +41,7 @@ class BundleRun(ServedFunction):
         self._bundle, self._functions, self._numbers = bundle, functions, numbers
         self._place, self._items = place, items
         self._running: int | None = None
-        self._looks_for_failure = False  # it failed as a whole: run again, stop by stop, it says which one fails
+        self._looks_for_failure = False  # the compiled form failed: run again stop by stop, to find the stop that fails
 
     def __reduce__(self) -> Any:
         items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
@@ -49,7 +49,7 @@ class BundleRun(ServedFunction):
 
     @property
     def label(self) -> str:
-        """Name of the stop that is running, or of the whole bundle."""
+        """Return the name of the stop that is running, or of the whole bundle."""
         running = self._running
         if running is not None:
             return describe(self._task(running))
@@ -62,7 +62,7 @@ class BundleRun(ServedFunction):
 
     @property
     def recorded_as(self) -> int | None:
-        """The id by which its context knows it, if it is one thing."""
+        """Return the message id of the only stop, or None if there are several stops or the stop has no id."""
         return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
 
     def __call__(self) -> list[Any]:
@@ -81,7 +81,7 @@ class BundleRun(ServedFunction):
         return found
 
     def _note_answers(self) -> None:
-        """As if each of what was recorded had been answered by itself."""
+        """Note a link for the answer of each recorded call, as if each had been answered on its own."""
         each = zip(self._functions, self._numbers, strict=True)
         answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
         current_tape(lambda: self.label).link_later(functools.partial(_links, answers))
@@ -114,7 +114,7 @@ OWN.add(BundleRun)
 
 
 def wait_for(arrays: Sequence[Any]) -> None:
-    """Raises here what failed in making them."""
+    """Wait for arrays, to raise here any error from computing them."""
     for array in arrays:
         array.block_until_ready()
 

@@ -1,4 +1,4 @@
-"""The recorded graph of a context, as pairs of messages, as text and as a picture.
+"""The recorded graph of a context: as send/recv pairs, as text, and as a picture.
 
 Uses tape. Used by contexts.
 """

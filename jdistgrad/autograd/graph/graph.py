@@ -16,7 +16,7 @@ from jdistgrad.wire.ids import spell
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """What ``ctx.graph()`` gives; it outlives the context. ``str`` makes a table of it, a notebook shows the picture.
+    """The result of ``ctx.graph()``; it outlives the context. ``str`` gives a table, and a notebook shows the picture.
 
     Example:
       >>> with jd.context() as ctx:
@@ -51,7 +51,7 @@ class Graph:
 
 
 def in_words(pair: Pair) -> str:
-    """What a pair carries, in words."""
+    """Describe in words what a pair carries."""
     return {CALL: "call of ", RESULT: "result of "}.get(pair.kind, "") + pair.what
 
 
@@ -60,11 +60,11 @@ def times(count: int) -> str:
 
 
 def gather(scope: Scope) -> Graph:
-    """The graph of a context, asked of every worker that was called in it, from here on."""
+    """Gather the graph of a context from this worker and every worker that was called in the context."""
     worker = current_worker()
     found: dict[int, list[Link]] = {}
     wave = {worker.rank}
-    with within(None):  # to look at a context is not to take part in it
+    with within(None):  # reading a context must not make a worker take part in it
         while wave:
             asked = {rank: worker.rpc_async(rank, part_of, (scope.id,), {}, None) for rank in sorted(wave)}
             parts = {rank: future.result() for rank, future in asked.items()}
@@ -75,6 +75,6 @@ def gather(scope: Scope) -> Graph:
 
 
 def part_of(context: int) -> tuple[list[Link], set[int]]:
-    """One worker's part of a context: what it sent, and whom it called."""
+    """Return this worker's part of a context: the links it sent, and the ranks it called."""
     scope = current_worker().scopes.find(context)
     return list(scope.content(Tape).links), scope.peers()

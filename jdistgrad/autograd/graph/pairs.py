@@ -1,8 +1,8 @@
-"""Pairs of a send and a recv, made of what each worker knows it sent. Pure.
+"""Pairs of a send and a recv, made from what each worker has noted of its own sends. Pure functions.
 
-Each crossing of the boundary is a send on one worker and a recv on another, under one message id: a call has a pair for
-its arguments and one for its results, fetching a value has one. In the backward pass a pair's roles swap. There is no
-common clock: pairs stand in the order of their causes, those of one worker in the order it sent them.
+Each crossing of the wire is a send on one worker and a recv on another, under one message id: a call has a pair for its
+arguments and a pair for its results, and a fetch has one pair. In the backward pass the two roles of a pair swap. There
+is no common clock: a pair follows its cause, and the pairs of one worker stand in the order in which it sent them.
 """
 
 import collections
@@ -18,10 +18,10 @@ CALL, RESULT, VALUE, GRADIENT = "call", "result", "value", "gradient"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One crossing: sent by ``source``, received by ``target``. ``pulled``: how often a gradient came back along it.
+    """A crossing: sent by ``source``, received by ``target``. ``pulled``: how often a gradient came back along it.
 
-    ``kind``: a call's arguments, its result, a reference's value, or the gradient of one (which only goes back: from
-    ``target`` to ``source``). ``depth``: in how many calls it was sent.
+    ``kind``: a call's arguments, its result, a reference's value, or the gradient of such a value (it only goes back:
+    from ``target`` to ``source``). ``depth``: the number of nested calls in which the pair was sent.
     """
 
     message: int
@@ -34,7 +34,7 @@ class Pair:
 
 
 def pairs(links: Sequence[Link]) -> list[Pair]:
-    """The pairs that links tell of, causes before what they caused."""
+    """Make pairs of links; a cause stands before its effects."""
     forward = [link for link in links if not link.backward]
     pulls = collections.Counter(link.message for link in links if link.backward and link.reference is None)
     gradients = _by_reference(link for link in links if link.backward and link.reference is not None)
@@ -44,7 +44,7 @@ def pairs(links: Sequence[Link]) -> list[Pair]:
 
 
 def _by_reference(links: Iterable[Link]) -> ByReference:
-    """Gradients by the reference they are of and the worker that sends them; once where a pullback was run again."""
+    """Group gradients by their reference and the worker that sends them. A pullback that ran again counts once."""
     found: ByReference = {}
     for link in dict.fromkeys(links):
         found.setdefault((link.reference, link.source), []).append(link)
@@ -53,7 +53,7 @@ def _by_reference(links: Iterable[Link]) -> ByReference:
 
 def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: ByReference) -> Pair:
     kind = RESULT if link.answers is not None else CALL if link.reference is None else VALUE
-    if kind is VALUE:  # a gradient goes back the way that the value came
+    if kind is VALUE:  # a gradient goes back along the crossing of its value
         waiting = gradients.get((link.reference, link.target), [])
         pulled = len(waiting[:1])
         del waiting[:1]
@@ -63,7 +63,7 @@ def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: ByRefer
 
 
 def by_cause(links: Iterable[Link]) -> Iterator[tuple[Link, int]]:
-    """Links in the order of their causes, each with the number of calls it is inside of."""
+    """Yield links in the order of their causes, each with the number of calls around it."""
     caused: dict[int | None, list[Link]] = {}
     for link in links:
         caused.setdefault(link.caused_by, []).append(link)

@@ -1,6 +1,6 @@
-"""A picture of pairs: workers as lanes, time downwards, sends, recvs and functions as boxes. Pure: text in, SVG out.
+"""A picture of pairs as SVG: workers as lanes, time downwards, sends, recvs and functions as boxes. Pure functions.
 
-As in the figures of PyTorch's distributed autograd note: solid arrows go forward, dashed ones back.
+Solid arrows go forward and dashed arrows back, as in the figures of PyTorch's distributed autograd note.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ from xml.sax.saxutils import escape
 from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, VALUE, Pair
 from jdistgrad.wire.ids import spell
 
-LETTER, PADDING, ARROW = 7.3, 16, 90  # widths: of a letter, around text, between lanes
-HEIGHT, ROW, TOP = 24, 36, 84  # of a box, from row to row, above the first row
-MARGIN = 44.0  # room for a lane's loops
-LONGEST = 40  # letters of a name
+LETTER, PADDING, ARROW = 7.3, 16, 90  # widths: of a letter, of the padding around text, of the gap between lanes
+HEIGHT, ROW, TOP = 24, 36, 84  # of a box, from row to row, and above the first row
+MARGIN = 44.0  # room for the arrows of a worker's messages to itself
+LONGEST = 40  # the longest name shown, in letters
 FORWARD, BACKWARD = "#1f6fb4", "#d9480f"
 FILLS = {"send": "#e3effa", "recv": "#e8f5e9", "function": "#fff6d6", "value": "#f3e8fd"}
 
@@ -30,7 +30,7 @@ STYLE = f"""
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """One event on one worker's lane."""
+    """An event on a worker's lane."""
 
     rank: int
     row: int
@@ -41,7 +41,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Arrow:
-    """A pair's message, from box to box."""
+    """The message of a pair, from its send box to its recv box."""
 
     pair: Pair
     send: Box
@@ -49,7 +49,7 @@ class Arrow:
 
 
 def draw(title: str, workers: Mapping[int, str], pairs: Sequence[Pair]) -> str:
-    """An SVG of pairs among workers (names by rank)."""
+    """Return an SVG of pairs. ``workers`` maps ranks to names."""
     boxes, arrows = placed(pairs)
     lanes = _lanes(workers, boxes)
     width = max(max(x + half for x, half in lanes.values()) + ARROW / 2, 520)
@@ -66,7 +66,7 @@ def draw(title: str, workers: Mapping[int, str], pairs: Sequence[Pair]) -> str:
 
 
 def placed(pairs: Sequence[Pair]) -> tuple[list[Box], list[Arrow]]:
-    """Which box stands in which row. A row belongs to one pair, or to one function."""
+    """Place boxes and arrows in rows. A row belongs to one pair, one function, or one value."""
     boxes: list[Box] = []
     arrows: list[Arrow] = []
     row = 0
@@ -87,7 +87,7 @@ def placed(pairs: Sequence[Pair]) -> tuple[list[Box], list[Arrow]]:
 
 
 def short(what: str) -> str:
-    """Names without their modules, and not too long."""
+    """Strip modules from names and truncate the text to ``LONGEST`` letters."""
     text = " ".join(word.rsplit(".", 1)[-1] for word in what.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
@@ -97,7 +97,7 @@ def _width(text: str) -> float:
 
 
 def _lanes(workers: Mapping[int, str], boxes: Sequence[Box]) -> dict[int, tuple[float, float]]:
-    """For each worker, where its lane is and half of how wide."""
+    """Return the centre and the half width of each worker's lane."""
     lanes, left = {}, MARGIN
     for rank, name in workers.items():
         half = max(_width(text) for text in [name, *(box.text for box in boxes if box.rank == rank)]) / 2
@@ -143,7 +143,7 @@ def _box(box: Box, x: float) -> Iterator[str]:
 
 
 def _arrow(arrow: Arrow, lanes: Mapping[int, tuple[float, float]]) -> Iterator[str]:
-    """Forward where there is a message forward, and back where a gradient came."""
+    """Yield an arrow forward if the pair has a forward message, and an arrow back if a gradient came back."""
     there, back = (_loops if arrow.send.rank == arrow.recv.rank else _straight)(arrow, lanes)
     if arrow.pair.kind is not GRADIENT:
         yield _line("forward", there)

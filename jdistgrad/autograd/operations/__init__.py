@@ -1,4 +1,4 @@
-"""What a program asks of other workers: to call, to pull a pullback, to fetch, publish, put and take; and their rules.
+"""The operations that cross the wire (call, pull, fetch, publish, put, take) and their derivative rules.
 
 Uses callee, tape and values. Used by traced calls and by the staged step.
 """

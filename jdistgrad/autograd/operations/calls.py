@@ -27,10 +27,10 @@ from jdistgrad.wire.ids import as_token
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A function called on a worker. ``orders``: the operands to record a pullback for, for each derivative that is
-    taken of it; none: not recorded.
+    """A function called on a worker. ``orders``: for each derivative that is recorded, the operands it is taken of.
 
-    Outputs: the arrays among its results; before them, where it is recorded, the tag that the pullback is found by.
+    Without orders, the call is not recorded. Outputs: the arrays among the function's results, and before them, if
+    the call is recorded, the tag under which its pullback is found.
     """
 
     to: int
@@ -40,13 +40,13 @@ class Call:
     timeout: float | None = None
     orders: Orders = ()
     lanes: tuple[Lane, ...] = ()
-    where: str = ""  # in the user's program
+    where: str = ""  # the place of the call in the user's program
 
     def __str__(self) -> str:
         return f"{describe(self.function)} to rank {self.to}{', recorded' if self.orders else ''}"
 
     def recording(self, wanted: Sequence[int]) -> "Call":
-        """The same, with one more derivative: of what those before return."""
+        """Return the same call, recorded for one more derivative: that of the call as it is recorded so far."""
         return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))))
 
     def start(self, operands: Sequence[Any]) -> Started:
@@ -63,7 +63,7 @@ class Call:
         return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
 
     def recorded(self, function: Any) -> tuple[Recorded, tuple[int, int]]:
-        """The function to send where its pullback shall be kept; and where it will be: context and message."""
+        """Return the function to send so that its pullback is kept, and the context and message ids to find it by."""
         what = describe(self.function)
         message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
         tape.link(message, self.to, what)
@@ -72,10 +72,10 @@ class Call:
         return Recorded(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
 
     def leaves(self) -> Orders:
-        """The orders, as numbers of leaves of the arguments."""
+        """Return the orders as numbers of leaves of the arguments."""
         return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
 
-    # As a stop of a route.
+    # The methods for a call that is a stop of a bundle.
 
     def stop(self) -> CallStop:
         count, references = len(self.results.shapes), self.arguments.has_references
@@ -85,7 +85,7 @@ class Call:
         return self.arguments.items()
 
     def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """What the graph shows of it, where it went as a stop."""
+        """Return the links that the graph shows for a call sent as a stop."""
         what = describe(self.function)
         return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
 
@@ -93,18 +93,18 @@ class Call:
         return default if self.timeout is None else self.timeout
 
     def handles(self) -> set[int]:
-        """Which operands are references' handles."""
+        """Return the numbers of the operands that are leaves of references."""
         return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
 
     def pullback(self, live: tuple[int, ...]) -> Any:
-        """The pullback of its outermost derivative, as a function."""
+        """Return the pullback of its outermost derivative, as a function."""
         return PullbackOf(self.function, self.leaves(), live)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
             args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
             worker = current_worker()
-            time = max(worker.timeout, self.patience(worker.timeout))  # to trace may take longer than to run
+            time = max(worker.timeout, self.patience(worker.timeout))  # tracing may take longer than running
             self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
         return [TAG, *self.results.shapes] if self.orders else self.results.shapes
 
@@ -121,7 +121,10 @@ class Call:
         return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        """Of what is recorded, each lane has a pullback of its own: the wanted operands get lanes at the callee."""
+        """Batch the call. The callee adds a Lane to operands of a recorded call that are wanted and not batched.
+
+        So each element of the batch has cotangents of its own.
+        """
         positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
         given = {positions[k] for k, flag in enumerate(batched) if flag}
         spread = sorted({positions[k] for order in self.orders for k in {*order} - self.handles()} - given)

@@ -1,8 +1,8 @@
-"""Operations on values and their gradients: fetch one, publish one, put a contribution to a gradient, take their sum.
+"""Operations on values and gradients: fetch or publish a value, put a contribution to a gradient, take the sum.
 
-``put`` and ``take`` are each other's derivatives, as ``fetch`` and ``put`` are, and ``publish`` and ``take``, through
-the owner's ledger. Each returns or needs a handle: a one for each contribution, which JAX adds up to the count that the
-owner has to wait for.
+The derivative of ``fetch`` and of ``take`` is a ``put``, that of ``publish`` and of ``put`` a ``take``. Contributions
+go through the owner's ledger. Each operation returns or needs a handle. The cotangents of handles are the marks of
+contributions. JAX adds them up: the sum tells the owner how many contributions to wait for, and which.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jdistgrad.wire.ids import as_token, from_token
 
 
 class _Unbatched:
-    """What is not changed by a batch."""
+    """Base class of operations that cannot be batched."""
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands
@@ -42,9 +42,9 @@ class _Unbatched:
 
 @dataclasses.dataclass(eq=False)
 class Fetch(_Unbatched):
-    """A reference's value. Operands: the reference's leaves. Outputs: the arrays of the value."""
+    """A fetch of a reference's value. Operands: the reference's leaves. Outputs: the arrays of the value."""
 
-    reference: Any  # its tree structure
+    reference: Any  # the reference's tree structure
     results: Results
     timeout: float | None
     recorded: bool = False
@@ -68,7 +68,7 @@ class Fetch(_Unbatched):
         return Started(rref.value_future(self.timeout), finish)
 
     def request(self, operands: Sequence[Any]) -> Request | None:
-        """The same, where the value is known to be there and is nothing but arrays."""
+        """Return the fetch as a Request, if the value is known to exist and to hold nothing but arrays; else None."""
         claim = jax.tree.unflatten(self.reference, operands)._claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
@@ -90,7 +90,7 @@ class Fetch(_Unbatched):
 
 @dataclasses.dataclass(eq=False)
 class Publish(_Unbatched):
-    """Keep a value here, under an id that others know. Operands: the value's arrays. Output: its handle."""
+    """The publication of a value that stays here, under an id. Operands: the value's arrays. Output: its handle."""
 
     value: Layout
     id: int
@@ -102,16 +102,17 @@ class Publish(_Unbatched):
 
     def shapes(self, operands: Shapes) -> Shapes:
         raise DifferentiationError(
-            "a value is given to a reference inside jax.jit (or scan, checkpoint ...), where it has no data. Call "
-            "jdistgrad.RRef outside of it."
+            "jdistgrad.RRef was called inside jax.jit (or scan, checkpoint ...), where the value has no data. Call it "
+            "outside."
         )
 
 
 @dataclasses.dataclass(eq=False)
 class Put:
-    """Add to the gradient of something. Operands: its token, and the leaves that are not zero (``live`` of ``count``).
+    """A contribution to the gradient of a node: of a reference, a contribution, or a sum that was taken.
 
-    Outputs: the handle, and the token of this contribution.
+    Operands: the node's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
+    token of this contribution.
     """
 
     owner: int
@@ -132,7 +133,7 @@ class Put:
         return done(self._known(contribution))
 
     def request(self, operands: Sequence[Any]) -> Request | None:
-        """The same, where the gradient is another worker's."""
+        """Return the contribution as a Request, if the gradient is another worker's; else None."""
         if self.owner == current_worker().rank:
             return None
         identifier, contribution = self._contribution(operands)
@@ -163,16 +164,16 @@ class Put:
 
 @dataclasses.dataclass(eq=False)
 class Take:
-    """The sum of the contributions to something. Operands: the handle, which says which these are, and its token.
+    """The sum of the contributions to a node. Operands: the handle, whose marks identify them, and the node's token.
 
-    Outputs: the wanted leaves, and a token of what was taken.
+    Outputs: the wanted leaves of the sum, and the token of the sum.
     """
 
     owner: int
     kind: str
     wanted: tuple[int, ...]
-    count: int  # leaves in all
-    leaves: tuple[jax.ShapeDtypeStruct, ...]  # those wanted
+    count: int  # the number of leaves in all
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes of the wanted leaves
     lanes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -186,7 +187,7 @@ class Take:
         return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 
     def _wanted_of(self, leaves: list[Any]) -> list[Any]:
-        found = leaves or [None] * self.count  # none, where nobody contributes
+        found = leaves or [None] * self.count  # empty if there are no contributions
         return as_jax([self._leaf(found[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
 
     def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:

@@ -23,17 +23,17 @@ from jdistgrad.wire.ids import as_token, from_token
 
 @dataclasses.dataclass(eq=False)
 class Pull:
-    """The pullback of a recorded call, for the outermost of its derivatives; what was recorded may know of more.
+    """A pull of the pullback for a recorded call's outermost derivative. The recording may hold further pullbacks.
 
-    Operands: the call's tag, its own operands, and the cotangents of those of its results (numbered among the
-    differentiable ones) that have any. Outputs: cotangents of the operands that the derivative is taken of.
+    Operands: the call's tag, the call's operands, and the cotangents of its live results. ``live`` numbers the results
+    that have a cotangent, among the differentiable ones. Outputs: cotangents of the operands of the derivative.
     """
 
     call: Call
     live: tuple[int, ...]
     last: bool = False
     maps: tuple[Map, ...] = ()
-    batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped)
+    batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
 
     def start(self, operands: Sequence[Any]) -> Started:
         worker, (context, message, *_) = current_worker(), from_token(operands[0])
@@ -53,15 +53,15 @@ class Pull:
         return self.call.orders[-1]
 
     def items(self) -> list[Operand]:
-        """The cotangents. Of its operands, ``needed`` has left these and the tag."""
+        """Return the cotangents, which follow the tag among the operands that ``needed`` leaves."""
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
     def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """What the graph shows of it, where it went as a stop."""
+        """Return the links that the graph shows for a pull sent as a stop."""
         return [Link(numbers[0], caller, self.call.to, describe(self.call.function), True, cause)]
 
     def patience(self, default: float) -> float:
-        """That of the call; and it may have to wait for the call itself, which then has its own time."""
+        """Return twice the call's patience: the pull may first have to wait for the call itself."""
         return 2 * self.call.patience(default)
 
     def __str__(self) -> str:
@@ -79,13 +79,16 @@ class Pull:
         return [self._cotangent(1 + k, operands[1 + k], k in handles) for k in self.wanted]
 
     def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, is_handle: bool) -> jax.ShapeDtypeStruct:
-        """Every batch is a dimension of it, the latest first; of a handle's, only those that are mapped."""
+        """Return the shape of an operand's cotangent: a dimension for every batch, the latest first, before its own.
+
+        The cotangent of a handle has dimensions only for the batches that the pullback is mapped over.
+        """
         own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
         sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
         return operand.update(shape=(*sizes, *own))
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        """Where operands are batched, so is what was recorded. Else the recorded pullback is mapped over a batch."""
+        """Batch the pull: the recording is batched if operands are, else its pullback is mapped over the batch."""
         first = len(batched) - len(self.live)
         own = (False, *batched[1:first])
         batches = (*self.batches, (size, own))
@@ -100,10 +103,10 @@ class Pull:
         return Batched(pull, lambda count: [True] * count)
 
     def functional(self) -> Call:
-        """The same as a call of a function of the tag, a number, and the operands: what derivatives are taken of.
+        """Return the pull as a call of a function of the tag, a number and the operands, for derivatives of the pull.
 
-        References stand in its arguments by themselves: their values' gradients go to their owners inside. Run again
-        with the same number, it makes the same contributions: they count once.
+        References are passed by reference: inside the function, gradients of their values go to their owners. When run
+        again with the same number, the function makes the same contributions, which then count once.
         """
         arguments, count = self.call.arguments, len(self.live)
         args, kwargs = arguments.by_reference()
@@ -116,7 +119,7 @@ class Pull:
 
 @dataclasses.dataclass(eq=False)
 class Number:
-    """Draw a fresh contribution id. Operands only order the draw."""
+    """An operation that draws a fresh contribution id. Its operands only order the draw."""
 
     def __str__(self) -> str:
         return "nothing: a number"

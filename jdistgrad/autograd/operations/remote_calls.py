@@ -1,4 +1,4 @@
-"""Calls whose result stays on the callee, with a derivative: the owner pulls when the whole gradient has come."""
+"""Differentiable calls whose result stays on the callee: the owner pulls once the whole gradient has come."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ HANDLE_SHAPE = jax.ShapeDtypeStruct(HANDLE.shape, HANDLE.dtype)
 
 @dataclasses.dataclass(eq=False)
 class CallRemote(Call):
-    """A call that makes a reference. Outputs: its handle and its token; before them the tag, where it is recorded.
+    """A call that makes a reference. Outputs: its handle and its token; before them the tag, if the call is recorded.
 
-    ``staged``: it runs in compiled code, where nobody holds the reference: the context does. ``results`` are those of
-    the function: the value's.
+    ``staged``: the call runs in compiled code. No RRef holds the reference there, so the context does. ``results``
+    describe the value, which is the function's result.
     """
 
     staged: bool = False
-    made: list[Any] = dataclasses.field(default_factory=list)  # shared with the recorded one
+    made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 
     def start(self, operands: Sequence[Any]) -> Started:
         tape = None
-        if self.staged or self.orders:  # without one, nothing is claimed
+        if self.staged or self.orders:  # raises outside any context, before the claim is made
             tape = current_tape(lambda: f"{describe(self.function)}, called remotely{self.staged * ' in jax.jit'},")
         claim = current_worker().references.claim_new(self.to)
         if tape is not None and self.staged:
@@ -68,7 +68,7 @@ class CallRemote(Call):
 
 @dataclasses.dataclass(frozen=True)
 class PullbackAtOwner(ServedFunction):
-    """The pullback of a function whose result stayed here; its cotangent comes from those who used the reference."""
+    """The pullback of a function whose result stayed here. The result's cotangent is taken from the owner's ledger."""
 
     function: Any
     orders: Orders

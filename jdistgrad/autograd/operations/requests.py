@@ -1,6 +1,6 @@
-"""Requests an owner can serve at once: fetch an existing value, add to a gradient. Several may share a message.
+"""Requests that an owner can serve at once: fetch an existing value, add to a gradient. Several may share a message.
 
-A request is never delayed for the sake of grouping.
+No request is delayed for the sake of grouping.
 """
 
 import dataclasses
@@ -15,14 +15,15 @@ from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.array_block import ArrayBlock
 
-Addition = tuple[str, int, Contribution]  # what kind of thing, which one, and what is added to its gradient
+Addition = tuple[str, int, Contribution]  # the kind and the id of a node, and what is added to its gradient
 
 
 @dataclasses.dataclass
 class Request:
-    """Something asked of a worker: the arrays of a value it has, or to accept a part of a gradient.
+    """A request to a worker: for the arrays of a value it owns, or to accept a contribution to a gradient.
 
-    ``known``: outputs that need no answer; ``finish`` makes the others of the arrays; ``kept`` lives until then.
+    ``known``: outputs that need no answer. ``finish`` turns the arrays into the other outputs. ``kept``: an object kept
+    alive until then.
     """
 
     to: int
@@ -38,14 +39,14 @@ def send(requests: Sequence[Request]) -> list[Started]:
     values = list(dict.fromkeys(one.value for one in requests if one.value is not None))
     additions = [one.addition for one in requests if one.addition is not None]
     parts = ArrayBlock([leaf for _, _, part in additions for leaf in part.leaves if leaf is not None])
-    with within(current_scope() if additions else None):  # to fetch a value is not to take part in a context
+    with within(current_scope() if additions else None):  # a fetch must not make the owner take part in the context
         args = (values, [_without_arrays(*addition) for addition in additions], parts)
         future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
     return [Started(future, _Part(one, values), one.known) for one in requests]
 
 
 def _without_arrays(kind: str, identifier: int, part: Contribution) -> tuple[Any, ...]:
-    """An addition but for its arrays: the leaves that are there are marked."""
+    """Return an addition without its arrays: in place of each leaf, whether it is present."""
     return kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place
 
 
@@ -68,7 +69,7 @@ class _Part:
 def serve_requests(
     values: list[int], additions: list[tuple[Any, ...]], parts: list[Any]
 ) -> tuple[list[int], ArrayBlock]:
-    """When the additions have been put away: how many arrays each value has, and all of them."""
+    """Accept the additions, then return the number of arrays of each value, and all these arrays."""
     rest = iter(parts)
     for kind, identifier, number, lanes, there, place in additions:
         leaves = [next(rest) if one else None for one in there]

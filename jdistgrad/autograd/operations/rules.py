@@ -1,8 +1,8 @@
-"""Derivatives of remote calls: the rules JAX is given.
+"""The derivative rules of the operations, for JAX.
 
-A call's rule records it where it runs and pulls the recorded pullback back. Both are differentiable themselves: what
-is recorded has the derivative of ``jax.vjp(f, x)[0]`` (see ``nested``), and a pullback is the call of a function
-(``PullbackOf``): derivatives of any order are exact.
+The forward rule of a call records the call where it runs, and the backward rule pulls the recorded pullback. Both are
+differentiable themselves: a recorded call has the derivative of ``jax.vjp(f, x)[0]`` (see ``callee/orders``), and a
+pull is the call of a function (``PullbackOf``). So derivatives of any order are exact.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from jdistgrad.errors import DifferentiationError
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fixed:
-    """Something that travels among residuals and is no array."""
+    """A residual that is not an array."""
 
     value: Any
 
 
 def differentiable(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """A function with a derivative. ``forward`` gets the operands and which of them are perturbed."""
+    """Give a function a derivative. ``forward`` gets the numbers of the perturbed operands, and the operands."""
 
     def record(*operands: Any) -> Any:
         perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_float(one.value))
@@ -54,7 +54,7 @@ def differentiable(primal: Callable[..., Any], forward: Callable[..., Any], back
 
 
 def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
-    """A remote call, as a function of its operands."""
+    """Return a remote call as a function of its operands."""
 
     def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
         recording = operation.recording(wanted)
@@ -65,7 +65,7 @@ def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
 
 
 def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
-    """A remote call that is recorded: a function of its operands that returns a tag and the outputs."""
+    """Return a recorded call as a function of its operands. It returns a tag and the outputs."""
 
     def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
         again = operation.recording(wanted)
@@ -89,11 +89,11 @@ def _pull_back(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
-    """The pullback of a recorded call: a function of its tag, its operands and the live cotangents."""
+    """Return the pull of a recorded call as a function of its tag, its operands and the live cotangents."""
     same = operation.functional()
 
     def forward(perturbed: tuple[int, ...], tag: Any, *operands: Any) -> Any:
-        recording = same.recording([k + 1 for k in perturbed])  # behind the tag stands the number
+        recording = same.recording([k + 1 for k in perturbed])  # the number comes after the tag
         (number,) = evaluate(Number(), jax.lax.stop_gradient(operands[len(operands) - len(operation.live) :]))
         given = (tag, number, *operands)
         tag, *outputs = recorded(recording)(*given)
@@ -107,7 +107,7 @@ def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
 
 
 def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-    """A reference's value, as a function of its handle (and token)."""
+    """Return the fetch of a reference's value as a function of its handle, and of its token if it has one."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
@@ -127,7 +127,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
 
 def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-    """A value that stays here, as a function of its arrays."""
+    """Return the publishing of a value as a function of its arrays."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         places = [k for k, one in enumerate(operands) if is_float(one)]
@@ -147,7 +147,7 @@ def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[A
 
 
 def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
-    """A contribution to a gradient, as a function of its token and leaves: the handle, and the contribution's token."""
+    """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         outputs = put(operation)(*operands)
@@ -167,7 +167,7 @@ def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
 
 
 def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
-    """The sum of contributions, as a function of the handle and the token."""
+    """Return a take of the sum of contributions as a function of the handle and the token."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         outputs = take(operation)(*operands)
@@ -189,7 +189,7 @@ def is_float(operand: Any) -> bool:
 
 
 def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Which of the results that have derivatives have a cotangent (numbered among these), and these cotangents."""
+    """Return the nonzero cotangents, and before them their numbers among the results that have derivatives."""
     candidates = [one for one in cotangents if _has_derivative(one)]
     live = tuple(k for k, one in enumerate(candidates) if not isinstance(one, SymbolicZero))
     return live, [candidates[k] for k in live]

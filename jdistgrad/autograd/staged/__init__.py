@@ -1,4 +1,4 @@
-"""The staged step: a traced program, cut at the wire into pieces and batches of operations, and run as they come.
+"""The staged step: a traced program, cut at the wire into pieces and operations that run as their inputs come.
 
-Uses operations and what lies below, and opens a context. Nothing in autograd uses it.
+Uses operations and the packages below, and opens a context. Nothing in autograd uses this package.
 """

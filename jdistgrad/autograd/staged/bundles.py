@@ -1,4 +1,4 @@
-"""Operations that go to a worker in one message, as the stops of one bundle."""
+"""The caller's side of bundles: operations that go to a worker in one message, as the stops of a bundle."""
 
 import dataclasses
 import functools
@@ -24,14 +24,14 @@ Numbers = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One operation of a bundle, and where its operands come from: numbers are those of the bundle's operands."""
+    """An operation of a bundle, with the sources of its operands. An int is the number of an operand of the bundle."""
 
     operation: Call | Pull
     sources: tuple[Source, ...]
 
     @property
     def records(self) -> bool:
-        """Whether its first output is a tag: known before it is sent."""
+        """Return whether the operation is recorded: its first output is then a tag, known before it is sent."""
         return isinstance(self.operation, Call) and bool(self.operation.orders)
 
     def stop(self) -> CallStop | PullStop:
@@ -41,7 +41,7 @@ class Member:
         return stop
 
     def numbers(self, operands: Sequence[Any], before: Sequence[Numbers]) -> Numbers:
-        """The ids of what it records; or of what it pulls, and of the contributions that makes."""
+        """Return the id of the message a call records, or the ids of the message and the contributions of a pull."""
         if isinstance(self.operation, Call):
             return (next_message(),) if self.records else ()
         tag = self.sources[0]
@@ -51,7 +51,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What is the same in every run: the bundle, which operands go along, and whose tags are wanted."""
+    """The part that is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
 
     bundle: Cached[Bundle]
     brought: list[Any]
@@ -70,7 +70,7 @@ class Outline:
         tags = [one.turn for one in wanted if _is_tag(one, members)]
         answers = [_answered(one, members) for one in wanted if not _is_tag(one, members)]
         bundle = Bundle.of([member.stop() for member in members], sources, answers)
-        return cls(from_cache(Cached(bundle).stream), brought, tags)  # the same for all that are equal
+        return cls(from_cache(Cached(bundle).stream), brought, tags)  # one object for all equal bundles
 
     def items(self, operands: Sequence[Any]) -> list[Any]:
         return [one.of(operands) if isinstance(one, Operand) else one for one in self.brought]
@@ -78,9 +78,9 @@ class Outline:
 
 @dataclasses.dataclass(eq=False)
 class BundleCall:
-    """Operations on one worker, each of which needs the one before, as one operation.
+    """A row of operations on one worker as one operation. Each member needs the member before.
 
-    Its outputs are theirs that are wanted outside, the known ones first.
+    Its outputs are the members' outputs that are wanted outside the bundle, those known before the answer first.
     """
 
     to: int
@@ -129,7 +129,7 @@ def _tag(message: int) -> Any:
 
 
 def _place_among(brought: list[Any], item: Any) -> int:
-    """Where an item is among those that are brought; an array that is used twice is brought once."""
+    """Return an item's place among those the message brings; an array that is used twice is brought once."""
     if isinstance(item, Operand) and isinstance(item.hole, Hole):
         for place, one in enumerate(brought):
             if isinstance(one, Operand) and isinstance(one.hole, Hole) and one.numbers == item.numbers:
@@ -139,7 +139,7 @@ def _place_among(brought: list[Any], item: Any) -> int:
 
 
 def _source(item: Any, sources: Sequence[Source]) -> Any:
-    """An item of an operation, in terms of the operands of the whole bundle."""
+    """Express an item of an operation in terms of the operands of the whole bundle."""
     if not isinstance(item, Operand):
         return item
     found = [sources[k] for k in item.numbers]
@@ -153,5 +153,5 @@ def _is_tag(one: Made, members: Sequence[Member]) -> bool:
 
 
 def _answered(source: Any, members: Sequence[Member]) -> Any:
-    """What the callee knows an output by: tags are no part of what it makes."""
+    """Renumber the source as the callee counts outputs: without the tag of a recorded call."""
     return Made(source.turn, source.number - members[source.turn].records) if isinstance(source, Made) else source

@@ -1,9 +1,9 @@
-"""Which operations of a step go to a worker in one message: those that follow each other with nothing between.
+"""Bundling: operations of a step on one worker that follow each other with nothing between share a message.
 
     y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
 
-f and g (jitted functions) and both pullbacks need nothing from here once x is known. So they are asked for together,
-and what one of them hands to the next never travels. Pure functions from equations to equations.
+f and g (jitted functions) and both pullbacks need nothing from the caller once x is known. So one message requests them
+together, and arrays that pass from one to the next never travel. Pure functions from equations to equations.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 
 
 def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
-    """The equations, with one operation in the place of each row of them that can share a message."""
+    """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
     travellers = _travellers(equations)
     bundles = []
@@ -36,17 +36,17 @@ def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
 
 
 def _travellers(equations: Sequence[Equation]) -> set[int]:
-    """The operations that can travel: calls that are plain, and pulls of calls of this step that are."""
+    """Return the places of operations that a bundle can hold: plain calls, and pulls of such calls of this step."""
     calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
     tags = {equations[k].outputs[0] for k in calls}
     return calls | {k for k, one in enumerate(equations) if isinstance(one.operation, Pull) and one.inputs[0] in tags}
 
 
 def _is_plain(call: Call) -> bool:
-    """Of a function that is pure by contract, on arguments of known types, without a time of its own.
+    """Return whether a call is of a function pure by contract, on arguments of known types, without its own timeout.
 
-    Functions that run as written may wait for whatever they like: nobody shall wait with them. What makes or returns
-    references runs at its own time.
+    Functions that run as written may wait for anything, and other operations must not wait with them. Calls that
+    make or return references run at their own time.
     """
     if not is_compiled(call.function) or call.timeout is not None or not call.arguments.is_plain:
         return False
@@ -59,10 +59,11 @@ def target(operation: Any) -> int:
 
 
 def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers: set[int]) -> list[int]:
-    """A row of operations of which each needs the one before, and nothing else that is not known when the first goes.
+    """Return the places of the row that starts with ``first``.
 
-    Nobody waits longer for a row than for its members: where an operation, or a computation that may take long, could
-    start on what an early member answers, the row ends with that member.
+    Each member needs the member before, and nothing else that is still unknown when the message goes. Bundling must
+    not delay anything: if another operation, or a computation that may take long, could start on the answer of an early
+    member, the row ends with that member.
     """
     to, known = target(equations[first].operation), answers.before[first]
     row, made = [first], set(equations[first].outputs)
@@ -80,7 +81,7 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers
 
 
 def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
-    """The first member whose answer something outside waits for, but not for the last one's."""
+    """Return the turn of the first member that something outside needs without needing the last member, or None."""
     outside = [
         answers.before[k]
         for k, equation in enumerate(equations)
@@ -94,7 +95,7 @@ def _takes_time(equation: Equation) -> bool:
 
 
 def _may_be_long(eqn: Any) -> bool:
-    """Whether an equation may be more than one pass over its arrays."""
+    """Return whether an equation may take more than one pass over its arrays."""
     inner = list(jaxprs_in_params(eqn.params))
     name = eqn.primitive.name
     if inner and not name.startswith(("scan", "while")):
@@ -103,7 +104,7 @@ def _may_be_long(eqn: Any) -> bool:
 
 
 def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
-    """One equation for a row of operations."""
+    """Make one equation of a row of operations."""
     sources, made = dict[Atom, Source](), dict[Atom, Made]()
     inputs: list[Atom] = []
     parts = []
@@ -113,7 +114,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
                 sources[atom] = equation.fills[atom]
             elif atom not in sources:
                 sources[atom] = len(inputs)
-                inputs.append(equation.weaker.get(atom, atom))  # the callee makes it strong
+                inputs.append(equation.weaker.get(atom, atom))  # the callee removes the weak type
         parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
         made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made
@@ -126,6 +127,6 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
 
 
 def _known(members: list[Equation], source: Made) -> bool:
-    """Whether it is known before any answer: the tag of what is recorded."""
+    """Return whether an output is known before any answer: whether it is the tag of a recorded call."""
     call = members[source.turn].operation
     return source.number == 0 and type(call) is Call and bool(call.orders)

@@ -1,4 +1,4 @@
-"""Constants of a step that its operations need: numbers, and arrays that are one number everywhere."""
+"""Constants that a step's operations need: numbers, and arrays that are one number everywhere."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,15 @@ from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.uniform import Uniform
 
-SMALL = 1 << 16  # bytes: arrays up to here are kept
+SMALL = 1 << 16  # bytes; arrays up to this size become constants
 
 
 def constants_known(equations: Sequence[Equation]) -> list[Equation]:
-    """Replace inputs of operations that are known at trace time by constants; cotangents of sums and means usually are.
+    """Replace operation inputs that are known at trace time by constants; cotangents of sums and means usually are.
 
-    Small arrays are kept; large ones are made where they are needed, if possible. A product with one is replaced by its
-    other factor, so that no operation waits for it; the product is still computed if the step returns it.
+    Small arrays become constants. Large arrays are made where they are needed, if possible. An operation that needs a
+    product with the number one gets the other factor instead, so that it does not wait for the product; the product is
+    still computed if the step returns it.
     """
     numbers: dict[Atom, Constant] = {}
     filled: dict[Atom, Uniform] = {}
@@ -42,7 +43,7 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Uniform]) -> int | None:
-    """Which input the product is, if that is all there is to an equation."""
+    """Return which input an equation passes on unchanged, if it only multiplies by one; else None."""
     if equation.operation is not None or equation.eqn.primitive.name != "mul":
         return None
     (made,) = equation.eqn.outvars
@@ -56,7 +57,7 @@ def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom
 
 
 def _only_strengthens(equation: Equation) -> bool:
-    """Whether an equation makes the same array, of the same type that is no longer weak."""
+    """Return whether an equation only removes the weak type of an array."""
     if equation.operation is not None or equation.eqn.primitive.name != "convert_element_type":
         return False
     (before,), (after,) = equation.eqn.invars, equation.eqn.outvars
@@ -79,7 +80,7 @@ def _is_number(atom: Atom) -> bool:
 def _evaluate(
     equation: Equation, values: list[Any], numbers: dict[Atom, Constant], filled: dict[Atom, Uniform]
 ) -> None:
-    """Add what an equation of numbers makes, if it is a number, or one number everywhere."""
+    """Evaluate an equation of numbers, if its outputs are numbers or one array that is one number everywhere."""
     shapes = [variable.aval for variable in equation.eqn.outvars]
     if not all(is_differentiable(one) for one in shapes) or equation.eqn.effects:
         return

@@ -1,4 +1,4 @@
-"""A traced step as equations over numbered variables, with everything that sends on the surface."""
+"""A traced step as equations over numbered variables, with every operation at the top level."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +26,9 @@ Atom = int | Constant
 
 @dataclasses.dataclass(eq=False)
 class Equation:
-    """One equation of the step, over numbered variables.
+    """An equation of the step, over numbered variables.
 
-    ``operation``: what it sends, if it does; ``fills``: inputs that are one known number everywhere; ``weaker``: for
+    ``operation``: the operation it performs. ``fills``: inputs that are one known number everywhere. ``weaker``: for
     an input that only lost its weak type, the variable it came from.
     """
 
@@ -43,12 +43,12 @@ class Equation:
         return (atom for atom in self.inputs if isinstance(atom, int))
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Its outputs, where it sends nothing; as part of what JAX traces, if it does."""
+        """Return the outputs of an equation without an operation, as part of a trace if JAX is tracing."""
         return jaxprs.bind(self.eqn, values)
 
 
 def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
-    """A jaxpr's equations, with inner jaxprs that send something in the place of their calls."""
+    """Return a jaxpr's equations, inputs, outputs and number of variables. Inner jaxprs with operations are inlined."""
     equations: list[Equation] = []
     count = iter(range(1 << 40))
 
@@ -81,7 +81,7 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
 
 
 def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The body of a call that sends something, and its constants."""
+    """Return the body and the constants of a call whose body has operations; None for other equations."""
     if eqn.primitive.name not in INLINED:
         return None
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
@@ -91,7 +91,7 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:
-    """The equations that some output needs: unused calls are not made."""
+    """Return the equations that some output needs or that have effects: unused calls are not made."""
     live = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
     for equation in reversed(equations):
@@ -112,7 +112,7 @@ U = TypeVar("U", bound=Unit)
 
 
 def in_order(nodes: Sequence[U]) -> list[U]:
-    """Each after those it needs; where there is a choice, as they come."""
+    """Sort units so that each follows the units it needs; otherwise their order stays."""
     producer = {output: node for node in nodes for output in node.outputs}
     done: set[int] = set()
     ordered: list[U] = []
@@ -139,9 +139,10 @@ def in_order(nodes: Sequence[U]) -> list[U]:
 
 @dataclasses.dataclass
 class Answers:
-    """Which operations must have answered before: as the bits of a number, by the places of the equations.
+    """The operations that must have answered, as masks: bit k stands for the operation of equation k.
 
-    ``before``: an equation can run; ``of``: a variable is known. What an operation makes counts as its answer.
+    ``before``: the mask before each equation can run. ``of``: the mask before each variable is known. Every output of
+    an operation counts as part of its answer.
     """
 
     before: list[int]

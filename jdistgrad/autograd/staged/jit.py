@@ -1,4 +1,4 @@
-"""The staged step: trace once, compile the local pieces, and run pieces and messages as a dataflow from Python."""
+"""The staged step: traced once, local pieces compiled, pieces and messages run as a dataflow from Python."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ from jdistgrad.rpc.worker import find_worker
 
 
 def jit(fun: Callable[..., Any]) -> "StagedFunction":
-    """Like ``jax.jit``, for functions that call other workers: the fast way to run a step.
+    """Stage a function that calls other workers, as ``jax.jit`` compiles a local one: the fast way to run a step.
 
     The function is traced once for each structure and shape of its arguments and cut at the wire. Calls whose inputs
     are ready go out together, local pieces (each compiled by ``jax.jit``) run while messages are under way, and errors
     and Ctrl-C arrive as ordinary exceptions. Nothing waits for more than it needs: a reference is passed on before its
-    value has been made, and a pullback asked for before its call has been answered, where the cotangent is known. Calls
-    of jitted functions on one worker that follow each other with nothing between, and pullbacks of them, are asked for
-    in one message, which has the time of all of them; what one hands to the next never travels. Like ``jax.jit`` it may
-    drop calls whose results nobody uses.
+    value has been made, and a pullback is requested before its call has been answered, if the cotangent is known. Calls
+    of jitted functions on one worker that follow each other with nothing between, and their pullbacks, go in one
+    message, whose timeout is the sum of theirs; arrays that pass from one to the next never travel. Like ``jax.jit``,
+    staging may drop calls whose results are unused.
 
     Inside ``scan``, ``while_loop`` and ``cond`` a remote call is a host callback, as in ``jax.jit``.
 
@@ -35,7 +35,7 @@ def jit(fun: Callable[..., Any]) -> "StagedFunction":
       fun: a pure function of arrays, pytrees and RRefs; usually a ``jdistgrad.value_and_grad(...)``.
 
     Returns:
-      The function; ``.plan(*args)`` shows its pieces.
+      The staged function; ``.plan(*args)`` shows its pieces.
 
     Example:
       >>> step = jd.jit(jd.value_and_grad(loss_fn, argnums=(0, 1)))
@@ -49,7 +49,7 @@ def jit(fun: Callable[..., Any]) -> "StagedFunction":
 
 
 class StagedFunction:
-    """What ``jit`` returns."""
+    """The result of ``jit``: a function that is traced and cut for each kind of arguments."""
 
     def __init__(self, fun: Callable[..., Any]):
         functools.update_wrapper(self, fun)
@@ -63,7 +63,7 @@ class StagedFunction:
         return self._step(leaves, structure).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """How the step is cut for arguments like these; printed, it shows the pieces and messages."""
+        """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         return self._step(leaves, structure).plan
 
@@ -77,7 +77,7 @@ class StagedFunction:
 
 
 class Step:
-    """One function, traced for arguments of one kind."""
+    """A function traced and cut for arguments of one kind."""
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any):
         def flat(*leaves: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def _needs_context(operation: Any) -> bool:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # random keys have no weak type
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, bool | int | float | complex):

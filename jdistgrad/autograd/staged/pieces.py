@@ -1,4 +1,4 @@
-"""The local pieces of a step, compiled. Pieces of the same equations share one jitted function."""
+"""The compiled local pieces of a step. Pieces with the same equations share one jitted function."""
 
 import dataclasses
 import functools
@@ -12,19 +12,19 @@ from jdistgrad import jaxprs
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.plan import Node
 
-SHARED = 4096  # pieces, of all steps, that others may share
+SHARED = 4096  # the most pieces kept for sharing, over all steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A node of a plan, equal to every other that computes the same."""
+    """A node of a plan. It equals every other node that computes the same."""
 
     key: Any
     node: Node = dataclasses.field(compare=False)
 
 
 def compiled(node: Node) -> Callable[..., list[Any]]:
-    """A piece as one jitted function of its inputs."""
+    """Return a piece as one jitted function of its inputs."""
     try:
         return _jitted(Piece(key(node), node))
     except TypeError:  # a parameter that cannot be hashed
@@ -46,7 +46,7 @@ def _jitted(piece: Piece) -> Callable[..., list[Any]]:
 
 
 def key(node: Node) -> Any:
-    """What a piece computes, whatever its variables are called."""
+    """Return a key of what a piece computes, independent of the names of its variables."""
     names: dict[Any, int] = {}
 
     def spell(atom: Any) -> Any:
@@ -67,7 +67,7 @@ def key(node: Node) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Numbers by value; arrays are equal only to themselves."""
+    """Return a key of a constant: numbers are equal by value, arrays only to themselves."""
     if np.ndim(value) or isinstance(value, jax.Array):
         return "array", id(value)
     weak = bool(getattr(getattr(value, "aval", None), "weak_type", False))

@@ -1,7 +1,8 @@
 """Cutting a traced step at the wire: pure functions from a jaxpr to a plan of local pieces and operations.
 
-Equations that depend on the answers of the same operations can run together, as soon as these are there. Of them, those
-that some next message needs run first, in a piece of their own: it goes out before the rest is computed.
+Equations that depend on the answers of the same operations can run together, as soon as the answers are there. The
+equations among them that a next message needs run first, in a piece of their own, so that the message goes out before
+the rest is computed.
 """
 
 import collections
@@ -34,7 +35,7 @@ class Node:
 
 @dataclasses.dataclass
 class Plan:
-    """A step, cut: ``inputs`` and ``outputs`` of the whole, and the nodes in an order in which they could run."""
+    """A step that is cut: its ``inputs`` and ``outputs``, and the nodes in an order in which they could run."""
 
     inputs: list[int]
     outputs: list[Atom]
@@ -50,7 +51,7 @@ class Plan:
 
 
 def cut(closed: Any) -> Plan:
-    """The plan of a closed jaxpr."""
+    """Return the plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
     equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
     copies, outputs = answers_copied(equations, outputs, size)
@@ -61,9 +62,10 @@ def cut(closed: Any) -> Plan:
 def answers_copied(
     equations: Sequence[Equation], outputs: Sequence[Atom], size: int
 ) -> tuple[list[Equation], list[Atom]]:
-    """Equations that make arrays of the step's own of what comes from elsewhere: beside others, in one piece.
+    """Return equations that copy small outputs of operations into JAX arrays, and the step's outputs after copying.
 
-    One by one this takes longer than the rest of a small piece. Large arrays are taken as they come.
+    Compiled pieces copy such arrays together. Copied one by one, they take longer than the rest of a small piece. Large
+    arrays are not copied.
     """
     shapes = {
         output: variable.aval
@@ -83,13 +85,13 @@ def _is_small(shape: Any) -> bool:
 
 
 def _copying(shape: Any) -> Any:
-    """An equation of JAX's that copies an array."""
+    """Return a JAX equation that copies an array."""
     (equation,) = jax.make_jaxpr(jax.numpy.copy)(shape).eqns
     return equation
 
 
 def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
-    """What is pulled once in the whole step need not be kept after that."""
+    """Mark each pull that alone uses its recording as the last, so that the callee drops the recording then."""
     users = collections.Counter(variable for equation in equations for variable in equation.variables())
     users.update(atom for atom in outputs if isinstance(atom, int))
     made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
@@ -104,7 +106,7 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
 
 
 def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
-    """Put equations that can run at the same time for the same reason together; in order."""
+    """Group equations that wait for the same answers and are equally urgent into nodes, in order."""
     after = Answers.needed(equations).before
     urgency = _urgencies(equations, after)
     keys = [
@@ -127,7 +129,7 @@ def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
 
 
 def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
-    """What is one number everywhere is made where it is used, if that is one piece (whose key is a tuple)."""
+    """Move arrays that are one number everywhere to the only piece that uses them. Keys of pieces are tuples."""
     users: dict[int, set[Any]] = collections.defaultdict(set)
     for number in reversed(range(len(equations))):
         equation = equations[number]
@@ -151,7 +153,7 @@ def _node(key: Any, members: list[Equation], users: Any, used: set[int], urgency
 
 
 def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[float]:
-    """For each equation, how early the first message is that needs it: the number of rounds of messages before."""
+    """Return for each equation the number of rounds of messages before the first message that needs it."""
     rounds = [0.0] * len(equations)
     level: dict[int, int] = {}
     for number, equation in enumerate(equations):

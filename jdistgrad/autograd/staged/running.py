@@ -1,4 +1,4 @@
-"""Running a step: pieces and messages as a dataflow, each as soon as what it needs is there."""
+"""Running a step: pieces and messages as a dataflow, each as soon as its inputs are there."""
 
 import collections
 import concurrent.futures
@@ -29,10 +29,10 @@ class Prepared:
     """A plan, ready to run any number of times.
 
     Attributes:
-      functions: of each node that is a piece; None for operations.
-      variables: those that each node needs.
-      users: of each variable, the nodes that need it.
-      missing: how many variables of other nodes each node waits for.
+      functions: the compiled function of each node that is a piece; None for operations.
+      variables: the variables that each node needs.
+      users: the nodes that need each variable.
+      missing: the number of variables of other nodes that each node waits for.
       uses: how often each variable is needed, by nodes and as an output.
     """
 
@@ -58,7 +58,7 @@ class Prepared:
 
 
 class Run:
-    """One run of a plan: what is known so far, what is ready, what is under way."""
+    """A run of a plan: the values known so far, the nodes that are ready, and the operations under way."""
 
     def __init__(self, prepared: Prepared, leaves: Sequence[Any]):
         self._prepared, self._plan = prepared, prepared.plan
@@ -73,7 +73,7 @@ class Run:
                 self._ready(number)
 
     def outputs(self) -> list[Any]:
-        """Run everything. A failure ends the run; calls still under way are not waited for."""
+        """Run all nodes and return the outputs. A failure ends the run without waiting for calls under way."""
         try:
             while self._sends or self._pieces or self._under_way:
                 self._advance()
@@ -108,7 +108,7 @@ class Run:
             self._sends.append(number)
 
     def _take(self, number: int) -> list[Any]:
-        """A node's inputs. What nobody needs any more is forgotten."""
+        """Return a node's inputs, and drop values that nothing else needs."""
         node = self._plan.nodes[number]
         taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in node.inputs]
         for variable in self._prepared.variables[number]:
@@ -118,7 +118,7 @@ class Run:
         return taken
 
     def _send(self) -> None:
-        """Start what is ready; requests to one worker share a message."""
+        """Start the operations that are ready. Requests to one worker share a message."""
         requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends:
             number = self._sends.popleft()
@@ -158,7 +158,7 @@ class Run:
             self._done(number, mine, first=len(started.known))
 
     def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
-        """So many outputs of a node are there; who needed nothing else is ready."""
+        """Store outputs of a node, from number ``first`` on, and queue the nodes that miss nothing else."""
         variables = self._plan.nodes[number].outputs[first : first + len(outputs)]
         for variable, value in zip(variables, outputs, strict=True):
             if variable in self._uses:
@@ -173,7 +173,7 @@ _together = jax.jit(lambda arrays: arrays)
 
 
 def _as_jax(arrays: list[Any]) -> list[Any]:
-    """All of them as JAX arrays; small ones are made by compiled code: one by one takes three times as long."""
+    """Make JAX arrays of all. Compiled code makes the small ones: made one by one, they take three times as long."""
     arrays = [adopted(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
     others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
     if others:
@@ -189,7 +189,7 @@ def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:
 
 
 class _explained:  # noqa: N801 used like a function
-    """A block in which the failure of an operation says where in the user's program it stands."""
+    """A block that adds the operation's place in the user's program to its errors, as a note."""
 
     __slots__ = ("_operation",)
 

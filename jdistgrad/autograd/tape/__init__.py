@@ -1,4 +1,4 @@
-"""What one worker keeps of a context: recorded pullbacks, contributions to gradients, and their order in the program.
+"""The tape, one worker's part of a context: recorded pullbacks, contributions to gradients, and their program order.
 
-Uses values. Used by the callee, which fills a tape, and by whoever reads gradients.
+Uses values. Used by the callee, which fills a tape, and by code that reads gradients.
 """

@@ -1,4 +1,4 @@
-"""Gradients that go to the owners of values, and come from there."""
+"""Contributions to gradients, which go to the owners of values, and the sums that the owners return."""
 
 import concurrent.futures
 from typing import Any
@@ -13,7 +13,7 @@ from jdistgrad.rpc.worker import current_worker
 
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
-    """Add to a gradient where its value lives; return when it is there."""
+    """Send a contribution to the owner of the value; return once the owner has it."""
     worker = current_worker()
     if owner == worker.rank:
         accept(kind, identifier, contribution)
@@ -23,17 +23,17 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
 
 
 def accept(kind: str, identifier: int, contribution: Contribution) -> None:
-    """Somebody adds to a gradient that is kept here."""
+    """Add a contribution to a gradient that this worker keeps."""
     current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
 
 
 def take(
     kind: str, identifier: int, marks: tuple[float, ...], lanes: tuple[int, ...], taken: int
 ) -> concurrent.futures.Future:
-    """The sum of the contributions to something here with these marks, when they have come.
+    """Return a future of the sum of the contributions whose marks add up to ``marks``, done once all of them have come.
 
     Arguments:
-      taken: the id under which it is remembered what was summed.
+      taken: the id under which the tape remembers the contributions, for derivatives of their sum.
     """
     tape = current_tape(lambda: "a gradient")
     summed: concurrent.futures.Future = concurrent.futures.Future()
@@ -55,18 +55,18 @@ def take(
 
 
 def gradient_of(identifier: int) -> Any:
-    """The gradient of a value owned here, in the context this code runs in: zero where nothing was contributed."""
+    """Return the gradient, in the current context, of a value owned here: zero where nothing was contributed."""
     return gradient_tree(identifier, current_tape(lambda: "a gradient").gradient(identifier))
 
 
 def value_gradient(identifier: int) -> Any | None:
-    """Like ``gradient_of``; None where nothing was contributed."""
+    """Return the same as ``gradient_of``, or None if nothing was contributed."""
     leaves = current_tape(lambda: "a gradient").gradient(identifier)
     return None if leaves is None else gradient_tree(identifier, leaves)
 
 
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
-    """A gradient in the structure of the value it is of, with None in the place of what has no derivative."""
+    """Return a gradient in the structure of its value, with None in place of leaves that have no derivative."""
     value = current_worker().references.owned.value(identifier).result()
     layout, arrays = split(only_floats(value), has_gradient)
     found = leaves or [None] * len(arrays)
@@ -78,13 +78,13 @@ def _or_zero(leaf: Any, array: Any) -> Any:
 
 
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
-    """What the value of a reference, owned here, looks like."""
+    """Return the layout and the shapes of the value of a reference owned here."""
     layout, arrays = split(rref.local_value(), is_array)
     return layout, [shape_of(one) for one in arrays]
 
 
 def arrays_of_value(identifier: int) -> concurrent.futures.Future:
-    """The arrays of a value owned here, when there is one."""
+    """Return a future of the arrays of a value owned here, done once the value has been made."""
     arrays: concurrent.futures.Future = concurrent.futures.Future()
 
     def take_apart(value: concurrent.futures.Future) -> None:

@@ -1,8 +1,8 @@
-"""Gradients on their way: what was contributed to the values of a context, and who waits for how much of it.
+"""The ledger: contributions to the gradients of a context's values, and the takes that wait for them.
 
-A contribution counts as one for each lane it holds (a batched one holds several). Whoever takes them has the sum of
-their marks: how many there must be, and which. Gradients are added in the order of the contributions' numbers,
-whatever order they came in.
+A contribution counts once for each lane, which is an element of its batch dimensions. A take knows the sum of the marks
+of its contributions: how many there must be, and which. Contributions are added in the program's order, whatever order
+they arrived in.
 """
 
 import concurrent.futures
@@ -21,23 +21,23 @@ from jdistgrad.errors import DifferentiationError
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
 
 
-EXACT = 4096  # contributions whose marks add up exactly in 32 bits
-TRIED = 100_000  # combinations
+EXACT = 4096  # the most contributions whose marks add up exactly in float32
+TRIED = 100_000  # the most marks that a search for a sum may try
 
 
 Marks = tuple[float, ...]
 
 
 def mark(number: int) -> Marks:
-    """What a contribution of this number adds to the cotangent of a handle: one, and two numbers that tell which."""
+    """Return the marks a contribution adds to a handle's cotangent: a one, and two numbers that identify it."""
     mixed = (number * 0x9E3779B97F4A7C15 + 0x7F4A7C159E3779B9) % (1 << 64)
     return 1.0, float((mixed >> 40) % EXACT), float(mixed >> 52)
 
 
 class Node(NamedTuple):
-    """Something that has a gradient here: the value of a reference, or a contribution somebody made.
+    """Something that has a gradient here: the value of a reference, or a contribution.
 
-    Derivatives of derivatives pass through contributions as first derivatives do through values.
+    Derivatives of derivatives pass through contributions as first derivatives pass through values.
     """
 
     kind: str
@@ -46,15 +46,15 @@ class Node(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Contribution:
-    """One part of a gradient: leaves, None where nothing is added. ``lanes``: the batch dimensions they begin with."""
+    """A part of a gradient: leaves, None where it adds nothing. ``lanes``: the sizes of their batch dimensions."""
 
     number: int
     lanes: tuple[int, ...]
     leaves: list[Any]
-    place: Place = ()  # in the program's order
+    place: Place = ()  # its place in the program's order
 
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
-        """The leaves as somebody sees them who has these batch dimensions."""
+        """Return the leaves with these batch dimensions: summed over their own, or broadcast."""
         if self.lanes == lanes:
             return self.leaves
         if not lanes:
@@ -68,24 +68,24 @@ class Contribution:
         )
 
     def count(self, lanes: tuple[int, ...]) -> int:
-        """As how many it counts for somebody who has these batch dimensions."""
+        """Return how many contributions it counts as in a take with these batch dimensions."""
         return int(np.prod(self.lanes)) if not lanes else 1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
-    """Somebody who needs the contributions of which this is the sum of marks."""
+    """A take that waits for the contributions whose marks have this sum."""
 
     marks: Marks
     lanes: tuple[int, ...]
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
     def among(self, found: list[Contribution]) -> list[Contribution] | None:
-        """Its contributions, if they are all there. Others may be those of another backward pass."""
+        """Return the take's contributions if all have come, else None. Others may belong to another backward pass."""
         there, count = sum(one.count(self.lanes) for one in found), self.marks[0]
         if there < count:
             return None
-        if count > EXACT:  # these only say how many they are
+        if count > EXACT:  # the other marks are inexact: only the count is known
             if there > count:
                 raise mixed_passes()
             return found
@@ -97,7 +97,7 @@ class Waiting:
 
 
 def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
-    """Which of some marks have this sum. Tried first are the latest: passes come one after the other."""
+    """Find the marks that have this sum. The search tries the latest first, since passes come one after the other."""
     tried = 0
 
     def search(last: int, left: Marks) -> list[int] | None:
@@ -133,16 +133,16 @@ class Ledger:
     def put(self, node: Node, contribution: Contribution) -> None:
         with self._lock:
             if (node, contribution.number) in self._seen:
-                return  # a pullback that was run again
+                return  # the pullback was run again
             self._seen.add((node, contribution.number))
             self._found.setdefault(node, []).append(contribution)
             ready = self._complete(node)
         _finish(ready)
 
     def take(self, node: Node, marks: Sequence[float], lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
-        """The contributions to a node that have this sum of marks, in order, when they have come. They go with it."""
+        """Remove the contributions to a node whose marks have this sum; return a future of them, in order."""
         waiting = Waiting(tuple(marks), lanes)
-        if not marks[0]:  # of a derivative that does not depend on the value: what is here is for others
+        if not marks[0]:  # the derivative does not depend on the value: any contributions here belong to other takes
             waiting.future.set_result([])
             return waiting.future
         with self._lock:
@@ -152,12 +152,12 @@ class Ledger:
         return waiting.future
 
     def read(self, node: Node) -> list[Contribution]:
-        """What has been contributed so far, in order."""
+        """Return the contributions so far, in order, without removing them."""
         with self._lock:
             return in_order(self._found.get(node, []))
 
     def write(self, node: Node, leaves: list[Any]) -> None:
-        """Put one gradient in the place of what was contributed."""
+        """Replace the contributions to a node by one gradient."""
         with self._lock:
             self._found[node] = [Contribution(0, (), leaves)]
 
@@ -166,14 +166,14 @@ class Ledger:
             return list(self._found)
 
     def give_up(self, error: BaseException) -> None:
-        """Nothing will come any more."""
+        """Fail everything that waits: no more contributions will come."""
         with self._lock:
             waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
         for one in waiting:
             one.future.set_exception(error)
 
     def _complete(self, node: Node) -> list[Completed]:
-        """Those who wait for what is there now, and what each gets."""
+        """Remove the takes that can be completed now; return each with its contributions or its error."""
         ready: list[Completed] = []
         for waiting in list(self._waiting.get(node, [])):
             try:
@@ -220,7 +220,7 @@ def in_order(contributions: list[Contribution]) -> list[Contribution]:
 
 
 def total(contributions: list[Contribution], lanes: tuple[int, ...] = ()) -> list[Any]:
-    """The sum of contributions, leaf by leaf; None where nothing was contributed."""
+    """Return the sum of contributions, leaf by leaf; None where nothing was contributed."""
     if len(contributions) == 1:
         return list(contributions[0].summed_over(lanes))
     return [

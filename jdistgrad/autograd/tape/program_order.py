@@ -1,8 +1,8 @@
 """The order in which a program makes its messages, whatever order they are answered in.
 
-Every message has a place: a path of turns. The program's own messages have one turn each, as they stand in the program;
-those a worker sends while it serves one of them have its path and a turn of their own. Sums are made in this order, so
-that they come out the same, to the last bit, in every run.
+Every message has a place: a path of turns. Each message of the program itself has one turn, in the order in which the
+program makes them. A message that a worker sends while it serves another message has that message's path and a turn of
+its own. Sums are made in this order, so that every run gives the same result to the last bit.
 """
 
 import contextvars
@@ -16,7 +16,7 @@ _PROGRAM = (), itertools.count().__next__
 
 
 class at:  # noqa: N801 used like a function; a generator would take twice as long
-    """A block whose messages come at this place, in the order it sends them."""
+    """A block whose messages get places below this place, in the order in which it sends them."""
 
     __slots__ = ("_outer", "_own")
 
@@ -31,6 +31,6 @@ class at:  # noqa: N801 used like a function; a generator would take twice as lo
 
 
 def next_place() -> Place:
-    """The place of the next message."""
+    """Return the place of the next message."""
     path, turn = _place.get(_PROGRAM)
     return (*path, turn())

@@ -1,4 +1,4 @@
-"""Pullbacks waiting to be pulled, by message. A pull may come before its call has been served: it waits."""
+"""Recorded pullbacks by message. A pull may come before its call has been served; the pull waits."""
 
 import threading
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from jdistgrad.errors import ContextError
 from jdistgrad.wire.ids import spell
 
-_PULLED = object()  # in the place of what nobody should ask for again
+_PULLED = object()  # replaces a recording after its last pull
 
 
 class Recordings:
-    """What one worker has recorded in one context."""
+    """The recordings of one worker in one context."""
 
     def __init__(self) -> None:
         self._found: dict[int, Any] = {}
@@ -27,10 +27,10 @@ class Recordings:
             self._changed.notify_all()
 
     def find(self, message: int, *, last: bool) -> Any:
-        """What was recorded for a message, as soon as it is; ``last``: nobody will ask again.
+        """Wait for the recording of a message and return it. ``last``: it will not be requested again.
 
         Raises:
-          ContextError: the context closed first, or somebody asks again.
+          ContextError: the context closed first, or the recording is requested after its last pull.
         """
         with self._changed:
             self._changed.wait_for(lambda: message in self._found or self._closed)
@@ -47,7 +47,7 @@ class Recordings:
         return found
 
     def close(self) -> None:
-        """Let go of everything. Nothing will come any more."""
+        """Release all recordings and fail the pulls that wait for others."""
         with self._changed:
             self._closed = True
             self._found.clear()

@@ -1,4 +1,4 @@
-"""What one worker keeps for one context: pullbacks waiting to be pulled, gradients, and the graph for a picture."""
+"""The tape, one worker's part of a context: recorded pullbacks, gradients, and links for a picture of the graph."""
 
 import contextlib
 import contextvars
@@ -24,7 +24,7 @@ _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad
 
 @contextlib.contextmanager
 def serving(message: int, place: program_order.Place) -> Iterator[None]:
-    """A block that runs because of this message."""
+    """Mark a block as serving this message, at the message's place in the program's order."""
     token = _serving.set(message)
     try:
         with program_order.at(place):
@@ -34,22 +34,22 @@ def serving(message: int, place: program_order.Place) -> Iterator[None]:
 
 
 def cause() -> int | None:
-    """Id of the message being served here, or None."""
+    """Return the id of the message being served here, or None."""
     return _serving.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """One crossing of the boundary, as its sender knows it: a send/recv pair. Several may have gone in one message."""
+    """A crossing of the wire as its sender knows it: a send/recv pair. A message may have carried several."""
 
     message: int
     source: int
     target: int
     what: str
     backward: bool = False
-    caused_by: int | None = None  # the call this worker served when it sent this
-    answers: int | None = None  # the call whose results these are
-    reference: int | None = None  # the one whose value, or gradient, this is
+    caused_by: int | None = None  # the call that this worker was serving
+    answers: int | None = None  # the call, if the crossing carries its results
+    reference: int | None = None  # the reference, if the crossing carries its value or gradient
 
 
 def answer_link(message: int, call: int, what: str) -> Link:
@@ -65,7 +65,7 @@ def _gradient_link(number: int, here: int, owner: int, cause: int | None, refere
 
 
 class Tape:
-    """One worker's part of a context."""
+    """A worker's part of a context."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -77,43 +77,43 @@ class Tape:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Let go of the pullbacks; whoever waits for something hears that nothing will come."""
+        """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
         self.recordings.close()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
     @property
     def links(self) -> list[Link]:
-        """What this worker sent."""
+        """Return the links of everything this worker sent."""
         with self._lock:
-            count = len(self._links)  # others may append meanwhile
+            count = len(self._links)  # other threads may append meanwhile
             made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
             self._links[:count] = found = [link for links in made for link in links]
             return found
 
     def link_later(self, links: Callable[[], list[Link]]) -> None:
-        """Several, that are made when somebody asks for them."""
+        """Note a function that makes links when they are read."""
         self._links.append(links)
 
     def link(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
         self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
 
     def link_answer(self, call: int, what: str) -> None:
-        """The results of a call go back to who made it."""
+        """Note that the results of a call go back to its caller."""
         self._links.append(answer_link(next_message(), call, what))
 
     def link_fetched(self, reference: int, owner: int) -> None:
-        """A value has come from its owner: known here, not there."""
+        """Note that a value has come from its owner. The receiver notes the link: the owner does not know of it."""
         here = current_worker().rank
         if owner != here:
             self.link_later(functools.partial(_fetched_link, next_message(), owner, here, _serving.get(), reference))
 
     def link_gradient(self, number: int, owner: int, reference: int) -> None:
-        """A part of a gradient goes to its owner."""
+        """Note that a contribution goes to the owner of its value."""
         here = current_worker().rank
         self.link_later(functools.partial(_gradient_link, number, here, owner, _serving.get(), reference))
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
-        """Add to the gradient of a value, of a contribution, or of all the contributions somebody has taken."""
+        """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""
         if kind == TAKEN:
             with self._lock:
                 contributions = self._taken[identifier]
@@ -123,7 +123,7 @@ class Tape:
             self.ledger.put(Node(kind, identifier), contribution)
 
     def taken(self, identifier: int, contributions: list[Contribution]) -> None:
-        """Remember what was summed, for derivatives of the sum."""
+        """Remember the contributions in a sum, for derivatives of the sum."""
         with self._lock:
             self._taken[identifier] = contributions
 
@@ -132,19 +132,19 @@ class Tape:
             return self._taken.get(identifier)
 
     def replayed(self, number: int, turn: int) -> int:
-        """The number that a block of this number gets in its turn."""
+        """Return the id drawn at this turn of the replayed block: the same in every replay."""
         with self._lock:
             if (number, turn) not in self._replayed:
                 self._replayed[number, turn] = next_message()
             return self._replayed[number, turn]
 
     def gradients(self) -> dict[int, list[Any]]:
-        """By reference: the sum of what was contributed and not pulled on."""
+        """Return, by reference, the sum of the contributions that no take has removed."""
         nodes = [node for node in self.ledger.nodes() if node.kind == REFERENCE]
         return {node.id: total(self.ledger.read(node)) for node in nodes}
 
     def gradient(self, identifier: int) -> list[Any] | None:
-        """The same of one reference; None where nothing was contributed."""
+        """Return the same sum for one reference, or None if there are no contributions."""
         contributions = self.ledger.read(Node(REFERENCE, identifier))
         return total(contributions) if contributions else None
 
@@ -153,7 +153,7 @@ class Tape:
 
 
 def next_message() -> int:
-    """A new message id of this worker."""
+    """Draw a new message id of this worker."""
     return current_worker().messages.next()
 
 
@@ -164,7 +164,7 @@ _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.
 
 @contextlib.contextmanager
 def replaying(number: int) -> Iterator[None]:
-    """A block that gets the same numbers each time it runs: derivatives run a pullback again, gradients count once."""
+    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once."""
     token = _replay.set((number, itertools.count()))
     try:
         yield
@@ -173,14 +173,14 @@ def replaying(number: int) -> Iterator[None]:
 
 
 def replaying_number(token: Any) -> contextlib.AbstractContextManager[None]:
-    """``replaying``, by a token. Compiled code makes no contributions of its own: its token may be traced."""
+    """Enter ``replaying`` by a token, unless the token is traced: code that is being compiled contributes nothing."""
     if isinstance(token, jax.core.Tracer):
         return contextlib.nullcontext()
     return replaying(*from_token(token))
 
 
 def next_number() -> int:
-    """What the next contribution to a gradient, or the next sum of them, is known by."""
+    """Draw the id of the next contribution to a gradient, or of the next sum of contributions."""
     replay = _replay.get()
     if replay is None:
         return next_message()
@@ -188,7 +188,7 @@ def next_number() -> int:
 
 
 def current_tape(what: Callable[[], str]) -> Tape:
-    """This worker's part of the context this code runs in."""
+    """Return this worker's tape of the current context. Raises ContextError, naming ``what()``, outside any context."""
     scope = current_scope()
     if scope is None:
         raise ContextError(
@@ -199,7 +199,7 @@ def current_tape(what: Callable[[], str]) -> Tape:
 
 
 def note_fetched(reference: int, owner: int) -> None:
-    """A value whose gradient will be wanted has come from its owner. The context is asked for when it is needed."""
+    """Note that a value to be differentiated has come from its owner, if this code is in a context."""
     scope = current_scope()
     if scope is not None:
         scope.content(Tape).link_fetched(reference, owner)

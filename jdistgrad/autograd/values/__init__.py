@@ -1,4 +1,4 @@
-"""What JAX sees of the wire: the one primitive, the protocol of what it performs, and trees with holes for arrays.
+"""JAX's view of the wire: the one primitive, the protocol of its operations, and trees with holes for arrays.
 
-Uses rpc alone. Everything else in autograd uses it.
+Uses rpc alone. Everything else in autograd uses this package.
 """

@@ -1,4 +1,4 @@
-"""Trees with holes: which parts of a call's arguments or results are arrays JAX may trace, and all the rest."""
+"""Trees with holes: arguments or results of a call, split into arrays that JAX may trace and everything else."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from jdistgrad.rpc.traced_hook import is_traced, staging
 
 
 class Hole:
-    """Where an array goes."""
+    """A place for an array."""
 
     def refill(self, operands: Iterator[Any]) -> Any:
         return next(operands)
@@ -23,7 +23,7 @@ class Hole:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyHole(Hole):
-    """Where random keys go, of which the operand is the data."""
+    """A place for random keys; the operand is their key data."""
 
     impl: str
 
@@ -33,9 +33,10 @@ class KeyHole(Hole):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReferenceHole:
-    """Where a reference goes that has operands.
+    """A place for a reference, whose leaves are operands. ``wraps`` counts the ByReference wrappers around it.
 
-    ``kept`` keeps the value alive for backward passes. Staged code has only its key: JAX keeps that for ever.
+    ``kept`` is the claim that keeps the value alive for backward passes. It is None in staged code, which JAX keeps for
+    ever: there the hole has only the reference's key.
     """
 
     structure: Any
@@ -56,7 +57,7 @@ class ReferenceHole:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What goes into a hole: an operand, or a reference made of several. ``numbers``: which ones."""
+    """The content of a hole: an operand, or a reference made of several operands. ``numbers`` gives their numbers."""
 
     hole: "Hole | ReferenceHole"
     numbers: tuple[int, ...]
@@ -69,13 +70,13 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A tree whose picked leaves are holes; ``positions``: for each operand, the number of the leaf it is of."""
+    """A tree with holes in place of picked leaves. ``positions`` gives the number of each operand's leaf."""
 
     tree: Any
     positions: tuple[int, ...]
 
     def fill(self, operands: Iterable[Any]) -> Any:
-        """The tree with operands in its holes."""
+        """Return the tree with the operands in its holes."""
         rest = iter(operands)
 
         def refill(leaf: Any) -> Any:
@@ -84,17 +85,17 @@ class Layout:
         return trees.map_leaves(refill, self.tree)
 
     def emptied(self) -> "Layout":
-        """The tree with holes for everything that is sent anew each time: see ``items``."""
+        """Return the tree with holes for everything that every message carries anew: see ``items``."""
         return Layout(trees.map_leaves(lambda leaf: Hole() if _is_item(leaf) else leaf, self.tree), ())
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything but the items is of types that nobody changes or defines anew."""
+        """Return whether everything but the items has a built-in type, which users cannot change or define anew."""
         return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
 
     @property
     def has_keys(self) -> bool:
-        """Whether random keys go into some of the holes."""
+        """Return whether some of the holes are for random keys."""
         return any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.tree))
 
     @property
@@ -102,7 +103,7 @@ class Layout:
         return any(isinstance(leaf, RRef | ReferenceHole | ByReference) for leaf in trees.leaves(self.tree))
 
     def items(self) -> "list[Operand | Any]":
-        """What goes into the holes of ``emptied``: arrays, and what is made of operands."""
+        """Return what fills the holes of ``emptied``: arrays, references, and an Operand for each hole of the tree."""
         found, count = list[Any](), 0
         for leaf in trees.leaves(self.tree):
             if isinstance(leaf, Hole | ReferenceHole):
@@ -114,12 +115,12 @@ class Layout:
         return found
 
     def holes(self) -> list[Any]:
-        """For each operand, its hole."""
+        """Return the hole of each operand."""
         found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
         return [hole for hole in found for _ in range(getattr(hole, "width", 1))]
 
     def by_reference(self) -> Any:
-        """The tree, holes and all, with every reference to be passed as one more than it was."""
+        """Return the tree, holes included, with one more ByReference wrapper around every reference."""
 
         def wrap(leaf: Any) -> Any:
             if isinstance(leaf, ReferenceHole):
@@ -134,7 +135,7 @@ def _is_item(leaf: Any) -> bool:
 
 
 def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:
-    """Take the picked leaves out of a tree."""
+    """Split a tree into a layout with holes in place of the picked leaves, and the operands of these leaves."""
     operands: list[Any] = []
     positions: list[int] = []
     numbers = iter(range(1 << 30))
@@ -165,17 +166,17 @@ def _dig(leaf: Any) -> tuple[Any, list[Any]]:
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The arrays of a tree; of random keys, their data."""
+    """Return the arrays of a tree, with random keys as their key data."""
     return [tree] if isinstance(tree, jax.Array) and not is_key(tree) else split(tree, is_array)[1]
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of random keys of the new style."""
+    """Return whether a leaf is an array of new-style random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is one JAX can compute with; a reference is, by its handle."""
+    """Return whether JAX can compute with a leaf. A reference counts, by its handle."""
     if isinstance(leaf, jax.Array | RRef):
         return True
     return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extended(leaf.dtype))
@@ -186,17 +187,17 @@ def _is_extended(dtype: np.dtype) -> bool:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether an array has a derivative."""
+    """Return whether an array has a derivative."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def has_gradient(leaf: Any) -> bool:
-    """Whether a leaf of a value can have a gradient: a float array, or a reference by its handle."""
+    """Return whether a leaf of a value can have a gradient: a float array, or a reference by its handle."""
     return isinstance(leaf, RRef) or (is_array(leaf) and is_differentiable(leaf))
 
 
 def only_floats(value: Any) -> Any:
-    """A value with nothing in the place of what has no gradient: the structure of its gradient."""
+    """Replace leaves that have no gradient by None. The result has the structure of the value's gradient."""
     return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
 
 

@@ -1,7 +1,7 @@
-"""What crosses the boundary, whatever it is.
+"""Operations: the protocol of everything that crosses the wire.
 
-An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and knows the shapes
-of its outputs and how it is batched.
+An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and it knows the
+shapes of its outputs and its form over a batch.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ TAG = jax.ShapeDtypeStruct((4,), np.uint32)
 
 @dataclasses.dataclass
 class Started:
-    """An operation under way. ``known``: the first outputs, known before the answer; ``finish`` makes it the others."""
+    """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others."""
 
     future: concurrent.futures.Future
     finish: Callable[[Any], list[Any]]
@@ -29,15 +29,15 @@ class Started:
         return [*self.known, *self.rest()]
 
     def rest(self) -> list[Any]:
-        """The outputs that come with the answer."""
+        """Wait for the answer and return the outputs that come with it."""
         return self.finish(self.future.result())
 
 
 @dataclasses.dataclass
 class Batched:
-    """An operation over a batch. ``spread``: operands that must be given a batch dimension, where they have none.
+    """An operation over a batch. ``spread``: operands that must get a batch dimension if they have none.
 
-    ``outputs`` says of so many outputs which have one.
+    ``outputs`` takes the number of outputs and tells for each whether it has a batch dimension.
     """
 
     operation: "Operation"
@@ -51,10 +51,10 @@ class Operation(Protocol):
     def shapes(self, operands: Shapes) -> Shapes: ...
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands that ``start`` looks at: staged and compiled code hand it no others."""
+        """Return the operands that ``start`` reads: staged and compiled code pass only these."""
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        """The operation over operands some of which begin with a batch dimension."""
+        """Return the operation over a batch. ``batched`` tells which operands begin with a batch dimension."""
 
 
 def done(outputs: list[Any]) -> Started:
@@ -64,5 +64,5 @@ def done(outputs: list[Any]) -> Started:
 
 
 def nothing_more(answer: Any) -> list[Any]:
-    """The outputs that an answer brings where all were known before."""
+    """Return no outputs: the answer of an operation whose outputs were all known before adds none."""
     return []

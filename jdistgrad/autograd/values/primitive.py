@@ -1,7 +1,7 @@
 """The one JAX primitive of the wire: it performs an operation.
 
-Run at once where everything is concrete, batched by the operation itself, and a host callback in compiled code. It has
-no side effect in JAX's eyes: what nobody uses may be dropped, and ``jax.checkpoint`` may repeat it.
+On concrete operands it runs at once. Batching is left to the operation, and compiled code calls back to the host. JAX
+considers the primitive free of side effects: it may drop unused results, and ``jax.checkpoint`` may repeat it.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from jdistgrad.wire.arrays import as_numpy
 wire_p = Primitive("wire")
 wire_p.multiple_results = True
 
-# An integer, for JAX to see that it has no tangent. All results of a custom_vjp get one, integers one of float0: a scan
-# that is differentiated again adds these up, which JAX refuses.
+# Marks an integer as having no tangent. JAX gives every result of a custom_vjp a tangent, integers one of dtype float0.
+# A scan that is differentiated again adds these tangents up, which JAX refuses.
 untied_p = Primitive("untied")
 
 
 def untied(array: Any) -> Any:
-    """An integer result of a differentiated function."""
+    """Cut an integer result of a differentiated function off from tangents."""
     return untied_p.bind(array) if isinstance(array, jax.core.Tracer) else array
 
 
 def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """An operation's outputs: now, or as part of what JAX traces."""
+    """Return an operation's outputs: perform it now, or bind it where JAX traces."""
     if trace_state_clean() and not any(isinstance(one, jax.core.Tracer) for one in operands):
         return tuple(run(*operands, operation=operation))
     return tuple(wire_p.bind(*operands, operation=operation))
@@ -49,11 +49,11 @@ def run(*operands: Any, operation: Operation) -> list[Any]:
     return operation.start([as_array(one) for one in operands]).outputs()
 
 
-_compiled = threading.Event()  # something of the wire has been compiled
+_compiled = threading.Event()  # set once JAX has compiled code with operations in it
 
 
 def settle() -> None:
-    """Wait for compiled code that may still be making calls. What fails there is raised where its results are used."""
+    """Wait for compiled code that may still be making calls. Its errors are raised where its results are used."""
     if _compiled.is_set():
         for array in jax.live_arrays():
             with contextlib.suppress(Exception):
@@ -65,7 +65,7 @@ def as_array(value: Any) -> Any:
 
 
 def has_wire(jaxpr: Any) -> bool:
-    """Whether anything in a jaxpr is sent."""
+    """Return whether a jaxpr contains an operation."""
     return any(
         eqn.primitive is wire_p or any(has_wire(inner) for inner in jaxprs_in_params(eqn.params)) for eqn in jaxpr.eqns
     )
@@ -93,14 +93,14 @@ def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
 
 
 def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
-    """No thread of XLA's waits for the answer."""
+    """Lower to a call that frees XLA's thread while the answer is under way."""
     _compiled.set()
     perform = functools.partial(_perform, operation, current.place())
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
 
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
-    """Elsewhere JAX brings the operands to the host and the results back."""
+    """Lower for other platforms: JAX copies the operands to the host and the results back."""
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
     _compiled.set()
 
@@ -118,7 +118,7 @@ def _perform(operation: Operation, place: Any, *operands: np.ndarray) -> list[An
 
 
 def _called_back(operation: Operation, place: Any, *operands: Any) -> list[np.ndarray]:
-    """On a thread of XLA's. No JAX here: it can deadlock."""
+    """Perform an operation on a thread of XLA's, without using JAX, which could deadlock here."""
     try:
         return [np.asarray(one) for one in _perform(operation, place, *map(np.asarray, operands))]
     except Exception as error:

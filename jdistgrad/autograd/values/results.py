@@ -1,4 +1,4 @@
-"""The results of a remote function: which of them are arrays, and what surrounds them."""
+"""The results of a remote function: the arrays among them, and the tree around these arrays."""
 
 import threading
 from typing import Any
@@ -12,17 +12,17 @@ from jdistgrad.wire.arrays import adopted
 
 
 class Results:
-    """What is known of one call's results: everything after it has run once, or its shapes have been asked for."""
+    """The layout and shapes of one call's results, known once the call has run or its shapes have been requested."""
 
     def __init__(self, outer: "Results | None" = None):
-        self._outer = outer  # the same without a batch dimension
+        self._outer = outer  # the same results without a batch dimension
         self._known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None
-        self.are_arrays = False  # whether it is made of arrays, as far as is known, and of what never changes
+        self.are_arrays = False  # whether results are known to hold only arrays and constants of built-in types
         self._lock = threading.Lock()
 
     @property
     def known(self) -> tuple[Layout, list[jax.ShapeDtypeStruct]] | None:
-        """The layout, and the shapes of the arrays in it."""
+        """Return the layout and the shapes of its arrays, or None if they are not known yet."""
         return self._known
 
     @property
@@ -38,7 +38,7 @@ class Results:
             self._outer.learn((layout, [one.update(shape=one.shape[1:]) for one in shapes]))
 
     def flatten(self, value: Any) -> list[Any]:
-        """A result's arrays."""
+        """Return the arrays of a result; the first result also sets the layout."""
         layout, arrays = split(value, is_array)
         if self._known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
@@ -46,26 +46,26 @@ class Results:
 
     @property
     def have_keys(self) -> bool:
-        """Whether random keys are known to be among them: compiled code must be sent their data."""
+        """Return whether the results are known to hold random keys: compiled code needs their key data instead."""
         return self._known is not None and self._known[0].has_keys
 
     def arrived(self, arrays: list[Any]) -> list[Any]:
-        """The arrays, where nothing else was sent."""
+        """Return the arrays of an answer that holds arrays only, as JAX arrays."""
         return as_jax(self.counted(arrays))
 
     def counted(self, arrays: list[Any]) -> list[Any]:
-        """A result's arrays, if they are as many as before."""
+        """Return the arrays. Raises DifferentiationError if their number is not the known one."""
         if len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
         return arrays
 
     def rebuild(self, arrays: Any) -> Any:
-        """The result that has these arrays."""
+        """Return the result that contains these arrays."""
         assert self._known is not None
         return self._known[0].fill(arrays)
 
     def batched(self) -> "Results":
-        """The same with a batch dimension."""
+        """Return the same results with a batch dimension. Learning their layout also sets the layout of these."""
         return Results(self)
 
 
@@ -74,7 +74,7 @@ def as_jax(arrays: list[Any]) -> list[Any]:
 
 
 def strong(array: Any) -> Any:
-    """An array whose type is its own: a weak one, which is what a Python number became, would give way to others."""
+    """Return the array without its weak type, if it has dimensions: a weak type gives way to the types of others."""
     weak = isinstance(array, jax.Array) and array.ndim and array.weak_type
     return jax.lax.convert_element_type(array, array.dtype) if weak else array
 

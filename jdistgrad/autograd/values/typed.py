@@ -1,6 +1,7 @@
-"""Arrays whose type is more than a dtype: weak ones, which are Python's numbers to JAX, and random keys.
+"""Arrays whose type is more than a dtype: weakly typed ones, which JAX treats as Python numbers, and random keys.
 
-Compiled code hands out plain numbers. So traced arguments cross as these, and the function is told what they were.
+Host callbacks of compiled code get plain arrays. So traced arguments are sent as plain arrays, and the callee restores
+their types before it calls the function.
 """
 
 import dataclasses
@@ -16,12 +17,12 @@ from jdistgrad.rpc.functions import ServedFunction, describe
 
 WEAK = "weak"
 
-Types = tuple[tuple[tuple[int, ...], str], ...]  # by paths of leaves: WEAK, or which kind of random key
+Types = tuple[tuple[tuple[int, ...], str], ...]  # by the paths of leaves: WEAK, or the implementation of a random key
 
 
 @dataclasses.dataclass(frozen=True)
 class Typed(ServedFunction):
-    """A function of plain arrays, which it is given as what they were."""
+    """A function called with plain arrays; it restores their original types first."""
 
     function: Any
     types: Types
@@ -49,7 +50,7 @@ _typed = functools.lru_cache(maxsize=1024)(Typed)
 
 
 def typed(function: Any, types: Types) -> Typed:
-    """The same object each time: what is compiled is found by its functions."""
+    """Return the same Typed for equal arguments: compiled code is cached by the identity of its functions."""
     try:
         return _typed(function, types)
     except TypeError:  # a function that cannot be hashed
@@ -57,7 +58,7 @@ def typed(function: Any, types: Types) -> Typed:
 
 
 def plain(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call of which JAX traces something, with plain arrays as its arguments."""
+    """Turn the arguments of a traced call into plain arrays, and its function into one that restores their types."""
     types, paths = list[tuple[tuple[int, ...], str]](), trees.paths((args, kwargs))
 
     def change(leaf: Any) -> Any:
@@ -78,7 +79,7 @@ def _kind(leaf: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArraysOf(ServedFunction):
-    """A function that returns the arrays of its result alone, and random keys among them as numbers."""
+    """A function that returns only the arrays of its result, with random keys as their key data."""
 
     function: Any
 

@@ -1,4 +1,4 @@
-"""Arrays that are one number everywhere, such as the cotangent of what is summed: sent as that number."""
+"""Arrays that are one number everywhere, such as the cotangent of a sum's operand: only the number is sent."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """An array before it is made: compiled code that gets it so need not make it at all."""
+    """An array as its number and shape: compiled code that takes it in this form need never make the array."""
 
     value: np.ndarray
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -26,5 +26,5 @@ class Uniform:
 
 
 def made(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, those of one number too."""
+    """Return the arrays, with each Uniform made into an array."""
     return [one.make(jax.numpy) if isinstance(one, Uniform) else one for one in arrays]

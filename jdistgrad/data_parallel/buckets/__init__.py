@@ -1,4 +1,4 @@
-"""What is reduced: gradient leaves, arrays on the host, and buckets of leaves that are reduced together.
+"""The data of reductions: gradient leaves, arrays on the host, and buckets of leaves that are reduced together.
 
-Uses nothing else of data_parallel. Everything else in it uses this.
+Uses nothing else of data_parallel. The rest of data_parallel uses it.
 """

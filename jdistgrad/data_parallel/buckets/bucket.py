@@ -11,12 +11,12 @@ import numpy as np
 
 from jdistgrad.data_parallel.buckets.leaves import Leaf
 
-CHUNK = 2 << 20  # bytes: a huge page. 64 MiB are averaged in 10 ms that way, in place they took 15 to 20
+CHUNK = 2 << 20  # bytes: a huge page. Averaging 64 MiB takes 10 ms in chunks; in place it took 15 to 20 ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a leaf lies in its bucket: ``length`` elements from ``offset``."""
+    """A leaf's place in its bucket: ``length`` elements from ``offset``."""
 
     index: int
     path: str
@@ -26,7 +26,7 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """A piece of the leaf in a slot of the bucket, and where it lies in a chunk."""
+    """A slice of the leaf in one slot of a bucket, and its place in a chunk."""
 
     slot: int
     of_leaf: slice
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """So many elements of a bucket."""
+    """A run of ``size`` elements of a bucket."""
 
     size: int
     parts: list[Part]
@@ -42,10 +42,10 @@ class Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """One bucket.
+    """Leaves of one dtype that are reduced together.
 
-    A hook gets it with ``flat``, the gradients of this rank one after the other, and ``divisor``, how many ranks the
-    sum is to be divided by.
+    A hook gets the bucket with ``flat``, this rank's gradients one after the other, and ``divisor``, the number that
+    the sum over ranks must be divided by.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Bucket:
 
     @functools.cached_property
     def size(self) -> int:
-        """How many elements it holds."""
+        """The number of elements."""
         return sum(slot.length for slot in self.slots)
 
     @property
@@ -67,7 +67,7 @@ class Bucket:
 
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
-        """The bucket from beginning to end, so much of it at a time as stays in a core's cache."""
+        """The bucket in consecutive chunks, each small enough to stay in a core's cache."""
         step, size = max(1, CHUNK // self.dtype.itemsize), self.size
         chunks = [Chunk(min(step, size - start), []) for start in range(0, size, step)]
         for place, slot in enumerate(self.slots):
@@ -80,7 +80,7 @@ class Bucket:
         return chunks
 
     def views(self, flat: Any = None) -> list[Any]:
-        """The leaves cut out of a flat array of this layout (default: ``flat``), in their shapes."""
+        """Cut the leaves, in their shapes, out of a flat array of this layout (default: ``flat``)."""
         whole = self.flat if flat is None else flat
         return [whole[slot.offset : slot.offset + slot.length].reshape(slot.shape) for slot in self.slots]
 
@@ -91,7 +91,7 @@ class Bucket:
 def lay_out(
     leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()
 ) -> list[Bucket]:
-    """The buckets of a plan."""
+    """Return the buckets of a plan, from the leaf indices of each."""
     return [
         Bucket(k, leaves[indices[0]].dtype, _slots(leaves, indices), k == len(plan) - 1, indices[0] in sparse)
         for k, indices in enumerate(plan)
@@ -109,6 +109,6 @@ def _slots(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Slot, ...]:
 
 
 def join_flat(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Arrays one after the other."""
+    """Concatenate arrays as one flat array."""
     flat = [array.reshape(-1) for array in arrays]
     return flat[0] if len(flat) == 1 else jax.numpy.concatenate(flat)

@@ -1,4 +1,4 @@
-"""Leaves of any kind as memory of the host, and back."""
+"""Conversion of leaves of any kind to host memory, and back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +11,27 @@ from jdistgrad.rpc.traced_hook import staging
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is a typed key of ``jax.random``."""
+    """Return whether a leaf is a typed key of ``jax.random``."""
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def numbers(leaf: Any) -> Any:
-    """A leaf as numbers: of a random key its data."""
+    """Return a leaf as numbers: a random key's data, any other leaf itself."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def on_numbers(function: Callable[..., Any], leaf: Any, *args: Any) -> Any:
-    """A function of arrays, of any leaf."""
+    """Apply a function of arrays to a leaf that may be a random key."""
     if is_key(leaf):
         return jax.random.wrap_key_data(function(jax.random.key_data(leaf), *args), impl=jax.random.key_impl(leaf))
     return function(leaf, *args)
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """A contiguous copy to write to. Numbers get the type that JAX gives them, arrays keep theirs.
+    """Return a writable contiguous copy of a leaf. Python numbers get JAX's dtype for them, arrays keep theirs.
 
     Raises:
-      OverflowError: for an integer that this type does not hold.
+      OverflowError: an integer does not fit into that dtype.
     """
     value = numbers(leaf)
     if isinstance(value, jax.Array | np.ndarray):
@@ -43,7 +43,7 @@ def to_host(leaf: Any) -> np.ndarray:
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:
-    """Memory as an array of the kind and on the device of a leaf, bound to it if the leaf is."""
+    """Return memory as an array of a leaf's kind, on the leaf's device, committed to it if the leaf is."""
     if is_key(leaf):
         return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
@@ -52,7 +52,7 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether operations on the tree are being traced."""
+    """Return whether operations on the tree are being traced."""
     return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
 
 

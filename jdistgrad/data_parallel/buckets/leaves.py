@@ -1,4 +1,4 @@
-"""What the ranks must agree on about a tree of gradients: path, shape and dtype of each leaf."""
+"""Descriptions of a tree's leaves, on which the ranks must agree: path, shape and dtype of each."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jdistgrad.errors import LeafError
 
 
 class Leaf(NamedTuple):
-    """One leaf, described. ``sparse``: how many of its dimensions are indices of BCOO; 0 if it is dense."""
+    """The description of a leaf. ``sparse``: how many of its dimensions a BCOO array indexes; 0 if it is dense."""
 
     path: str
     shape: tuple[int, ...]
@@ -33,17 +33,17 @@ def index_dimensions(value: Any) -> int:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure; a sparse array counts as one leaf."""
+    """Return the leaves and structure of a tree; a sparse array counts as one leaf."""
     return jax.tree.flatten(tree, is_leaf=is_sparse)
 
 
 def describe(tree: Any) -> list[Leaf]:
-    """Every leaf of a tree of gradients, in its order; a sparse array is one."""
+    """Describe every leaf of a tree of gradients, in order; a sparse array counts as one leaf."""
     return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]]
 
 
 def describe_all(tree: Any) -> list[Leaf]:
-    """Every leaf of a tree of any arrays, in its order."""
+    """Describe every leaf of a tree of any arrays, in order."""
     return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -57,13 +57,13 @@ def _described(path: Any, leaf: Any) -> Leaf:
 
 
 def dtype_of(value: Any) -> np.dtype:
-    """The type an array has as a JAX array."""
+    """Return the dtype of an array or number as a JAX array."""
     dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
-    """Raises LeafError for the first leaf that has no average."""
+    """Raise LeafError for the first leaf that is neither floating nor complex: it has no average."""
     for leaf in leaves:
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
             raise LeafError(

@@ -1,7 +1,7 @@
-"""Which gradient goes into which bucket: a pure function of shapes, dtypes and an order.
+"""The assignment of gradients to buckets: a pure function of shapes, dtypes and an order.
 
-The rule is that of PyTorch's Reducer, walked leaf by leaf: a bucket closes once it holds its limit, so that it may
-hold up to one leaf more.
+The rule is that of PyTorch's Reducer, leaf by leaf: a bucket closes once it has reached its limit, so it may exceed the
+limit by up to one leaf.
 """
 
 import functools
@@ -16,7 +16,7 @@ FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
 
 
 def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
-    """The limits in bytes that a cap in MiB means: by default 25, and 1 for the first bucket."""
+    """Return the bucket limits in bytes for a cap in MiB: by default 25, and 1 for the first bucket."""
     if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
@@ -38,11 +38,12 @@ def plan_buckets(
 
     Arguments:
       leaves: arrays, or anything with a ``shape`` and a ``dtype``.
-      limits: bytes after which a bucket of a dtype closes: the first for its first bucket, and so on; the last stays.
+      limits: bytes after which a dtype's buckets close: the first limit for the dtype's first bucket, and so on; the
+        last limit for all further buckets.
       sparse: indices of leaves that get a bucket each.
-      order: the indices in the order to walk them, each once; by default as they stand. Without it buckets are sorted
-        by their smallest index.
-      large_alone: give a leaf of its limit or more a bucket to itself, which then needs no copy.
+      order: all indices, each once, in the order to assign them. By default the order of ``leaves``, with the buckets
+        sorted by their smallest index.
+      large_alone: give a leaf that reaches the limit by itself its own bucket, which then needs no copy.
 
     Returns:
       The leaf indices of each bucket. No bucket mixes dtypes.
@@ -65,7 +66,7 @@ def plan_buckets(
 
 
 class _Walker:
-    """The buckets still open, one for each dtype, and those closed."""
+    """The state of planning: the closed buckets, and one open bucket for each dtype."""
 
     def __init__(self, limits: Sequence[int], large_alone: bool):
         self.closed: list[list[int]] = []

@@ -1,6 +1,6 @@
-"""Operations that all ranks do together: over MPI, along an axis of a mesh, among the workers of a local world.
+"""Collective operations: over MPI, along an axis of a mesh, among the workers of a local world.
 
-Uses buckets, and rpc for who takes part. Used by hooks, reducing and steps.
+Uses buckets, and rpc to find the participants. Used by hooks, reducing and steps.
 """
 
 from jdistgrad.data_parallel.collectives.base import Collectives as Collectives

@@ -1,4 +1,4 @@
-"""How the ranks of a group agree on what they are about to do: each says it, and hears what the others say."""
+"""Agreement of a group's ranks on their next operation: each announces its own and compares it with the others'."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksErr
 
 
 class Meeting:
-    """A meeting that this rank has come to. Called with a number of seconds it waits for everybody's word."""
+    """A meeting that this rank has come to. Called with a timeout in seconds, it returns the words of all ranks."""
 
     def __init__(self, wait: Callable[[float], list[bytes]], is_complete: Callable[[], bool] = lambda: False):
         self._wait, self._is_complete = wait, is_complete
@@ -21,7 +21,7 @@ class Meeting:
         return self._wait(timeout)
 
     def completes_within(self, seconds: float) -> bool:
-        """Whether all come very soon; looks for that without a nap."""
+        """Return whether all ranks come within ``seconds``. The wait spins, so the time must be short."""
         end = time.monotonic() + seconds
         while not self._is_complete():
             if time.monotonic() > end:
@@ -30,7 +30,7 @@ class Meeting:
 
 
 class Group(Protocol):
-    """The ranks that agree, as one of them has them. ``apart``: why they meet no more, if they do not."""
+    """The ranks that agree, as seen by a rank. ``apart``: the error that keeps them from meeting again, or None."""
 
     rank: int
     apart: CollectiveError | None
@@ -41,7 +41,7 @@ class Group(Protocol):
 
 
 class Agreeing:
-    """One operation that this rank has come to. Every rank must make one, and call it."""
+    """The agreement on one operation. Every rank must make one, and call it."""
 
     def __init__(self, collectives: Group, text: str):
         if collectives.apart is not None:
@@ -51,7 +51,12 @@ class Agreeing:
         self.meeting = collectives.announce(self._mine.pack(), text)
 
     def __call__(self, timeout: float) -> None:
-        """Raises DisagreementError on every rank unless all say the same, MissingRanksError where some do not come."""
+        """Wait for all ranks to announce this operation.
+
+        Raises:
+          DisagreementError: the ranks announce different operations. All ranks raise it.
+          MissingRanksError: some ranks have not come in time.
+        """
         words = [roll_call.unpack(word) for word in self._words(timeout)]
         elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
         if elsewhere is not None:
@@ -60,7 +65,10 @@ class Agreeing:
             self._tell()
 
     def _words(self, timeout: float) -> list[bytes]:
-        """Once somebody has not come, the next meeting of who did is that one's last: nobody goes on from there."""
+        """Return the words of all ranks. If a rank does not come, refuse all further use of these collectives.
+
+        That rank could still come late, and would then be one operation behind the others.
+        """
         try:
             return self.meeting(timeout)
         except (MissingRanksError, WorkerLostError) as error:

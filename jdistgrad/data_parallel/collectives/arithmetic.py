@@ -1,4 +1,4 @@
-"""Reductions over MPI of any dtype, also those that MPI has no type for (float16, bfloat16, 8-bit floats)."""
+"""MPI reductions of any dtype, including those without an MPI type (float16, bfloat16, 8-bit floats)."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from mpi4py import MPI
 from jdistgrad.data_parallel.collectives.host import COMBINE
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-OWN = 256  # below are the numbers of NumPy's own types; others may have letters that mean another type to MPI
+OWN = 256  # NumPy's own dtypes have lower numbers; the characters of other dtypes may mean another type to MPI
 _CARRIERS = {1: (np.uint8, MPI.UINT8_T), 2: (np.uint16, MPI.UINT16_T)}
 
 
@@ -25,7 +25,7 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
     if flat.dtype.num < OWN and flat.dtype.char in MPI._typedict:
-        loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank it comes from
+        loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank that holds it
         return flat, MPI._typedict[flat.dtype.char], _own(flat.dtype, op) if loses_nan else _OPS[op]
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
     return flat.view(carrier), kind, _own(flat.dtype, op)
@@ -33,7 +33,10 @@ def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
 
 @functools.cache
 def _own(dtype: np.dtype, op: str) -> Any:
-    """An MPI operation on a dtype of NumPy's: half the bytes of carrying it in 32 bits. Rounds after each addition."""
+    """Create an MPI operation on a NumPy dtype.
+
+    Sending 16-bit floats as they are takes half the bytes of sending 32 bits, but rounds after each addition.
+    """
     combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 else dtype
 
     def run(theirs: Any, ours: Any, _: Any) -> None:

@@ -1,10 +1,10 @@
-"""What every body of the collectives offers, and the derivatives, which are the same for all.
+"""The interface of the collectives, and their derivatives, which are the same for all implementations.
 
-The derivative of an operation of all ranks is taken of the *sum of all ranks' results*: what each rank does with what
-it got counts. So the transpose of an allreduce is an allreduce of the cotangents, that of a broadcast their sum on the
-root, that of an allgather the sum of what all ranks send back to one. With ``J`` the operation on all ranks' inputs
-together, ``<y, J x> = <J' y, x>`` summed over ranks. Where every rank computes the same loss, it is counted ``size``
-times: differentiate ``loss / size``.
+A collective is differentiated as part of the *sum of all ranks' results*: every rank's use of its result counts. So the
+transpose of an allreduce is an allreduce of the cotangents; of a broadcast, their sum on the root; of an allgather, on
+each rank the sum of all ranks' cotangents of that rank's row. With ``J`` the operation on the inputs of all ranks
+together, ``<y, J x> = <J' y, x>`` summed over ranks. A loss that every rank computes alike is counted ``size`` times:
+differentiate ``loss / size``.
 """
 
 import abc
@@ -21,7 +21,7 @@ Op = Literal["sum", "max", "min"]
 class Collectives(abc.ABC):
     """Operations that every rank of a group must call, in the same order, with the same shapes and dtypes.
 
-    They take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``).
+    The operations take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``).
     """
 
     rank: Any
@@ -29,19 +29,22 @@ class Collectives(abc.ABC):
     has_room: bool = True  # whether overlap pays here
 
     def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
-        """The sum (or ``"max"``, ``"min"``) over all ranks. Every rank must call it; all get the same.
+        """Return the sum (or ``"max"``, ``"min"``) over all ranks. Every rank must call it; all get the same result.
 
-        The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum where the maximum was,
-        divided among equals.
+        The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
+        maximum, in equal shares.
         """
         return _sum(self, _checked(x, op)) if op == "sum" else _extreme(self, op, _checked(x, op))
 
     def broadcast(self, x: Any, root: int = 0) -> jax.Array:
-        """What the root has. Every rank must call it. The transpose: all cotangents' sum on the root, 0 elsewhere."""
+        """Return the root's array. Every rank must call it. Transpose: the cotangents' sum on the root, 0 elsewhere."""
         return _broadcast(self, self._checked_root(root), jnp.asarray(x))
 
     def allgather(self, x: Any) -> jax.Array:
-        """Everybody's array, stacked by rank. Every rank must call it. Transpose: this rank's row of their sum."""
+        """Return all ranks' arrays, stacked by rank. Every rank must call it.
+
+        Transpose: this rank's row of the sum of all cotangents.
+        """
         return _allgather(self, jnp.asarray(x))
 
     def _checked_root(self, root: int) -> int:
@@ -50,22 +53,22 @@ class Collectives(abc.ABC):
         return root
 
     def gather_same(self, x: Any) -> jax.Array:
-        """``allgather`` whose result JAX knows to be the same on all ranks."""
+        """Apply ``allgather``, with a result that JAX knows to be the same on all ranks."""
         return self.allgather(x)
 
     def localize(self, x: Any) -> Any:
-        """A value that is the same on all ranks, as this rank's own: its gradient is of this rank's loss alone."""
+        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
         return x
 
     def is_summed(self, gradient: Any) -> bool:
-        """Whether JAX has summed a cotangent over the ranks already: on a mesh it may."""
+        """Return whether JAX has already summed a cotangent over the ranks, as it may on a mesh."""
         return False
 
-    # What a body must have:
+    # What an implementation must have:
 
     @abc.abstractmethod
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        """The operation of this name, now or as a part of a program."""
+        """Apply the operation of this name, at once or as part of a compiled program."""
 
 
 def _checked(x: Any, op: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Where the threads of a local world meet: everybody pins something up and takes everything down."""
+"""The board where the threads of a local world meet: each pins up a value and collects all of them."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 from jdistgrad.errors import DisagreementError, MissingRanksError
 
-LOOK_SECONDS = 0.05  # how soon a wait notices that its world has failed
+LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
 
 
 class Board:
@@ -22,16 +22,16 @@ class Board:
         self._missing: list[int] | None = None
 
     def exchange(self, rank: int, kind: str, value: Any, timeout: float, check: Callable[[], None]) -> list[Any]:
-        """Everybody's value, by rank, once all have come.
+        """Return the values of all ranks, by rank, once all have come.
 
         Raises:
-          MissingRanksError: some have not come in time.
-          DisagreementError: not all are in the same kind of exchange.
+          MissingRanksError: some ranks have not come in time.
+          DisagreementError: not all ranks are in the same kind of exchange.
         """
         return self.collect(self.pin(rank, kind, value), timeout, check, kind)
 
     def pin(self, rank: int, kind: str, value: Any) -> int:
-        """Pin up a value; the number of the round, in which the others' are to be collected."""
+        """Pin up a value. Return the number of its round, for ``collect``."""
         with self._changed:
             turn, self._turns[rank] = self._turns[rank], self._turns[rank] + 1
             pinned = self._rounds.setdefault(turn, {})
@@ -41,7 +41,7 @@ class Board:
             return turn
 
     def collect(self, turn: int, timeout: float, check: Callable[[], None], what: str) -> list[Any]:
-        """Everybody's value of a round. ``what``: what an error calls it."""
+        """Return the values of all ranks in a round. ``what``: its name in an error."""
         with self._changed:
             pinned = self._rounds[turn]
             self._wait(pinned, what, timeout, check)
@@ -67,7 +67,7 @@ class Board:
 
 
 def missing_ranks(what: str, missing: list[int], seconds: float, places: Mapping[int, str]) -> MissingRanksError:
-    """``places``: where those are that are known to be somewhere."""
+    """Make the error for ranks that did not come. ``places``: where some of the missing ranks are, if known."""
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
     where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
     return MissingRanksError(

@@ -1,4 +1,4 @@
-"""The collectives of the world this code is in."""
+"""The collectives of the current world."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from jdistgrad.errors import CollectiveError
 
 
 def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -> HostCollectives:
-    """New collectives of all workers of this world, or of some.
+    """Return new collectives of all workers of this world, or of some.
 
-    Every one of them must call it, in the same order.
+    Every one of these workers must call it, in the same order.
 
     Arguments:
       workers: their ranks in the world, in the order of their ranks in the collectives; default all.
-      check: whether ranks meet before each operation in compiled code too. Without it those that run different programs
-        get wrong sums, or wait without end.
+      check: whether ranks meet before each operation in compiled code too. Without the meeting, ranks that run
+        different programs get wrong sums, or wait without end.
 
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
@@ -39,7 +39,7 @@ def _checked(workers: Sequence[int]) -> tuple[int, ...]:
 
 
 def shared() -> HostCollectives:
-    """The world's own, made by the first who asks. Every worker must ask."""
+    """Return the world's shared collectives, made on first use. Every worker must call it."""
     found = world.kept("collectives")
     if found is None:
         found = of_this_world()

@@ -1,4 +1,4 @@
-"""Collectives of processes or threads: they meet, agree on what they do, and share the memory of hosts."""
+"""Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
 
 import abc
 import contextlib
@@ -20,27 +20,27 @@ COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min
 
 
 class HostCollectives(Collectives):
-    """Those that Python can call too, on arrays that are there."""
+    """Collectives on host memory, which Python can also call on concrete arrays."""
 
     rank: int
     timeout: float = TIMEOUT
-    asks: bool = True  # whether ranks meet before what compiled programs do
-    turn: int = 0  # how many operations there have been: a part of what the watchdog knows of each
-    apart: CollectiveError | None = None  # why these are not used any more
+    asks: bool = True  # whether ranks meet before the operations of compiled programs
+    turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
+    apart: CollectiveError | None = None  # why these collectives refuse further use, if they do
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return _batchable(self, name, root)(x) if is_traced(x) else self.eager(name, x, root)
 
-    # On concrete arrays, with the agreement that keeps mistakes from becoming wrong sums.
+    # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         self.agree(described(name, x, root))
         memory = self.on_host(name, x, root)
-        spread = name == "allgather" and len(x.devices()) > 1  # where x lies says nothing of an axis of ranks
+        spread = name == "allgather" and len(x.devices()) > 1  # the sharding of x has no axis for the ranks
         return jnp.asarray(memory) if spread else like(memory, x)
 
     def on_host(self, name: str, x: Any, root: int) -> np.ndarray:
-        """The operation of this name on an array that is there, in memory of its own."""
+        """Return the operation of this name applied to a concrete array, in new memory."""
         if name == "allgather":
             return self.gather_arrays(np.asarray(x))
         memory = np.array(x, order="C")  # reduced through a flat view
@@ -51,16 +51,16 @@ class HostCollectives(Collectives):
         return memory
 
     def agree(self, text: str) -> None:
-        """Raises DisagreementError on every rank unless all say the same. Every rank must call it."""
+        """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
         Agreeing(self, text)(self.timeout)
 
-    # In compiled programs: there the ranks agree at the beginning of a section, and no more until it ends.
+    # In compiled programs, where the ranks agree once, at the beginning of a section.
 
     @contextlib.contextmanager
     def section(self, what: str) -> Iterator["HostCollectives"]:
-        """A traced block of operations that the ranks agree on before the first of them; gives those that do not ask.
+        """Trace a block of operations that the ranks agree on once, before the first; yield collectives for the block.
 
-        Sections are not nested: what asks no more, opens none.
+        Sections are not nested: the yielded collectives do not agree again and open none.
         """
         if not self.asks or self.size == 1:
             yield self
@@ -71,64 +71,64 @@ class HostCollectives(Collectives):
         self._end()
 
     def adjusted(self, *, timeout: float, asks: bool) -> "HostCollectives":
-        """The same channels, used with another patience."""
+        """Return a copy with other settings, which uses the same channels."""
         other = copy.copy(self)
         other.timeout, other.asks = timeout, asks
         return other
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        """The operation of this name on a tracer."""
+        """Apply the operation of this name to a tracer."""
         with self.section(described(name, x, root)) as all_:
             return all_.compiled(name, x, root)
 
-    # What a body must have. On host memory, by one thread at a time:
+    # What an implementation must have. On host memory, called by one thread at a time:
 
     @abc.abstractmethod
     def twin(self) -> "HostCollectives":
-        """The same group over a channel of its own. Every rank must call it."""
+        """Return the same group over a channel of its own. Every rank must call it."""
 
     @abc.abstractmethod
     def announce(self, word: bytes, what: str) -> Meeting:
-        """Begin to meet. All words are of one length."""
+        """Begin a meeting with this rank's word. The words of all ranks have one length."""
 
     @abc.abstractmethod
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
-        """Put the reduction over all ranks into contiguous memory."""
+        """Overwrite contiguous memory with its reduction over all ranks."""
 
     @abc.abstractmethod
     def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
-        """Put the root's into everybody's contiguous memory."""
+        """Overwrite every rank's contiguous memory with the root's."""
 
     @abc.abstractmethod
     def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
-        """Everybody's array of one shape, stacked by rank."""
+        """Return the arrays of all ranks, which have one shape, stacked by rank."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """Return the values of all ranks, by rank."""
 
     # Inside jit:
 
     @abc.abstractmethod
     def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
-        """The operation of this name on a tracer, inside a section."""
+        """Apply the operation of this name to a tracer, inside a section."""
 
     @abc.abstractmethod
     def _opened(self, what: str) -> "HostCollectives":
-        """Add to the program that the ranks agree on a section; a copy of these for its operations."""
+        """Add the agreement on a section to the program; return a copy of these collectives for its operations."""
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Add to the program that the section ends."""
+        """Add the end of the section to the program."""
 
 
 def described(name: str, x: Any, root: int) -> str:
-    """An operation as the ranks compare it."""
+    """Describe an operation in the words that the ranks compare."""
     return f"{name} of {x.dtype}{list(x.shape)}" + (f" from rank {root}" if name == "broadcast" else "")
 
 
 def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
-    """The operation, of which vmap makes one on the whole batch."""
+    """Return the operation as a function that vmap turns into one operation on the whole batch."""
 
     @jax.custom_batching.custom_vmap
     def call(x: jax.Array) -> jax.Array:

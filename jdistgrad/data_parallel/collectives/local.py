@@ -1,4 +1,4 @@
-"""The workers of a local world: threads of one process that hand each other their arrays."""
+"""Collectives of a local world, where workers are threads of one process and read each other's arrays."""
 
 import collections
 import copy
@@ -26,12 +26,12 @@ _lock = threading.Lock()
 
 
 class Local(HostCollectives):
-    """The ranks are the workers of the local world this code runs in.
+    """Collectives with workers of the current local world as ranks.
 
     Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
 
     Arguments:
-      workers: the ranks in the world of those that take part; default all.
+      workers: the world ranks of the participants; default all.
     """
 
     def __init__(self, workers: Sequence[int] | None = None) -> None:
@@ -66,7 +66,7 @@ class Local(HostCollectives):
         return Meeting(functools.partial(self._collect, turn, what))
 
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
-        """Everybody's value of a round."""
+        """Return the values of all ranks in a round."""
         occasion = Occasion(what, self._group, turn)
         with Together(self._seat.owner, occasion, self._workers, blocking=False) as together:
 
@@ -121,18 +121,18 @@ class Local(HostCollectives):
         return copy.copy(self)
 
     def _end(self) -> None:
-        """Nothing is left to do: each operation waits for all by itself."""
+        """Do nothing: each operation has waited for all ranks by itself."""
 
 
 @functools.cache
 def _in_order() -> Any:
-    """The effect of callbacks that happen in the program's order."""
+    """Return the effect of callbacks that run in the program's order."""
     (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
     return effect
 
 
 class _Lazy:
-    """Memory for a result, made by whoever asks first: only rank 0's is asked for."""
+    """Memory for a result, allocated on first use: all ranks use rank 0's only."""
 
     def __init__(self, like: np.ndarray):
         self._like, self._lock = like, threading.Lock()
@@ -147,7 +147,7 @@ class _Lazy:
 
 
 def _combined(parts: list[np.ndarray], op: str) -> np.ndarray:
-    """In rank order, so that all ranks get the same bits; 16-bit floats in 32 bits."""
+    """Combine in rank order, so that all ranks get the same bits; small floats are combined in 32 bits."""
     wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
     result = parts[0].astype(wide)
     for part in parts[1:]:

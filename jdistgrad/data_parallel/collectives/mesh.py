@@ -1,4 +1,4 @@
-"""The devices along an axis of a mesh, inside ``jax.shard_map``: XLA's own collectives."""
+"""Collectives over the devices along a mesh axis, inside ``jax.shard_map``: XLA's own."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from jdistgrad.errors import CollectiveError
 
 
 class Mesh(Collectives):
-    """The ranks are the devices along a mesh axis, or several.
+    """Collectives with the devices along one or several mesh axes as ranks.
 
-    Derivatives are those of ``lax.psum`` and friends. Under ``check_vma=False``, and wherever a rank's loss is typed as
-    varying over the axis, that is the rule of the other bodies: of the sum of all ranks' losses.
+    Derivatives are those of ``lax.psum`` and its relatives. Under ``check_vma=False``, and wherever a rank's loss is
+    typed as varying over the axis, they are those of the other collectives: of the sum of all ranks' losses.
 
     Arguments:
       axis_name: the axis of the mesh, as given to ``jax.shard_map`` or ``jax.pmap``.
@@ -63,17 +63,17 @@ class Mesh(Collectives):
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
 
     def gather_same(self, x: jax.Array) -> jax.Array:
-        """``allgather`` whose result is typed as the same on all ranks; JAX types a gather's as different."""
+        """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
         rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
         return lax.psum(rows, self.axis_name)
 
     def localize(self, x: jax.Array) -> jax.Array:
-        """A replicated value as this rank's own, so that its gradient is of this rank's loss alone."""
+        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
         axes = [axis for axis in self._axes() if axis not in self._varying(x)] if self._typed() else []
         return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
     def is_summed(self, gradient: jax.Array) -> bool:
-        """Whether JAX has summed this gradient over the axis: it does so for parameters typed as replicated."""
+        """Return whether JAX has summed a gradient over the axis, as it does for parameters typed as replicated."""
         return self._typed() and not set(self._axes()) & self._varying(gradient)
 
     def _axes(self) -> tuple[Any, ...]:

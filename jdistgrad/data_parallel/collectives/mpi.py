@@ -1,4 +1,4 @@
-"""The ranks of an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
+"""Collectives over an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
 
 import copy
 import functools
@@ -22,17 +22,17 @@ from jdistgrad.ffi.sites import Later
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
-CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies by the ranks
+CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
 HERE_TAG = 31_073
 GRACE_SECONDS = 3.0
-MET = jax.ShapeDtypeStruct((), np.bool_)  # that the ranks have agreed
+MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
 
-_begun: dict[int, Any] = {}  # meetings that have not ended: MPI uses their memory, whoever has given them up
+_begun: dict[int, Any] = {}  # the gathers under way: MPI uses their memory even when this rank no longer waits
 
 
 class MPI(HostCollectives):
-    """The ranks are those of a communicator, of which a duplicate is made. Every rank of it must make one.
+    """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
@@ -50,17 +50,17 @@ class MPI(HostCollectives):
         self._met: Any = None
 
     def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
-        """Another communicator of the same ranks, and a name for it that all of them know."""
+        """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks."""
         twin, request = comm.Idup()
         if not poll(request.Test, self.timeout):
             raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
         name = bytearray(os.urandom(8))
         if not poll(twin.Ibcast(name).Test, self.timeout):
-            raise CollectiveError(f"MPI: a duplicate of the communicator was given no name within {self.timeout:g} s")
+            raise CollectiveError(f"MPI: the ranks could not name the new communicator within {self.timeout:g} s")
         return twin, bytes(name)
 
     def duplicate(self) -> "MPI":
-        """The same ranks over another communicator. Every rank must call it."""
+        """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
         other.comm, other._name = self._duplicate(self.comm)
         other.turn, other.apart = 0, None
@@ -68,7 +68,7 @@ class MPI(HostCollectives):
 
     @staticmethod
     def subset(ranks: Sequence[int]) -> Any:
-        """A communicator of some ranks of ``MPI.COMM_WORLD``. All of them must call it."""
+        """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
         from mpi4py import MPI as mpi  # noqa: N811
 
         return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks))
@@ -107,7 +107,7 @@ class MPI(HostCollectives):
         return Together(find_worker(), Occasion(what, self._name, self.turn), self._ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
-        """Who else waits, by asking everybody to say so: those who do not are missing."""
+        """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
         from mpi4py import MPI as mpi  # noqa: N811
 
         others = set(range(self.size)) - {self.rank}
@@ -150,7 +150,7 @@ class MPI(HostCollectives):
         return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """With arrays beside the pickle, not in it: of any size, and several times as fast."""
+        """Gather with arrays beside the pickle, not in it: of any size, and several times as fast."""
         from mpi4py.util import pkl5
 
         with self._together("a gather of objects"):
@@ -162,7 +162,7 @@ class MPI(HostCollectives):
         quiet = copy.copy(self)
         if on_cpus():
             call_in_order(lambda: self._compiled.enter(what, self.timeout), (), effect=_in_order(), quick=True)
-        else:  # what the program reduces first waits for the answer
+        else:  # operations of the section use the flag, so they wait for the agreement
             quiet._met = io_callback(lambda: self._compiled.agree(what, self.timeout), MET, ordered=True)
         return quiet
 
@@ -171,7 +171,7 @@ class MPI(HostCollectives):
             call_in_order(self._compiled.leave, (), effect=_in_order(), quick=True)
 
     def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
-        """With what MPI has no type for carried in another dtype, and what it cannot count in pieces."""
+        """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
         shape = (self.size, *x.shape) if name == "allgather" else x.shape
         if x.size == 0:
             return jnp.zeros(shape, x.dtype)
@@ -199,14 +199,14 @@ class MPI(HostCollectives):
         if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduced
         unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=comm)
-        return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank it comes from
+        return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank that holds it
 
 
 class _Compiled:
-    """What compiled programs do: over a communicator of its own, since they run beside what Python does.
+    """The sections of compiled programs, over a communicator of their own: they run beside Python's operations.
 
-    A section of theirs begins with a meeting of the ranks, and is inside MPI until it ends: all in one order, which the
-    effect of mpi4jax's operations keeps.
+    A section begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of mpi4jax's
+    operations keeps meetings and operations in the program's order.
     """
 
     def __init__(self, collectives: MPI):
@@ -218,8 +218,8 @@ class _Compiled:
         return np.ones(MET.shape, MET.dtype)
 
     def enter(self, what: str, timeout: float) -> Later | None:
-        """Ranks that are in step meet at once: that is less work than to let another thread wait for them."""
-        self.leave()  # a program that failed has not
+        """Begin a section. Ranks that are in step meet at once, which costs less than a wait on another thread."""
+        self.leave()  # a program that failed did not end its section
         agreeing = Agreeing(self.collectives, f"compiled {what}")
         if not agreeing.meeting.completes_within(AT_ONCE):
             return Later(functools.partial(self._entered, what, agreeing, timeout))
@@ -239,7 +239,7 @@ class _Compiled:
 
 @functools.cache
 def _in_order() -> Any:
-    """The effect of mpi4jax's operations, which happen in the program's order."""
+    """Return the effect of mpi4jax's operations, which keeps the program's order."""
     import mpi4jax
     from mpi4py import MPI as mpi  # noqa: N811
 
@@ -248,7 +248,7 @@ def _in_order() -> Any:
 
 
 def _neighbours_cores(comm: Any) -> list[set[int]]:
-    """The cores that each rank on this machine may use."""
+    """Return the cores that each rank on this machine may use."""
     from mpi4py import MPI as mpi  # noqa: N811
 
     neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -258,17 +258,17 @@ def _neighbours_cores(comm: Any) -> list[set[int]]:
 
 
 def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
-    """On one machine reductions are work for a core: there must be one that does not compute. Elsewhere they wait.
+    """Return whether overlap pays: on one machine a reduction needs a spare core per rank, between machines it waits.
 
     Arguments:
       neighbours: the cores of each rank on this machine.
-      size: how many ranks there are on all.
+      size: the number of ranks on all machines.
     """
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
 
 
 def _carrier(dtype: Any) -> Any:
-    """The dtype that carries another through mpi4jax, exactly."""
+    """Return the dtype that carries another exactly through mpi4jax."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
     return jnp.int8 if jnp.dtype(dtype) == jnp.bool else dtype

@@ -1,8 +1,8 @@
-"""What the ranks tell each other before each collective, and what follows from it: a pure function.
+"""The roll call: what the ranks tell each other before each collective, and what follows from it, as pure functions.
 
-A few dozen bytes from everybody, before a single gradient moves: that all are there, at the same bucket of the same
-plan, in the same kind of ``join`` block, with finite numbers if asked to check, and who has run out of inputs. What
-does not match is told on every rank.
+A few dozen bytes from every rank, before any gradient moves, show that all ranks are there, at the same bucket of the
+same plan, in the same kind of ``join`` block, with finite gradients where ``check_finite`` is set, and which ranks have
+run out of inputs. A mismatch raises an error on every rank.
 """
 
 import enum
@@ -16,23 +16,23 @@ _FORMAT = struct.Struct("<2i3qQ")
 
 
 class Act(enum.IntEnum):
-    """What a rank is about to do."""
+    """The action that a rank announces."""
 
-    SHADOW = 0  # it has run out of inputs and does what the others do, with zeros
+    SHADOW = 0  # the rank has run out of inputs and does what the others do, with zeros
     AGREE = 1
     REDUCE = 2
     USED = 3
     BROADCAST = 4
     VERIFY = 5
-    OPERATE = 6  # it is in a collective of its own, in a hook
-    FAILED = 7  # it will not do what it was to do, for a reason of its own
-    AVERAGE = 8  # it reduces gradients that it was given, not those of a step: accumulated ones, as a rule
+    OPERATE = 6  # a collective operation that is not the reducer's, in a hook for example
+    FAILED = 7  # the rank's step has failed, for a reason of its own
+    AVERAGE = 8  # gradients that were given to be averaged, not those of a step: usually accumulated ones
 
 
 class Joining(enum.IntEnum):
-    """In which kind of ``join`` block a rank is, and by how many gradients are divided there."""
+    """The kind of ``join`` block a rank is in, which decides by how many ranks gradients are divided."""
 
-    NONE = 0  # in none: by all ranks
+    NONE = 0  # in no block: divide by the number of all ranks
     BY_ALL = 1
     BY_ACTIVE = 2
 
@@ -43,7 +43,7 @@ class Joining(enum.IntEnum):
 
 
 class Roll(NamedTuple):
-    """One rank's word. ``fault``: 0, or one more than the place in its bucket of a leaf that is not finite."""
+    """The word of a rank. ``fault``: 0, or 1 plus the place in its bucket of the first leaf that is not finite."""
 
     act: Act
     step: int
@@ -71,7 +71,7 @@ class Roll(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What everybody said, where it fits together. ``leader`` speaks for the ranks still active (None: nobody is)."""
+    """The words of all ranks, which match. ``leader``: the lowest rank still active; None if all have joined."""
 
     rolls: tuple[Roll, ...]
     active: tuple[int, ...]
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """By how many gradients are divided."""
+        """The number of ranks that gradients are divided by."""
         by_active = bool(self.active) and self.rolls[self.active[0]].joining is Joining.BY_ACTIVE
         return len(self.active) if by_active else len(self.rolls)
 
@@ -93,11 +93,11 @@ def unpack(word: bytes) -> Roll:
 
 
 def call(words: Sequence[bytes]) -> Call:
-    """Read everybody's words.
+    """Read the words of all ranks.
 
     Raises:
-      DisagreementError: ranks are in different kinds of ``join`` blocks; or those that are active are not at the same
-        place; or some have joined, and the others do what nobody can do for them.
+      DisagreementError: ranks are in different kinds of ``join`` blocks; or the active ranks are not at the same place;
+        or some ranks have joined, and the others do what a joined rank cannot shadow.
     """
     rolls = tuple(unpack(word) for word in words)
     _require_same_block(rolls)
@@ -114,7 +114,7 @@ def call(words: Sequence[bytes]) -> Call:
 
 
 def _require_same_block(rolls: Sequence[Roll]) -> None:
-    """A step that has failed is told at any later time, perhaps after its block."""
+    """Raise unless all ranks are in one kind of block. A failed rank may announce its failure after its block."""
     going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]
     for rank in going_on:
         first = going_on[0]
@@ -123,13 +123,13 @@ def _require_same_block(rolls: Sequence[Roll]) -> None:
 
 
 def _place(roll: Roll) -> tuple[Act, int, int]:
-    """Where a rank is. Trees are met, and parameters shared, whatever the step; a step may fail at any bucket."""
+    """Return where a rank is. The step only counts for reductions and failures; a step may fail at any bucket."""
     bucket = 0 if roll.act is Act.FAILED else roll.bucket
     return roll.act, bucket, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
 
 
 def meet_with_trees(rolls: Iterable[Roll]) -> bool:
-    """Whether all ranks come with a tree that their digests stand for: to begin to reduce it, or to broadcast it."""
+    """Return whether the digests can be compared: all ranks begin to reduce a tree, or all do the same with theirs."""
     found = list(rolls)
     begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.bucket == 0 for roll in found)
     return begins or len({(roll.act, roll.bucket) for roll in found}) == 1
@@ -143,6 +143,6 @@ def _come_apart(how: str, rank: int) -> DisagreementError:
     return DisagreementError(
         f"the ranks have come apart: {how}. Nothing of it was reduced. Every rank must take the same steps on the same "
         "trees of gradients, under no_sync too; ranks with fewer inputs need DataParallel.join(), on every rank, with "
-        "the same arguments. What has come apart stays so: make a new DataParallel on every rank.",
+        "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank.",
         rank=rank,
     )

@@ -1,4 +1,4 @@
-"""The only place here that asks which world this code is in."""
+"""The current world, as the collectives use it: this worker's place, its watchdog, and values kept for the world."""
 
 import dataclasses
 import weakref
@@ -15,7 +15,7 @@ _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDiction
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """A worker's place among the threads of a local world. ``check`` raises once the world is gone."""
+    """A worker's place in its world. ``check`` raises once the world has failed or closed."""
 
     world: str
     rank: int
@@ -25,12 +25,13 @@ class Seat:
 
 
 class Together:
-    """A block in which a worker takes part in something with others of its world, as its watchdog knows.
+    """A block in which a worker takes part in a collective with others of its world, and its watchdog knows.
 
     Arguments:
-      worker: the worker; None: there is no world, and nobody watches.
-      ranks: everybody's, in the world.
-      blocking: whether it is inside MPI, where only the end of the job would end it.
+      worker: the worker; None without a world, when there is no watchdog.
+      occasion: the collective.
+      ranks: the world ranks of all participants.
+      blocking: whether the block is inside MPI, where only the end of the job ends a wait.
     """
 
     __slots__ = ("_blocking", "_engagement", "_occasion", "_ranks", "_worker")
@@ -49,12 +50,12 @@ class Together:
             self._worker.watchdog.end(self._engagement)
 
     def check(self) -> None:
-        """Raise where somebody will never come."""
+        """Raise if a participant will never come."""
         if self._engagement is not None:
             self._engagement.check()
 
     def places(self, missing: Sequence[int]) -> dict[int, str]:
-        """Where those of these ranks (in the group) are that still answer."""
+        """Return where the missing ranks (of the group) are in their programs, as far as they still answer."""
         if self._worker is None:
             return {}
         found = self._worker.watchdog.ask([self._ranks[one] for one in missing], self._occasion)
@@ -62,7 +63,7 @@ class Together:
 
 
 def seat() -> Seat:
-    """This worker's place."""
+    """Return this worker's place in its world."""
     worker = current_worker()
 
     def check() -> None:
@@ -78,23 +79,23 @@ def seat() -> Seat:
 
 
 def refuse_forked_process(what: str) -> None:
-    """Raises NotInitializedError in a process that was forked from a worker's: MPI is its parent's."""
+    """Raise NotInitializedError in a process forked from a worker's, where MPI belongs to the parent."""
     why = left_behind()
     if why is not None:
         raise errors.NotInitializedError(f"{what}: {why}")
 
 
 def is_local() -> bool:
-    """Whether this world's workers are threads of one process."""
+    """Return whether this world needs no MPI: its workers are threads of one process, or there is only one."""
     worker = current_worker()
     return worker.shares_process or worker.size == 1
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep something as long as this world stands."""
+    """Keep a value under a name as long as this world exists."""
     _kept.setdefault(current_worker(), {})[name] = value
 
 
 def kept(name: str) -> Any:
-    """What was kept under a name in this world; None: nothing."""
+    """Return the value kept under a name in this world, or None."""
     return _kept.get(current_worker(), {}).get(name)

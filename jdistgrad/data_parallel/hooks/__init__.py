@@ -1,4 +1,4 @@
-"""Hooks: what is done to a bucket in place of averaging it, as pairs of pure functions with a state of their own.
+"""Hooks: pairs of pure functions, with a state of their own, that process a bucket instead of averaging it.
 
 Uses collectives and buckets. Used by reducing and steps.
 """

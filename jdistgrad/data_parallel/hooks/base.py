@@ -1,4 +1,4 @@
-"""What a hook is, and what it must return."""
+"""The type of hooks, and the check of their results."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,15 +12,16 @@ from jdistgrad.errors import HookError
 
 
 class Hook(NamedTuple):
-    """Reduces a bucket.
+    """A communication hook, which reduces a bucket.
 
-    ``apply`` runs on every rank for every bucket, in bucket order; what it asks of the collectives must be the same on
-    all ranks. It owns the division by ``bucket.divisor``. It may run inside ``jit``: then everything is traced.
+    ``apply`` runs on every rank for every bucket, in bucket order, and must call the same collectives on all ranks. It
+    has to divide by ``bucket.divisor`` itself. It may run inside ``jit``, on traced values.
 
     Arguments:
-      init: a bucket (without its numbers) to the state the hook starts with for it, a pytree.
-      apply: (bucket, state, collectives) to (flat array as long as ``bucket.flat`` and of its dtype, new state).
-      name: what messages call it.
+      init: takes a bucket without ``flat`` and ``divisor``; returns the initial state for that bucket, a pytree.
+      apply: takes (bucket, state, collectives); returns (flat array of the length and dtype of ``bucket.flat``, new
+        state).
+      name: the hook's name in messages, and what the ranks compare.
 
     Example:
       >>> def apply(bucket, state, collectives):
@@ -34,7 +35,7 @@ class Hook(NamedTuple):
 
 
 def checked(hook: Any) -> Hook | None:
-    """A hook, or None. Raises HookError for anything else."""
+    """Return a hook, or None, unchanged. Raise HookError for anything else."""
     if hook is None or (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
         return hook
     raise HookError(
@@ -44,7 +45,7 @@ def checked(hook: Any) -> Hook | None:
 
 
 def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
-    """Apply a hook. Raises HookError where it did not return its bucket, reduced."""
+    """Apply a hook. Raise HookError if its result does not fit the bucket."""
     returned = hook.apply(bucket, state, collectives)
     expected = f"(a JAX array {bucket.dtype}[{bucket.size}], the new state)"
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -67,5 +68,5 @@ def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
 
 
 def remembered(new: jax.Array, otherwise: Any = 0) -> jax.Array:
-    """What a hook keeps for its next step: what is not finite would stay for good, though the step is skipped."""
+    """Return a hook's new state with ``otherwise`` for NaN and infinity, which would stay after a skipped step."""
     return jnp.where(jnp.isfinite(new), new, otherwise)

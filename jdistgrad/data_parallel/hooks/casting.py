@@ -1,4 +1,4 @@
-"""Half the bytes: gradients are cast to 16 bits, averaged, and cast back."""
+"""Hooks that halve the bytes: they cast gradients to 16 bits, average, and cast back."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jdistgrad.data_parallel.hooks.base import Hook
 
 
 def float16() -> Hook:
-    """Average in float16: 11 bits of precision, up to 65504. Divided before the cast, so that sums do not overflow."""
+    """Average in float16: 11 bits of precision, up to 65504. Divides before the cast, so that sums do not overflow."""
     return _casting(jnp.float16)
 
 

@@ -1,4 +1,4 @@
-"""The average, as a hook: what is done without one."""
+"""The plain average as a hook: the same as no hook."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jdistgrad.data_parallel.hooks.base import Hook
 
 
 def average() -> Hook:
-    """Divide and sum."""
+    """Average: divide by ``bucket.divisor`` and sum."""
     return Hook(lambda bucket: (), _apply, "average")
 
 

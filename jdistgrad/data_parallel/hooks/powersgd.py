@@ -1,8 +1,8 @@
 """Low-rank gradients: each matrix M travels as P (n x r) and Q (m x r), one power iteration from the last step's Q.
 
-Vogels et al., "PowerSGD" (NeurIPS 2019). Error feedback keeps what the rank lost; the warm start makes the iteration
-follow the gradients. A matrix is compressed only where (n + m) * rank * min_rate < n * m; everything else is averaged.
-Weakness: in the first steps the error is large: begin with ``start`` plain ones.
+Vogels et al., "PowerSGD" (NeurIPS 2019). Error feedback keeps what the low rank loses; the warm start makes the
+iteration follow the gradients. A matrix is compressed only if (n + m) * rank * min_rate < n * m; all other leaves are
+averaged. Weakness: the error is large in the first steps, so the first ``start`` steps average plainly.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ def powersgd(
     """Average matrices by low-rank factors.
 
     Arguments:
-      rank: of the approximation. Higher is nearer to the average and more bytes.
+      rank: the rank of the approximation. A higher rank is nearer to the average and sends more bytes.
       start: how many steps are averaged plainly first.
-      min_rate: compress a matrix only where that saves at least this factor.
-      error_feedback: add what was lost to the next step's gradient.
-      warm_start: begin each step's iteration with the last one's Q.
+      min_rate: compress a matrix only if that saves more than this factor.
+      error_feedback: add the compression error to the next step's gradient.
+      warm_start: begin each step's iteration with the last step's Q.
     """
     if rank < 1 or start < 0 or not min_rate > 0:
         raise ValueError(
@@ -55,7 +55,7 @@ def powersgd(
 
 
 class _Compressed:
-    """One bucket's step, either way."""
+    """A bucket's step: the plain average, or the average by factors."""
 
     def __init__(self, bucket: Bucket, matrices: list[Slot], collectives: Collectives, feedback: bool, warm: bool):
         self._bucket, self._matrices, self._collectives = bucket, matrices, collectives
@@ -81,7 +81,7 @@ class _Compressed:
         return self._flat(averaged), {"step": state["step"] + 1, "error": error, "q": factors}
 
     def _rest(self, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """Average what is not compressed, in one reduction."""
+        """Average the leaves that are not compressed, in one reduction."""
         compressed = {slot.index for slot in self._matrices}
         rest = [slot for slot in self._bucket.slots if slot.index not in compressed]
         if not rest:
@@ -109,7 +109,7 @@ def _worth(shape: tuple[int, ...], rank: int, min_rate: float) -> bool:
 
 
 def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
-    """The same on every rank."""
+    """Return a leaf's first Q: random, and the same on every rank."""
     width = int(np.prod(slot.shape[1:]))
     return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
 

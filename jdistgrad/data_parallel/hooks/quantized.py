@@ -1,8 +1,8 @@
-"""8 bits for each number, with a scale for each block; what rounding took is added to the next step's gradient.
+"""8 bits for each number, with a scale for each block; the rounding error is added to the next step's gradient.
 
 Error feedback: Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014). Guarantee: the sum of what was
-sent never falls behind the sum of the gradients by more than one step's rounding. Weakness: everybody gathers all
-bytes, so it saves nothing beyond about eight ranks.
+sent never differs from the sum of the gradients by more than one step's rounding. Weakness: every rank gathers the
+bytes of all ranks, so the hook saves nothing beyond about eight ranks.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How one rank reduces with the others: settings that all share, the meeting, the average, sparse rows, statistics.
+"""A rank's part in reductions: shared settings, the meeting, the average, sparse rows, statistics.
 
 Uses hooks, collectives and buckets. Used by steps.
 """

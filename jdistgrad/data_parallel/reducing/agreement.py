@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before gradients are reduced, its digest, and the first difference in words."""
+"""The terms that must be the same on all ranks before a reduction: their digest, and the first difference in words."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ Settings = tuple[tuple[str, str], ...]
 
 
 class Terms(NamedTuple):
-    """One rank's tree of gradients and settings."""
+    """A rank's tree of gradients and its settings."""
 
     leaves: tuple[Leaf, ...]
     settings: Settings
@@ -24,10 +24,10 @@ class Terms(NamedTuple):
 
 
 def require_agreement(terms: Mapping[int, Terms]) -> None:
-    """Compare the terms of several ranks with those of the lowest.
+    """Compare the terms of several ranks with the lowest rank's.
 
     Raises:
-      DisagreementError: naming the rank, the leaf and both values.
+      DisagreementError: terms differ; the error names the rank, the leaf or setting, and both values.
     """
     first = min(terms)
     for rank in sorted(terms):
@@ -68,7 +68,7 @@ def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gath
     """Compare every leaf with rank 0's.
 
     Raises:
-      DisagreementError: naming the leaf, the first place in it that differs, the rank and both values.
+      DisagreementError: a leaf differs; the error names it, the first differing place, the rank and both values.
     """
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):

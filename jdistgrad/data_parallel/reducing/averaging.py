@@ -1,4 +1,4 @@
-"""How one bucket is averaged: in place without a hook, through flat arrays with one."""
+"""The average of one bucket: in place without a hook, through flat arrays with a hook."""
 
 import functools
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def plainly(
     *,
     overwrite: bool,
 ) -> list[jax.Array]:
-    """Write averages over the gradients or into new arrays, part by part; through the host's memory from a device."""
+    """Average part by part, over the gradients or into new arrays. Arrays on accelerators go through host memory."""
     seen = [np.asarray(g) for g in gradients]
     whole = jnp.finfo(bucket.dtype).bits >= 8  # XLA packs several smaller numbers into a byte
     here = [
@@ -58,7 +58,7 @@ def _average_parts(
 
 
 def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
-    """The part in ``plainly`` of a rank that has nothing to add."""
+    """Take part in ``plainly`` with zeros: this rank has no gradients."""
     for size, _ in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
         flat[:] = 0
@@ -68,7 +68,7 @@ def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
 def with_hook(
     hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: HostCollectives
 ) -> tuple[list[jax.Array], Any]:
-    """Average through a hook; the gradients and its new state."""
+    """Average through a hook; return the averages and the hook's new state."""
     flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)
     return cut(flat, tuple(slot.shape for slot in bucket.slots)), state
 
@@ -78,13 +78,13 @@ flatten = jax.jit(join_flat)
 
 @functools.partial(jax.jit, static_argnums=1)
 def cut(flat: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
-    """The arrays of these shapes that a flat one holds."""
+    """Cut a flat array into arrays of these shapes."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
     return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)]
 
 
 def first_not_finite(gradients: Sequence[Any]) -> int:
-    """One more than the place of the first gradient with NaN or infinity in it; 0: there is none."""
+    """Return 1 plus the place of the first gradient that holds NaN or infinity; 0 if all are finite."""
     values = [np.asarray(g.data if is_sparse(g) else g) for g in gradients]
     found = (k for k, x in enumerate(values, 1) if not np.isfinite(_wide(x)).all())
     return next(found, 0)

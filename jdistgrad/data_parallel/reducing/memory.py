@@ -1,6 +1,6 @@
-"""The memory behind JAX arrays, written in place: a gradient nobody else has seen needs no second copy.
+"""In-place writes to the memory of JAX arrays: a gradient that nobody else has seen needs no second copy.
 
-JAX arrays are immutable by contract, so this is only for arrays fresh from a compiled function that no one else holds.
+JAX arrays are immutable by contract, so this is only for arrays fresh from a compiled function that nobody else holds.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ from jdistgrad.wire.buffers import BufferPool
 
 @functools.lru_cache(maxsize=256)
 def host_device(sharding: Any) -> Any:
-    """The CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
+    """Return the CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
     devices = sharding.device_set
     only = next(iter(devices))
     return only if len(devices) == 1 and only.platform == "cpu" else None
 
 
 def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
-    """Writable flat view of a finished CPU array. ``like``: its NumPy view; cheaper than asking JAX for the size."""
+    """Return a writable flat view of a finished CPU array. ``like``: its NumPy view, cheaper than JAX's size."""
     if like.size == 0:
         return like
     memory = (ctypes.c_char * like.nbytes).from_address(array.unsafe_buffer_pointer())
@@ -31,10 +31,10 @@ def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
 
 
 def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
-    """New arrays to be written to, each of the shape and type and on the device of one of these.
+    """Return new arrays to write to, with the shapes, dtypes and devices of given arrays.
 
     Arguments:
-      devices: the host's device of each. What has none stays itself: it is not written to.
+      devices: each array's CPU device. An array whose device is None is returned itself: nobody writes to it.
     """
     if None not in devices and len(set(devices)) == 1:
         return jax.block_until_ready(_zeros(list(like)))
@@ -43,7 +43,7 @@ def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
     ]
 
 
-@functools.partial(jax.jit, keep_unused=True)  # they say on which device
+@functools.partial(jax.jit, keep_unused=True)  # the unused arguments determine the device
 def _zeros(like: list[jax.Array]) -> list[jax.Array]:
     return [jax.numpy.zeros_like(array) for array in like]
 
@@ -52,14 +52,14 @@ HUGE_PAGE = 2 << 20  # bytes
 
 
 class Scratch:
-    """Memory that stays warm: a fresh page costs more than the arithmetic on it."""
+    """Memory that is reused to stay warm: a fresh page costs more than the arithmetic on it."""
 
     def __init__(self) -> None:
         self._pool = BufferPool(idle_limit=0)  # in huge pages, which MPI copies several times as fast
         self._bytes = np.empty(0, np.uint8)
 
     def take(self, size: int, dtype: Any) -> np.ndarray:
-        """A flat array. It is valid until the next is taken."""
+        """Return a flat array, valid until the next call."""
         needed = size * np.dtype(dtype).itemsize
         if self._bytes.size < needed:
             memory = self._pool.lease(needed + HUGE_PAGE)

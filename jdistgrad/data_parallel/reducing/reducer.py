@@ -1,6 +1,6 @@
-"""What a rank does together with the others: agree on a plan, average its buckets, shadow the others' steps.
+"""A rank's collective work: agreeing on a plan, averaging its buckets, shadowing the others' steps.
 
-Every method runs on the communication thread and begins with a meeting of all ranks (``rolls``).
+Every method runs on the communication thread and begins with a roll call of all ranks.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksErr
 
 
 class Reducer:
-    """One rank's part in the reductions of a group."""
+    """A rank's part in the reductions of a group."""
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
         self.collectives, self.rules = collectives, rules
@@ -37,13 +37,13 @@ class Reducer:
         self.last_active: tuple[int, ...] = (0,)
         self.broken: CollectiveError | WorkerLostError | None = None
         self._announced: list[Callable[[float], list[bytes]]] = []
-        self._failed = 0  # the last step of which the others were told that it had failed
+        self._failed = 0  # the last step that this rank has announced as failed
         self._scratch = Scratch()
 
     # Meeting.
 
     def _meet(self, mine: Roll, terms: Terms | None = None) -> Call:
-        """``terms``: of the tree that this rank comes with."""
+        """Hold a roll call with this rank's word. ``terms``: those of the tree that this rank comes with."""
         with self._breaking():
             while self._announced:
                 roll_call.call(self._announced.pop(0)(self.rules.timeout))
@@ -53,7 +53,7 @@ class Reducer:
         except DisagreementError:
             self.step = max(
                 roll_call.unpack(word).step for word in words
-            )  # whoever goes on, goes on from the same step
+            )  # ranks that continue must continue from the same step
             raise
         with self._breaking():
             call = roll_call.call(words)
@@ -65,7 +65,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Ranks that have come apart, or not come, would from now on reduce what does not belong together."""
+        """Refuse all later meetings once ranks came apart or did not come: reductions would no longer match."""
         if self.broken is not None:
             raise self.broken
         try:
@@ -76,7 +76,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def _telling(self, step: int, bucket: int) -> Iterator[None]:
-        """What goes wrong on this rank only, the others hear of: they would wait."""
+        """Announce a failure of this rank alone to the others, which would wait for it."""
         try:
             with self._breaking():
                 yield
@@ -86,13 +86,13 @@ class Reducer:
             raise
 
     def fail(self, step: int, bucket: int) -> None:
-        """Tell the others, once, that this rank's step has failed. Their words are heard before the next meeting."""
+        """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
         if step > self._failed:
             self._failed = step
             self._announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
-        """Where ranks come with different trees, everybody learns what differs, before anything is reduced."""
+        """Raise on every rank, before anything is reduced, if ranks come with different trees."""
         active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
         if not roll_call.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
             return
@@ -100,23 +100,23 @@ class Reducer:
         require_agreement({rank: terms[rank] for rank in active})
 
     def _here(self, act: Act, bucket: int = 0, digest: int = 0) -> Roll:
-        """This rank's word, where there is no step of which the handling knows more."""
+        """Return this rank's word for an action that has no handling of its own."""
         return Roll(act, self.step, bucket, 0, digest, self.joining)
 
     # The operations.
 
     def agree(self, terms: Terms, order: Sequence[int] | None) -> Plan:
-        """The plan for a tree that is new to this rank. Raises DisagreementError where others have another."""
+        """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ."""
         digest = terms.digest()
         if digest in self.plans:
             return self.plans[digest]
         return self._share_plan(self._meet(self._here(Act.AGREE, digest=digest), terms), terms, order)
 
     def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
-        """The lowest active rank's order is everybody's. Ranks that have joined learn the tree from it too.
+        """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
 
         Raises:
-          DisagreementError: one of them has other settings, by which it would cut the tree or reduce it otherwise.
+          DisagreementError: a rank's settings differ, so it would plan or reduce differently.
         """
         assert call.leader is not None
         leads = call.leader == self.collectives.rank
@@ -159,9 +159,9 @@ class Reducer:
         return averaged
 
     def usual(self, plan: Plan, act: Act) -> Handling:
-        """How gradients are treated of which nothing else is said: by the hook of this group, with a state per plan.
+        """Return the default handling of gradients: by the hook of the rules, with states kept for each plan.
 
-        Those that were given to be averaged stay as they are.
+        Gradients that were given to be averaged are not overwritten.
         """
         states = self.states.setdefault(plan.digest, {})
         own = act is Act.REDUCE
@@ -181,13 +181,13 @@ class Reducer:
                 slot = bucket.slots[call.rolls[rank].fault - 1]
                 raise NonFiniteError(
                     f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
-                    f"{bucket.index}); it was not reduced, on no rank. Look at that rank's loss and inputs.",
+                    f"{bucket.index}); it was not reduced on any rank. Look at that rank's loss and inputs.",
                     rank=rank,
                     path=slot.path,
                 )
 
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
-        """Which parameters any rank used. Ranks that have joined used none."""
+        """Return which parameters any rank used. Ranks that have joined used none."""
         self._meet(self._here(Act.USED, len(used)))
         return self._share_used(np.array(used, np.uint8))
 
@@ -196,23 +196,23 @@ class Reducer:
         return used.astype(bool)
 
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
-        """The root's leaves, written over this rank's."""
+        """Overwrite this rank's leaves with the root's."""
         self._meet(self._here(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
-        """Compare everybody's leaves."""
+        """Compare the leaves of all ranks."""
         self._meet(self._here(Act.VERIFY, digest=terms.digest()), terms)
         require_same_bits(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
 
     def shadow(self) -> int:
-        """Do what the others do, with zeros, until all have joined. The last rank that was active.
+        """Do what the others do, with zeros, until all have joined. Return the last rank that was active.
 
-        A bucket that is not finite is the others' affair: they hear of it, and may go on.
+        A bucket that is not finite does not end the shadowing: the others raise the error, and may go on.
         """
         while True:
             call = self._meet(self._here(Act.SHADOW))
@@ -228,7 +228,7 @@ class Reducer:
                     self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
-            elif lead.act is not Act.FAILED:  # of which the others hear, and may go on
+            elif lead.act is not Act.FAILED:  # after a failure, which the others raise, they may go on
                 raise roll_call.apart(self.collectives.rank, self._here(Act.SHADOW), call.leader, lead)
 
     def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:

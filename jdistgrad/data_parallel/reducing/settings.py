@@ -1,4 +1,4 @@
-"""What every rank must set alike, and the plan for a tree of gradients that follows from it: pure."""
+"""The settings that must be the same on every rank, and the plan that follows from them for a tree: pure functions."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jdistgrad.errors import LeafError
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the ranks agreed on for one tree of gradients."""
+    """The buckets that the ranks have agreed on for one tree of gradients."""
 
     terms: Terms
     digest: int
@@ -31,7 +31,7 @@ class Plan:
 
 
 def paths_of(sparse: Sequence[str]) -> frozenset[str]:
-    """Checked paths of leaves. Raises TypeError for one path that is not in a list."""
+    """Return checked paths of leaves. Raise TypeError for a single path that is not in a list."""
     if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
         raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {sparse!r}")
     return frozenset(sparse)
@@ -39,7 +39,7 @@ def paths_of(sparse: Sequence[str]) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How to reduce; see ``DataParallel``, whose arguments these are."""
+    """The rules of reduction: arguments of ``DataParallel``, which describes them."""
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
@@ -56,7 +56,7 @@ class Rules:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What the ranks compare, by the names that messages use."""
+        """The values that the ranks compare, by the names that messages use."""
         return (
             ("bucket_cap_mb", str(self.bucket_cap_mb)),
             ("the hook", self.hook_name),
@@ -70,11 +70,11 @@ class Rules:
         return self.hook.name if self.hook else "none"
 
     def terms(self, tree: Any) -> Terms:
-        """A tree of gradients, as the ranks compare it."""
+        """Describe a tree of gradients as the ranks compare it."""
         return Terms(tuple(describe(tree)), self.settings)
 
     def require_averages(self, leaves: Sequence[Leaf]) -> None:
-        """Raises LeafError for a leaf that has no average, or no rows where it should."""
+        """Raise LeafError for a leaf that has no average, or a sparse leaf that has no rows."""
         require_inexact(leaves, "DataParallel")
         for leaf in leaves:
             if self.travels_as_rows(leaf) and not leaf.shape:
@@ -83,7 +83,7 @@ class Rules:
                 )
 
     def require_sparse_paths(self, tree: Any) -> None:
-        """Raises LeafError for a path in ``sparse`` that no leaf of the parameters has."""
+        """Raise LeafError for a path in ``sparse`` that no leaf of the parameters has."""
         paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
         for path in sorted(self.sparse.difference(paths)):
             raise LeafError(
@@ -96,25 +96,25 @@ class Rules:
         return leaf.sparse > 0 or leaf.path in self.sparse
 
     def plan(self, terms: Terms, order: Sequence[int] | None) -> Plan:
-        """The buckets of a tree: the same on every rank that has the same terms and order."""
+        """Plan a tree's buckets: the same plan on every rank that has the same terms and order."""
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
-        walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last parameters' come first
+        walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last gradients come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
         return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
 
 
 @dataclasses.dataclass
 class Handling:
-    """One step's.
+    """The way in which one step's gradients are reduced.
 
     Arguments:
-      step: its number.
-      hook: what to do with a bucket instead of averaging it.
-      states: the hook's, by bucket; it changes them.
+      step: the number of the step.
+      hook: the hook that reduces buckets; None: average them.
+      states: the hook's state for each bucket, replaced as buckets are reduced.
       overwrite: whether averages may be written over the gradients.
-      clock: where its times are noted.
-      act: what the other ranks are told of it: REDUCE or AVERAGE.
-      joining: in which kind of ``join`` block it began.
+      clock: records the times of the step.
+      act: the action that is announced to the other ranks: REDUCE or AVERAGE.
+      joining: the kind of ``join`` block in which the step began.
     """
 
     step: int

@@ -1,6 +1,6 @@
-"""Gradients of which only some rows are there: an embedding's. The rows travel, not the table.
+"""Gradients with few nonzero rows, such as an embedding's: these rows travel, not the table.
 
-Everybody gathers everybody's rows; rows that several ranks have are summed. The same as averaging the dense table.
+Every rank gathers the rows of all ranks and sums rows that several ranks have. The result is the dense table's average.
 """
 
 import math
@@ -15,7 +15,7 @@ from jdistgrad.errors import LeafError
 
 
 def require_rows(path: str, gradient: Any) -> None:
-    """Raises LeafError for a sparse array that is not a list of rows or elements."""
+    """Raise LeafError for a sparse array that is not a list of rows or elements."""
     if gradient.n_batch:
         raise LeafError(
             f"the sparse gradient {path} has {gradient.n_batch} batch dimensions; expected none. Use "
@@ -29,12 +29,12 @@ def require_rows(path: str, gradient: Any) -> None:
 def reduce_sparse(
     gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives
 ) -> Any:
-    """The average of sparse gradients, each place once and in order. ``gradient=None``: this rank has no rows."""
+    """Return the average of sparse gradients, indices unique and sorted. ``gradient=None``: this rank has no rows."""
     mine = None if gradient is None else (np.asarray(gradient.data), np.asarray(gradient.indices))
     parts = [part for part in all_.gather_objects(mine) if part is not None]
     indices = np.concatenate([part[1] for part in parts])
     data = np.concatenate([part[0] for part in parts]) / np.asarray(divisor, dtype)
-    inside = np.all(indices < np.array(shape[: indices.shape[1]]), axis=1)  # BCOO pads with places outside
+    inside = np.all(indices < np.array(shape[: indices.shape[1]]), axis=1)  # BCOO pads with indices outside the array
     places, where = np.unique(indices[inside], axis=0, return_inverse=True)
     total = np.zeros((len(places), *data.shape[1:]), dtype)
     np.add.at(total, where.reshape(-1), data[inside])
@@ -42,7 +42,7 @@ def reduce_sparse(
 
 
 def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: HostCollectives) -> None:
-    """Average a dense table in place, of which most rows are zero."""
+    """Average in place a dense table whose rows are mostly zero."""
     rows = table.reshape(shape[0], math.prod(shape[1:]))
     mine = np.flatnonzero(rows.any(axis=1))
     parts = all_.gather_objects((mine, rows[mine]))

@@ -1,4 +1,4 @@
-"""What a DataParallel has done and how long it took."""
+"""Statistics of a DataParallel: what it has reduced, and how long that took."""
 
 import dataclasses
 import time
@@ -11,12 +11,12 @@ from jdistgrad.events import Event
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Totals (``steps``, ``buckets_reduced``, ``bytes_reduced``), and of the last step its plan and its times.
+    """Totals (``steps``, ``buckets_reduced``, ``bytes_reduced``), and the plan and times of the last step.
 
-    Bytes are those of the gradients, before a hook or the choice of rows makes fewer of them. Times are this rank's, in
-    seconds.
-    ``compute``: from the first dispatch until the last gradient was ready. ``communication``: reducing, summed over the
-    buckets; ``overlap``: how much of that lay within ``compute``; ``waiting``: for other ranks to reach a bucket.
+    Bytes are those of the gradients, before a hook or the choice of rows reduces their number. Times are this rank's,
+    in seconds. ``compute``: from the first dispatch until the last gradient was ready. ``communication``: time spent
+    reducing, summed over the buckets. ``overlap``: the part of ``communication`` within ``compute``. ``waiting``: time
+    spent waiting for other ranks to reach a bucket.
     """
 
     rank: int = 0
@@ -38,7 +38,7 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One bucket of a step, by ``time.perf_counter``: its gradients ready, everybody there, reduced."""
+    """A bucket's times by ``time.perf_counter``: its gradients ready, all ranks there, reduced."""
 
     bucket: int
     ready: float
@@ -48,7 +48,7 @@ class Span:
 
 @dataclasses.dataclass
 class Clock:
-    """The times of one step. ``backward``: its gradients are computed meanwhile."""
+    """The times of one step. ``backward``: whether its gradients are computed meanwhile."""
 
     backward: bool = True
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -56,7 +56,7 @@ class Clock:
 
 
 def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
-    """What is told when one more step has been reduced."""
+    """Return the statistics after one more step, and report the step to the timeline."""
     told = dataclasses.replace(
         before,
         rank=rank,
@@ -76,7 +76,7 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
 
 
 def tell(told: Statistics, *, backward: bool) -> None:
-    """A step for the timeline: the backward pass, and each bucket from when all were there until it was reduced."""
+    """Report a step to the timeline: the backward pass, and each bucket from the arrival of all ranks to its end."""
     computed = max(span.ready for span in told.spans)
     if backward:
         events.pass_on(Event(events.PIECE, told.rank, "", "backward", computed - told.compute, computed, {}))
@@ -86,7 +86,7 @@ def tell(told: Statistics, *, backward: bool) -> None:
 
 
 def times(clock: Clock) -> dict[str, Any]:
-    """Compute, communication, overlap and waiting of a step."""
+    """Return compute, communication, overlap and waiting times of a step."""
     computed = max((span.ready for span in clock.spans), default=clock.started)
     return {
         "compute": computed - clock.started,
@@ -97,7 +97,7 @@ def times(clock: Clock) -> dict[str, Any]:
 
 
 def sizes(buckets: Sequence) -> dict[str, Any]:
-    """What is told of a plan."""
+    """Return a plan's part of the statistics: the size and the leaves of each bucket."""
     return {
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
         "bucket_leaves": tuple(tuple(slot.index for slot in bucket.slots) for bucket in buckets),

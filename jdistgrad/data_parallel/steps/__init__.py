@@ -1,4 +1,4 @@
-"""How one rank takes steps: the backward pass in pieces, its gradients on their way, compiled steps, uneven inputs.
+"""The steps of one rank: the backward pass in pieces, the reduction of its gradients, compiled steps, uneven inputs.
 
-Uses reducing and what lies below. Used by the public classes.
+Uses reducing and the layers below it. Used by the public classes.
 """

@@ -1,4 +1,4 @@
-"""Averaging inside one compiled step: pure, for every body of the collectives, synchronous."""
+"""Averaging inside one compiled step: pure and synchronous, for all collectives."""
 
 import contextlib
 import hashlib
@@ -19,10 +19,10 @@ from jdistgrad.errors import CollectiveError, HookError, LeafError
 
 
 class Inside:
-    """Averages as functions of gradients and the hook's states, which become part of a program.
+    """Averages as functions of gradients and the hook's states, which become part of a compiled program.
 
     Arguments:
-      driver: with whom the ranks agree on buckets; None on a mesh, where they are one program.
+      driver: agrees on buckets with the other ranks; None on a mesh, where all ranks run one program.
     """
 
     def __init__(self, collectives: Collectives, rules: Rules, driver: Driver | None):
@@ -30,11 +30,11 @@ class Inside:
         self._hook = rules.hook or plain_average()
 
     def initial_states(self, tree: Any) -> list[Any]:
-        """The hook's states for the buckets of a tree."""
+        """Return the hook's initial states for the buckets of a tree."""
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
 
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
-        """The average of a tree of gradients, and the hook's new states. Every rank must call it."""
+        """Return the average of a tree of gradients, and the hook's new states. Every rank must call it."""
         leaves, structure = flatten(gradients)
         buckets, after = self._buckets(gradients), []
         with self._section(what, buckets) as all_:
@@ -46,7 +46,7 @@ class Inside:
         return jax.tree.unflatten(structure, leaves), after
 
     def _section(self, what: str, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
-        """One agreement is enough for a plan that the ranks know."""
+        """Open a section for the whole plan: one agreement on its digest covers all buckets."""
         if not isinstance(self._collectives, HostCollectives) or not buckets:
             return contextlib.nullcontext(self._collectives)
         leaves = [f"{slot.path} {bucket.dtype}{list(slot.shape)}" for bucket in buckets for slot in bucket.slots]
@@ -55,10 +55,10 @@ class Inside:
         return self._collectives.section(f"{what} of {', '.join(leaves[:3])}{rest} (plan {digest})")
 
     def average(self, gradients: Any, what: str, *, joining: bool) -> Any:
-        """The average of a tree of gradients, where nothing is kept from step to step.
+        """Return the average of a tree of gradients, with no hook state kept from step to step.
 
         Arguments:
-          what: whether they are a step's own or were given: other ranks must do the same.
+          what: "step" for a step's own gradients, "average" for given ones; all ranks must do the same.
         """
         self._refuse_what_waits(joining)
         states = self.initial_states(gradients)
@@ -78,8 +78,8 @@ class Inside:
         ):
             if asked:
                 raise CollectiveError(
-                    f"{name}: inside jax.jit (and on a mesh) ranks cannot tell each other anything but gradients. Call "
-                    "the step from Python, without jax.jit."
+                    f"{name}: inside jax.jit (and on a mesh) ranks exchange nothing but gradients. Call the step from "
+                    "Python, without jax.jit."
                 )
 
     def _buckets(self, tree: Any) -> Sequence[Bucket]:
@@ -90,7 +90,7 @@ class Inside:
         return self._driver.buckets(tree)
 
     def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any, all_: Collectives) -> tuple[Sequence[Any], Any]:
-        """A leaf named sparse is dense here, and like rows it is nothing for hooks."""
+        """Average one bucket. A leaf listed in ``sparse`` is dense here; as in eager steps, hooks do not get it."""
         if is_sparse(own[0]):
             raise _sparse(bucket)
         summed = [all_.is_summed(gradient) for gradient in own]
@@ -101,7 +101,7 @@ class Inside:
         return bucket.views(flat), state if bucket.sparse else after
 
     def _rest_of(self, bucket: Bucket, own: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
-        """JAX has summed gradients of parameters that are typed as replicated: these are only divided."""
+        """Average a bucket of which JAX has summed some gradients (of replicated parameters): only divide these."""
         if self._rules.hook is not None:
             slot = bucket.slots[summed.index(True)]
             raise HookError(
@@ -116,7 +116,7 @@ class Inside:
 
 
 def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int]) -> list[Any]:
-    """Arguments of which those to be differentiated are this rank's own: see ``Mesh.localize``."""
+    """Return the arguments; the differentiated arguments become this rank's own: see ``Mesh.localize``."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     chosen = {operator.index(number) % max(1, len(args)) for number in numbers}
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
@@ -125,7 +125,7 @@ def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int
 def _sparse(bucket: Bucket) -> LeafError:
     path = bucket.slots[0].path
     return LeafError(
-        f"the gradient {path} is sparse (BCOO), expected a dense array: a compiled step knows no ranks with different "
-        "numbers of rows. Give it gradient.todense(), or average it from Python.",
+        f"the gradient {path} is sparse (BCOO), expected a dense array: in a compiled step ranks cannot have different "
+        "numbers of rows. Use gradient.todense(), or average it from Python.",
         path=path,
     )

@@ -1,4 +1,4 @@
-"""Steps that Python drives, in pieces or whole, reduced by a thread of their own."""
+"""Steps driven from Python, in pieces or whole, and reduced by a thread of their own."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from jdistgrad.data_parallel.steps.thread import Communication, settings
 
 
 class Driver:
-    """One rank's steps. Every rank must make one, and drive it alike."""
+    """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
         twin = collectives.twin()
@@ -42,13 +42,13 @@ class Driver:
 
     @property
     def joining(self) -> bool:
-        """Whether this rank is in a ``join`` block that has not ended for all."""
+        """True in a ``join`` block that has not ended for all ranks."""
         return self._reducer.joining is not Joining.NONE
 
     # The model.
 
     def broadcast(self, tree: Any, root: int) -> Any:
-        """The root's tree."""
+        """Return the root's tree."""
         leaves, structure = jax.tree.flatten(tree)
         memories = self._thread.run(self._reducer.broadcast, *self._on_host(tree), root)
         return jax.tree.unflatten(structure, map(host_arrays.like, memories, leaves))
@@ -66,7 +66,7 @@ class Driver:
     # Steps.
 
     def step(self, programs: Programs, args: tuple, kwargs: dict, *, overlap: bool) -> tuple[Any, Any]:
-        """The value, and the averaged gradients."""
+        """Take a step; return the value, and the averaged gradients."""
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
         reduction = self._begin(program.plan)
         with _whole(reduction):
@@ -74,18 +74,18 @@ class Driver:
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
     def local_step(self, programs: Programs, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """The value, and this rank's own gradients."""
+        """Take a step without averaging; return the value, and this rank's own gradients."""
         if self._rules.find_unused_parameters:
             self._usage.note(*programs.usage(args, kwargs))
         return programs.local(*args, **kwargs)
 
     def average(self, gradients: Any) -> Any:
-        """The average of a tree of gradients, which stays as it is."""
+        """Return the average of a tree of gradients, which is not overwritten."""
         plan = self._plan_for(gradients)
         return self._average(plan, gradients, self._begin(plan, Act.AVERAGE))
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The same by a hook whose states, one for each bucket, are kept elsewhere; and its new states."""
+        """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
         plan = self._plan_for(gradients)
         current = dict(enumerate(states))
         reduction = self._begin(plan, Act.AVERAGE, hook=hook, states=current)
@@ -98,11 +98,11 @@ class Driver:
         return self._end(plan, structure, reduction)
 
     def reduction(self, like: Any) -> Reduction:
-        """A step whose gradients come one by one."""
+        """Begin a step whose gradients come one by one."""
         return self._begin(self._plan_for(like))
 
     def buckets(self, tree: Any) -> Sequence[Bucket]:
-        """The buckets of a tree of gradients."""
+        """Return the buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: Plan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
@@ -143,7 +143,7 @@ class Driver:
 
     @contextlib.contextmanager
     def join(self, joining: Joining) -> Iterator[Join]:
-        """A block of steps of which ranks may take different numbers."""
+        """Open a block of steps of which ranks may take different numbers."""
         join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
         before, self._reducer.joining = self._reducer.joining, joining
         try:
@@ -155,7 +155,7 @@ class Driver:
 
 @contextlib.contextmanager
 def _whole(reduction: Reduction) -> Iterator[None]:
-    """A block in which all gradients come, or the other ranks hear that they will not."""
+    """Open a block in which all gradients of a step come; if the block fails, announce that to the other ranks."""
     try:
         yield
     except BaseException:
@@ -167,7 +167,7 @@ _shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = 
 
 
 def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """One for all who come with these collectives and the same settings, by whatever hook of that name."""
+    """Return the one driver for these collectives and settings. Hooks of one name count as the same setting."""
     found = _shared.setdefault(collectives, {})
     if rules.settings not in found:
         found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
@@ -186,20 +186,20 @@ def _kind(leaf: Any) -> Any:
 
 
 class Usage:
-    """What steps that were not averaged (``no_sync``) used, by the structure of their gradients."""
+    """The parameters used by steps that were not averaged (``no_sync``), by the structure of their gradients."""
 
     def __init__(self) -> None:
         self._pending: dict[Any, list[bool]] = {}
 
     def note(self, structure: Any, used: Sequence[bool]) -> None:
-        """One more step, of which the gradients stay this rank's own."""
+        """Add the parameters used by one more step."""
         before = self._pending.get(structure, [False] * len(used))
         self._pending[structure] = [a or b for a, b in zip(before, used, strict=True)]
 
     def take(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
-        """What is used by the gradients now averaged: those of this step, if there is one, and of those before it.
+        """Return which parameters this step, if any, and the steps noted since the last average have used; forget them.
 
-        Where nothing is known of them, each counts as used.
+        Without any such step every parameter counts as used.
         """
         if used is not None:
             self.note(structure, used)

@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out does what the others do, with zeros, until all have."""
+"""Uneven inputs: a rank that has run out of inputs shadows the others with zeros, until all ranks have run out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ class Join:
         self.finished = False
 
     def finish(self, tree: Any) -> Any:
-        """Say that this rank has run out, shadow the others, and take over the model of the last that was active.
+        """Declare that this rank has run out, shadow the others, and return the model of the last active rank.
 
         Every rank must call it once, inside the ``with`` block, after its last step.
 
         Arguments:
-          tree: this rank's parameters, and what else belongs to them (optimizer state, batch statistics).
+          tree: this rank's parameters and the rest of its model (optimizer state, batch statistics).
 
         Returns:
           The tree of the last rank to run out.
@@ -33,6 +33,6 @@ class Join:
         return self._shadow()
 
     def leave(self) -> None:
-        """The block has ended without ``finish``: shadow, and broadcast nothing."""
+        """End a block without ``finish``: shadow the others, and broadcast nothing."""
         if not self.finished:
             self._end()

@@ -1,10 +1,10 @@
-"""The backward pass in pieces: each computes one bucket's gradients, and what no piece before has computed of them.
+"""The backward pass in pieces: each piece computes one bucket's gradients, as far as earlier pieces have not.
 
-XLA compiles a piece as a whole, so gradients are ready a piece at a time. Cutting costs what XLA could have fused
-across the cut, and a dispatch.
+XLA compiles a piece as a whole, so gradients become ready piece by piece. A cut costs the fusions that XLA could have
+made across it, and a dispatch.
 
-Gradients are later reduced where they lie. So each must be an array of its own, that nothing else reads: a gradient
-that is an input, that later pieces need or that comes out twice is copied.
+Gradients are later reduced in place. So each must be an array of its own that nothing else reads: a gradient that is an
+input, that later pieces need or that is an output twice is copied.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jdistgrad import jaxprs
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Equations that run together: the variables they need, and those others need of them."""
+    """Equations that run together. ``inputs``: the variables they need; ``kept``: their variables that others need."""
 
     run: Callable[..., tuple[list[Any], list[Any]]]
     inputs: tuple[Any, ...]
@@ -29,23 +29,23 @@ class Piece:
 
 
 class Staged:
-    """A traced step, cut.
+    """A traced step, cut into pieces.
 
     Arguments:
-      closed: its equations; the first ``sum(map(len, groups))`` outputs are the gradients.
+      closed: the step's jaxpr; its first ``sum(map(len, groups))`` outputs are the gradients.
       groups: the leaves of each piece, in order.
     """
 
     def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
         self._jaxpr = closed.jaxpr
-        # As they are now, as for jax.jit: NumPy's may be written to later.
+        # A copy of NumPy constants, as jax.jit makes: the program may change them later.
         self._consts = [jax.numpy.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
         self._results = self._jaxpr.outvars[sum(map(len, groups)) :]
         rest = [var for var in self._results if not isinstance(var, core.Literal)]
         self.pieces = _cut(self._jaxpr, groups, rest)
 
     def __call__(self, args: Sequence[Any], computed: Callable[[list[jax.Array]], None]) -> list[Any]:
-        """Dispatch every piece; ``computed(gradients)`` is called with each one's, which may be under way."""
+        """Dispatch every piece, and call ``computed`` with its gradients, which may still be under way."""
         values = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
         for piece in self.pieces:
             kept, gradients = piece.run(*[values[var] for var in piece.inputs])
@@ -78,7 +78,7 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[P
 
 
 def _eager() -> bool:
-    """Under ``jax.disable_jit`` two variables may be one array."""
+    """Return whether ``jax.disable_jit`` is set, under which two variables may be one array."""
     config: Any = jax.config
     return bool(config.jax_disable_jit)
 
@@ -88,7 +88,7 @@ def _inputs(jaxpr: Any) -> set[Any]:
 
 
 def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[int | None]:
-    """Which piece each equation belongs to: the first that needs it. Those with effects keep their order; all run."""
+    """Return each equation's piece: the first that needs it. Equations with effects all run, in their order."""
     maker = {var: k for k, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
     effectful = [k for k, equation in enumerate(jaxpr.eqns) if equation.effects]
     before = dict(zip(effectful[1:], effectful, strict=False))
@@ -113,7 +113,7 @@ def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> lis
 
 
 def _free(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The variables that equations and outputs need from outside."""
+    """Return the variables that equations and outputs need from outside."""
     made = {var for equation in equations for var in equation.outvars}
     wanted = [var for equation in equations for var in equation.invars] + list(outputs)
     return list(dict.fromkeys(v for v in wanted if not isinstance(v, core.Literal) and v not in made))

@@ -17,7 +17,7 @@ from jdistgrad.errors import CollectiveError
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a trace says about a step before it is compiled: the gradients' tree, and the order they come in."""
+    """The facts of a traced step before it is compiled: the gradients' tree, and the order they become ready in."""
 
     like: Any
     order: list[int]
@@ -34,12 +34,12 @@ class Program:
     results: Any
 
     def run(self, args: tuple, kwargs: dict, computed: Callable[[list[jax.Array]], None]) -> Any:
-        """Dispatch it, its gradients in the order of the plan's buckets; the value, and aux if there is one."""
+        """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
         return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), computed))
 
 
 class Programs:
-    """The programs of one loss, by the shapes of its arguments."""
+    """The compiled steps of one loss, by the shapes of its arguments."""
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool):
         self._loss, self._has_aux = loss, has_aux
@@ -58,7 +58,7 @@ class Programs:
         return self._found[key]
 
     def usage(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[bool, ...]]:
-        """The structure of the gradients, and which of them the loss depends on."""
+        """Return the structure of the gradients, and for each leaf whether the loss depends on it."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._usage:

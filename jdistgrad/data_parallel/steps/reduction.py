@@ -1,4 +1,4 @@
-"""One step's reduction, as seen by the thread that computes: gradients go in as they come, averages come out."""
+"""The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out."""
 
 import concurrent.futures
 import functools
@@ -17,10 +17,10 @@ from jdistgrad.errors import CollectiveError, LeafError
 
 
 class Launching:
-    """When each bucket of one step may go: which leaves have come, which buckets have gone. A pure state machine.
+    """A pure state machine that decides when each bucket of a step is launched.
 
-    Gradients come in any order; buckets go strictly in theirs. Going by arrival would pair different buckets on
-    different ranks: sums that are silently wrong where their sizes are equal.
+    Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
+    different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
     """
 
     def __init__(self, buckets: Sequence[Bucket]):
@@ -30,7 +30,7 @@ class Launching:
         self._next = 0
 
     def ready(self, leaf: int) -> range:
-        """A gradient has come; the buckets that go now, in order. Raises LeafError when it had come before."""
+        """Mark a gradient as ready; return the buckets to launch now. Raise LeafError if it was ready before."""
         bucket, slot = self._slots[leaf]
         if leaf in self._ready:
             raise LeafError(
@@ -46,14 +46,14 @@ class Launching:
         return range(start, self._next)
 
     def missing(self) -> list[str]:
-        """The paths of the gradients that have not come."""
+        """Return the paths of the gradients that have not come."""
         return [slot.path for leaf, (_, slot) in sorted(self._slots.items()) if leaf not in self._ready]
 
 
 class Reduction:
-    """The gradients of one step on their way.
+    """The reduction of one step's gradients.
 
-    Unless its handling says otherwise they are overwritten: each must be an array nobody else holds.
+    Unless ``handling`` says otherwise, the gradients are overwritten: each must be an array that nobody else holds.
     """
 
     def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, handling: Handling):
@@ -68,7 +68,7 @@ class Reduction:
         return Launching(self._plan.buckets)
 
     def launch(self, gradients: Sequence[Any]) -> None:
-        """All gradients of the next buckets, bucket by bucket, known to be what the plan expects."""
+        """Launch the next buckets, given all their gradients in the plan's order. Nothing is checked."""
         start = 0
         while start < len(gradients):
             number = len(self._launched)
@@ -77,7 +77,7 @@ class Reduction:
             start = end
 
     def ready(self, leaf: int, gradient: Any) -> None:
-        """The gradient of a leaf, by its place in ``jax.tree.leaves``. Whatever the order: buckets go in theirs."""
+        """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
         self._check(leaf, gradient)
         launched = self._launching.ready(leaf)
         self._gradients[leaf] = gradient
@@ -104,11 +104,11 @@ class Reduction:
             require_rows(expected.path, gradient)
 
     def abandon(self) -> None:
-        """The rest will not come: tell the other ranks, once they have what has gone."""
+        """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
         self._thread.submit(self._reducer.fail, self.handling.step, len(self._launched))
 
     def finish(self) -> list[Any]:
-        """The averaged gradients, by leaf, once every bucket is reduced."""
+        """Wait for every bucket; return the averaged gradients, by leaf."""
         if len(self._launched) < len(self._plan.buckets):
             missing = self._launching.missing()
             raise LeafError(
@@ -117,7 +117,7 @@ class Reduction:
                 path=missing[0],
             )
         if self._launched:
-            self._launched[-1].exception()  # one wait for all of them: each takes the lock from who reduces
+            self._launched[-1].exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
         for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
             for slot, averaged in zip(bucket.slots, future.result(), strict=True):
                 self._gradients[slot.index] = averaged

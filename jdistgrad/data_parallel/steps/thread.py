@@ -1,4 +1,4 @@
-"""The thread that reduces: one for each DataParallel, so that its collectives have one order."""
+"""The communication thread: one for each DataParallel, so that its collectives have one order."""
 
 import concurrent.futures
 import contextlib
@@ -14,11 +14,11 @@ from jdistgrad._compat import configured
 
 
 class Communication:
-    """Runs functions one after the other on a thread of its own. It ends when its owner is gone."""
+    """A thread that runs functions one after the other. It ends when this object is gone."""
 
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # The thread computes where its maker does: a local worker has a device of its own.
+        # The thread computes on its maker's device: a local worker has a device of its own.
         self._thread = threading.Thread(
             target=_serve, args=(self._tasks, configured("jax_default_device")), name=name, daemon=True
         )
@@ -31,7 +31,7 @@ class Communication:
         return future
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function there and wait for what it returns."""
+        """Run a function on the thread and wait for its result."""
         return self.submit(function, *args).result()
 
 
@@ -48,7 +48,7 @@ def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
 
 
 def settings() -> tuple[bool, Any]:
-    """What JAX is set to on this thread that says what numbers come out."""
+    """Return this thread's JAX settings that change results: x64, and the precision of matrix products."""
     here: Any = jax.config
     return here.jax_enable_x64, here.jax_default_matmul_precision
 

@@ -1,4 +1,4 @@
-"""A loss as one flat list of equations: its value, its gradients, and which parameters it depends on."""
+"""Tracing of a loss into one flat jaxpr of its value and gradients, with the parameters that it depends on."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jdistgrad import jaxprs
 
 
 class Trace(NamedTuple):
-    """The equations of ``value_and_grad``. Outputs: first the gradients' leaves, then those of (value, aux)."""
+    """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux)."""
 
     closed: Any
     gradients: Any
@@ -20,7 +20,7 @@ class Trace(NamedTuple):
 
 
 def trace(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple, kwargs: dict) -> Trace:
-    """Trace a loss's value and gradients, with the functions it jits taken apart."""
+    """Trace a loss's value and gradients, with jitted functions inlined."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
@@ -40,7 +40,7 @@ def trace(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool,
 
 
 def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
-    """The loss with each parameter leaf behind a probe that notes when a cotangent comes through."""
+    """Return the loss with a probe on each parameter leaf, which notes in ``used`` that it gets a cotangent."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(loss)
@@ -75,7 +75,7 @@ _probe.defvjp(_probe_forward, _probe_backward, symbolic_zeros=True)
 
 
 def readiness(closed: Any, count: int) -> list[int]:
-    """The first ``count`` outputs in the order in which the equations produce them; of equals, the last one first."""
+    """Return the first ``count`` outputs in the order the equations produce them; among equals, the last first."""
     position = {var: k for k, equation in enumerate(closed.jaxpr.eqns) for var in equation.outvars}
 
     def key(index: int) -> tuple[int, int]:

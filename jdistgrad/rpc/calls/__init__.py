@@ -1,4 +1,4 @@
-"""The caller's side of calls: the table of those that are pending, their time limits, the events they are told as.
+"""The caller's side of calls: the table of pending calls, their timeouts and their timeline events.
 
-Uses the mailbox. Used by references, whose values are fetched by calls, and by everything above.
+Uses the mailbox. Used by references, which fetch values by calls, and by everything above.
 """

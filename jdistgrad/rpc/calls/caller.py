@@ -1,4 +1,4 @@
-"""The caller's side of a call: check it, send it, and see that it ends: answered, expired or failed."""
+"""The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ class Caller:
     """The calls of one worker that are in flight.
 
     Arguments:
-      check: raises where a call cannot be made: the world is closed or broken, the other worker lost.
+      check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
     """
 
     def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None]):
@@ -52,14 +52,14 @@ class Caller:
         return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
 
     def cast(self, to: int, function: Any, args: tuple) -> None:
-        """Have a function run on another worker. Nobody answers."""
+        """Call a function on another worker, which sends no answer."""
         mailbox = self._mailbox
         mailbox.post(to, Message(Kind.CAST, mailbox.rank, mailbox.ids.next(), (function, args, {})))
 
     def start(
         self, kind: Kind, identifier: int, to: Target, call: Call, timeout: float | None, *, snapshot: bool
     ) -> CallFuture:
-        """Send a call; raises where nothing can be sent."""
+        """Send a call and return its future. Raises if the call cannot be sent."""
         mailbox = self._mailbox
         peer = mailbox.directory.find(to)
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
@@ -69,7 +69,7 @@ class Caller:
         pending = Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
         self._calls.open(pending)
         try:
-            self._check(pending)  # now: whoever closes or loses a peer later finds this call in the table
+            self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
             mailbox.post(peer.rank, Message(kind, mailbox.rank, identifier, scoped(call, peer.rank)), snapshot=snapshot)
         except BaseException as error:
             self._calls.close(identifier)
@@ -79,7 +79,7 @@ class Caller:
         return future
 
     def answered(self, message: Message) -> None:
-        """A RESULT or FAILURE came. It is opened by whoever waits for it, not here."""
+        """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
         pending = self._calls.close(message.id)
         if pending is not None:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
@@ -92,7 +92,7 @@ class Caller:
         return body
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose time is over."""
+        """Fail the calls whose deadline has passed."""
         for pending in self._calls.expire(now):
             text = (
                 f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
@@ -101,12 +101,12 @@ class Caller:
             self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
-        """Fail every call (to one peer)."""
+        """Fail every call, or every call to one peer."""
         for pending in self._calls.close_all(peer):
             self._fail(pending, make_error(pending))
 
     def awaited(self) -> set[int]:
-        """Whose answers are awaited."""
+        """Return the ranks of the workers whose answers are awaited."""
         return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
@@ -115,7 +115,7 @@ class Caller:
 
 
 def scoped(call: Call, peer: int) -> Call | Scoped:
-    """The call as it travels: with the scope it was made in, which then includes the peer."""
+    """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
     scope = current_scope()
     if scope is None:
         return call
@@ -124,7 +124,7 @@ def scoped(call: Call, peer: int) -> Call | Scoped:
 
 
 def check_call(call: Call, peer: WorkerInfo, *, handed_over: bool) -> None:
-    """Raise where a call makes no sense; what travels encoded is looked at by the encoder."""
+    """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
     if not callable(function):
         raise errors.FunctionError(f"a call needs a function, not {function!r}")
@@ -133,7 +133,7 @@ def check_call(call: Call, peer: WorkerInfo, *, handed_over: bool) -> None:
 
 
 def checked_timeout(seconds: Any) -> float:
-    """A timeout somebody gave, if it is one."""
+    """Return a timeout that a caller gave. Raises ValueError if it is not a positive number."""
     if isinstance(seconds, int | float) and seconds > 0 and not math.isnan(seconds):
         return float(seconds)
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")

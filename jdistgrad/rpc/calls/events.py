@@ -10,7 +10,7 @@ from jdistgrad.wire.ids import spell
 
 
 def call_ended(call: Pending, *, failed: bool) -> None:
-    """On the caller, from its sending to its answer."""
+    """Report a call on its caller, from its sending to its answer."""
     if events.sink is not None:
         details = {"call": spell(call.id), "to": call.peer.name, **message_of(call.function), **ending(failed)}
         worker = call.caller
@@ -18,14 +18,14 @@ def call_ended(call: Pending, *, failed: bool) -> None:
 
 
 def call_served(identifier: int, function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
-    """On the callee, from its arrival to the sending of the answer."""
+    """Report a call on its callee, from its arrival to the sending of the answer."""
     if events.sink is not None:
         details = {"call": spell(identifier), **message_of(function), **ending(failed)}
         events.tell(kind_of(function), worker.rank, worker.name, describe(function), since, **details)
 
 
 def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
-    """One of several functions that were called together."""
+    """Report one of several functions that were called together."""
     if events.sink is not None:
         details = {**message_of(function), **ending(failed)}
         events.tell(kind_of(function), worker.rank, worker.name, describe(function), since, **details)
@@ -36,7 +36,7 @@ def kind_of(function: Any) -> str:
 
 
 def message_of(function: Any) -> dict[str, str]:
-    """The id under which a context knows what the call records or pulls, if it does."""
+    """Return the id under which a context knows the call's recording or pullback, if it has one, as an event detail."""
     message = function.recorded_as if isinstance(function, ServedFunction) else None
     return {} if message is None else {"message": spell(message)}
 

@@ -1,4 +1,4 @@
-"""Calls that wait for an answer, and when each has waited too long: a state machine without clock or I/O."""
+"""Pending calls and their deadlines: a state machine without clock or I/O."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from jdistgrad.rpc.functions import describe
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pending:
-    """One call in flight."""
+    """A call in flight."""
 
     id: int
     peer: WorkerInfo
@@ -30,8 +30,8 @@ class Pending:
 class PendingCalls:
     """The table of calls in flight. Every call leaves it exactly once: answered, expired or failed.
 
-    Deadlines are kept in one queue per timeout, where they come in order: opening, answering and finding the expired
-    all take constant time, and an answered call leaves nothing behind.
+    Each timeout has a queue of its own, in which deadlines are in order: opening, answering and finding an expired call
+    take constant time, and an answered call leaves nothing behind.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class PendingCalls:
                 self._queues.setdefault(call.timeout, collections.OrderedDict())[call.id] = call
 
     def close(self, identifier: int) -> Pending | None:
-        """Take a call out; None when it is not there any more (late answer)."""
+        """Remove and return a call, or None if it is no longer there (late answer)."""
         with self._lock:
             call = self._by_id.get(identifier)
             return None if call is None else self._remove(call)
 
     def expire(self, now: float) -> list[Pending]:
-        """Take out every call whose time is over."""
+        """Remove and return every call whose deadline has passed."""
         expired = []
         with self._lock:
             for timeout, queue in list(self._queues.items()):
@@ -66,13 +66,13 @@ class PendingCalls:
         return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
-        """Take out every call (to one peer)."""
+        """Remove and return every call, or every call to one peer."""
         with self._lock:
             calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
             return [self._remove(call) for call in calls]
 
     def peers(self) -> set[int]:
-        """Whom somebody waits for."""
+        """Return the ranks of the peers that owe an answer."""
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 

@@ -1,4 +1,4 @@
-"""Who is in the world: peers, their signs of life, the end of all work, shutdown, and waits for those that never come.
+"""The members of a world: peers and their signs of life, termination, shutdown, and the watchdog of collectives.
 
 Uses calls, references and serving. Used by the worker.
 """

@@ -1,4 +1,4 @@
-"""The end of a world, seen from one worker: serve until everybody wants to close and nothing is under way."""
+"""The shutdown of a world, seen from one worker: serve until all workers want to close and nothing is under way."""
 
 import logging
 import math
@@ -19,16 +19,16 @@ COORDINATOR = 0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
 LOOK_SECONDS = 0.05
 SPEAK_SECONDS = 10.0
-ASK_SECONDS = 2.0  # for reports where they are asked for to tell of them
+ASK_SECONDS = 2.0  # wait for reports that are only needed for a message
 
 log = logging.getLogger("jdistgrad.rpc")
 
 
 class Closing:
-    """Answers surveys from the start; ``run`` takes part in the end.
+    """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
     Attributes:
-      gave_up: in what words the latest ``run`` ran out of time, if it did.
+      gave_up: the error text of the latest ``run``, if it timed out.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, releasing: Releasing, being_served: BeingServed):
@@ -44,19 +44,20 @@ class Closing:
 
     @property
     def wanted(self) -> bool:
-        """Whether this worker is in ``shutdown``."""
+        """Return whether this worker is in ``shutdown``."""
         return self._wants_to_close
 
     def run(self, timeout: float, *, speaks: bool = True) -> None:
-        """Return when the world is quiet, and everybody returns now.
+        """Return when the world is quiet, together with all other workers.
 
         Arguments:
-          speaks: whether to say for what it waits, where that is long: as warnings of the logger ``jdistgrad.rpc``,
-            which Python prints to stderr unless the program has other plans for them.
+          speaks: whether to report what a long wait is for, as warnings of the logger ``jdistgrad.rpc``, which Python
+            prints to stderr unless the program configures logging.
 
         Raises:
-          CallTimeoutError: not quiet within ``timeout`` seconds; it says for whom it waited. The world goes on.
-          WorkerLostError: a worker died before.
+          CallTimeoutError: the world was not quiet within ``timeout`` seconds; the message names the workers that it
+            waited for. The world stays open.
+          WorkerLostError: a worker was lost.
         """
         self._check(math.inf, timeout)
         now = time.monotonic()
@@ -101,7 +102,7 @@ class Closing:
             try:
                 self._mailbox.post(peer, Message(kind, self._mailbox.rank, self._round))
             except errors.WorkerLostError:
-                self._check(math.inf, math.inf)  # knows why it has gone
+                self._check(math.inf, math.inf)  # its error gives the reason
                 raise
 
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
@@ -109,10 +110,10 @@ class Closing:
             self._check(deadline, timeout)
             self._look_around()
 
-    # What it waits for.
+    # Messages about a long wait.
 
     def _look_around(self) -> None:
-        """Now and then: of all that are in shutdown, the lowest says for what they wait."""
+        """Warn, now and then, of what the shutdown waits for; only the lowest rank in ``shutdown`` does so."""
         now, mailbox = time.monotonic(), self._mailbox
         if not self._patience.wants_to_look(now):
             return
@@ -123,7 +124,7 @@ class Closing:
             log.warning("shutdown of %s: waiting %.0f s %s", mailbox.info, waited, self._describe(reports))
 
     def _reports(self) -> dict[int, Report]:
-        """What is known of everybody. Who conducts has asked already."""
+        """Return the latest report of each worker that has given one. The coordinator has asked for them already."""
         if self._mailbox.rank != COORDINATOR:
             self._ask_everybody()
         end = time.monotonic() + ASK_SECONDS
@@ -163,7 +164,7 @@ class Closing:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self._wants_to_close:
             self._told_to_close.set()
-        elif message.kind is Kind.CLOSE:  # it gave up waiting just as the others found everything quiet
+        elif message.kind is Kind.CLOSE:  # this worker timed out just as the others found the world quiet
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
@@ -174,7 +175,7 @@ class Closing:
         return Report(self._wants_to_close, busy, sent, received, self._being_served.shown())
 
     def awaited(self) -> set[int]:
-        """Whose silence would keep this worker from closing."""
+        """Return the ranks of the workers whose silence would keep this worker from closing."""
         if not self._wants_to_close or self._told_to_close.is_set():
             return set()
         return {COORDINATOR} if self._mailbox.rank != COORDINATOR else set(range(self._mailbox.size))

@@ -1,10 +1,10 @@
-"""Who has been silent for too long: a state machine without clock or I/O.
+"""The detection of peers that have been silent for too long: a state machine without clock or I/O.
 
-A dead process is noticed by MPI or the operating system. A hung one is noticed by nobody: whoever waits for an answer
-asks now and then whether the other side still lives, and its progress thread (not the busy one) replies.
+MPI or the operating system notices a dead process, but neither notices a hung process. So a worker that waits for an
+answer asks its peer now and then for a sign of life, and the peer's progress thread (not its busy thread) replies.
 
-Who stands still himself (Ctrl-Z, a suspended machine, one thread that keeps Python's lock) hears nothing either: that
-time is nobody's silence.
+A process that itself stands still (Ctrl-Z, a suspended machine, a thread that keeps the GIL) hears nothing either: that
+time does not count as silence of its peers.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(slots=True)
 class Watch:
-    """One peer somebody waits for: when it was last heard, when it was last asked."""
+    """An awaited peer: when it was last heard, and when it was last asked."""
 
     heard: float
     asked: float
 
 
 class Liveness:
-    """Tells whom to ask for a sign of life and whom to give up.
+    """The choice of the peers to ask for a sign of life, and of the peers to give up.
 
-    Its own time is that in which somebody looks: a gap between two looks counts as half of ``interval`` at most. So
-    nobody is given up who was not asked: whoever has been silent for ``limit`` was asked twice at least.
+    Time passes only while ``look`` is called: a gap between two calls counts as half of ``interval`` at most. So no
+    peer is given up without being asked: a peer that has been silent for ``limit`` was asked at least twice.
     """
 
     def __init__(self, interval: float, limit: float):
@@ -38,7 +38,7 @@ class Liveness:
             watch.heard = self._awake
 
     def look(self, awaited: Iterable[int], now: float) -> tuple[list[int], list[int]]:
-        """Peers to ask and peers to give up, of those awaited now. Call it again and again; it keeps the times."""
+        """Return which awaited peers to ask and which to give up. Call this regularly, because it counts the time."""
         self._awake += min(now - self._looked, self.interval / 2)
         self._looked, awake = now, self._awake
         self._watched = {peer: self._watched.get(peer) or Watch(awake, awake) for peer in awaited}

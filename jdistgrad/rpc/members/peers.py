@@ -1,4 +1,4 @@
-"""The other workers, as one of them sees them: who is alive, who is lost and why."""
+"""The other workers, as one worker sees them: which are alive, which are lost and why."""
 
 import logging
 from collections.abc import Callable
@@ -15,14 +15,14 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Peers:
-    """What a worker knows of the others.
+    """A worker's knowledge of its peers.
 
     Arguments:
-      tell: called with each worker that is given up, and why.
+      tell: called with each worker that is given up, and the reason.
 
     Attributes:
-      lost: who has been given up, and why.
-      hung: the first that gave no sign of life.
+      lost: the ranks that have been given up, each with the reason.
+      hung: the first worker that gave no sign of life.
     """
 
     def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
@@ -35,14 +35,14 @@ class Peers:
         self._liveness.heard(peer)
 
     def check(self, call: Pending) -> None:
-        """Raise where a call is to somebody who is lost."""
+        """Raise WorkerLostError if a call is to a lost worker."""
         if call.peer.rank in self.lost:
             raise errors.WorkerLostError(f"{call}: {self.lost[call.peer.rank]}", worker=call.peer)
 
     def look(self, awaited: set[int], now: float) -> None:
-        """Ask those whose answer is awaited for a sign of life; give up who has given none for too long.
+        """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
 
-        Workers that are threads of this process die with it: none of them is lost alone.
+        Workers that are threads of this process die with it, so none of them can be lost alone.
         """
         mailbox = self._mailbox
         if mailbox.hands_over:
@@ -55,12 +55,12 @@ class Peers:
             self.lose(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
 
     def lose(self, peer: int, reason: str) -> None:
-        """Give a peer up: calls to it fail now and later."""
+        """Give a peer up: present and later calls to it fail."""
         info = self._mailbox.directory.workers[peer]
         self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {reason}"))
 
     def leave(self, why: str) -> None:
-        """Tell everybody else that this worker goes."""
+        """Tell all other workers that this worker leaves."""
         mailbox = self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:

@@ -1,7 +1,7 @@
-"""When a world may close: a state machine without I/O (Mattern's four counters, 1987).
+"""Termination detection, for closing a world: a state machine without I/O (Mattern's four counters, 1987).
 
 A survey asks every worker how much work it has sent and received, whether it is busy, and whether it wants to close. A
-world is quiet when everybody wants to close, nobody is busy, as much was received as sent, and the survey before saw
+world is quiet when all workers want to close, none is busy, as much was received as sent, and the previous survey saw
 the same numbers: then nothing was on its way in between.
 """
 
@@ -14,7 +14,7 @@ from jdistgrad.rpc.serving.being_served import Serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One worker's answer. ``sent`` and ``received`` count messages that carry work.
+    """A worker's answer to a survey. ``sent`` and ``received`` count messages that carry work.
 
     ``serving`` is for people to read.
     """
@@ -26,7 +26,7 @@ class Report:
     serving: tuple[Serving, ...] = dataclasses.field(default=(), compare=False)
 
     def plain(self) -> tuple[Any, ...]:
-        """It, made of nothing but numbers, strings and tuples."""
+        """Return the report as numbers, strings and tuples only."""
         return self.closing, self.busy, self.sent, self.received, tuple(map(tuple, self.serving))
 
     @classmethod
@@ -36,7 +36,7 @@ class Report:
 
 
 class Survey:
-    """Collects the reports of round after round until the world is quiet."""
+    """The reports of one round after another, until the world is quiet."""
 
     def __init__(self, size: int):
         self._size = size
@@ -44,7 +44,7 @@ class Survey:
         self._before: Mapping[int, Report] | None = None
 
     def start(self) -> None:
-        """Begin a round; reports of one that was given up do not count."""
+        """Begin a round. The reports of an abandoned round do not count."""
         self._reports = {}
 
     def add(self, rank: int, report: Report) -> None:
@@ -55,11 +55,11 @@ class Survey:
         return len(self._reports) == self._size
 
     def known(self) -> dict[int, Report]:
-        """The latest report of each worker that has given one."""
+        """Return the latest report of each worker that has given one."""
         return {**(self._before or {}), **self._reports}
 
     def conclude(self) -> bool:
-        """End the round; True when the world is quiet. Every worker must have reported."""
+        """End the round; return True when the world is quiet. Every worker must have reported."""
         assert self.complete
         reports = self._reports.values()
         still = all(report.closing and not report.busy for report in reports)

@@ -1,4 +1,4 @@
-"""For what the end of a world waits, in words, and when to say so: pure."""
+"""The messages about what a shutdown waits for, and when to log them: without clock or I/O."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ SHOWN = 3  # calls of one worker
 
 
 def describe(workers: Sequence[Any], reports: Mapping[int, Report]) -> str:
-    """Which workers keep a world open, and by what, as far as their reports tell."""
+    """Describe which workers keep a world open, and by what, as far as their reports tell."""
     whole = [(worker, _which(worker.rank, workers, reports)) for worker in workers]
     return "; ".join(f"for {worker}, which {which}" for worker, which in whole if which) or "for messages on their way"
 
@@ -32,16 +32,16 @@ def _callers(report: Report) -> set[int]:
 
 
 def _serves(calls: Sequence[Serving], workers: Sequence[Any]) -> str:
-    told = [f"{call.function}, for {workers[call.caller]}, since {call.seconds:.0f} s" for call in calls[:SHOWN]]
+    told = [f"{call.function}, called by {workers[call.caller]} {call.seconds:.0f} s ago" for call in calls[:SHOWN]]
     more = len(calls) - SHOWN
     return "serves " + ", and ".join(told) + (f", and {more} more calls" if more > 0 else "")
 
 
 class Patience:
-    """When to say for what is being waited: when nothing has moved for so many seconds, then after twice as many.
+    """The times at which a wait is logged: when nothing has moved for ``seconds``, then for twice as long, and so on.
 
-    A worker that serves is in ``shutdown`` for as long as the others need it. Programs in which it is still for a while
-    now and then are told so a few times, not for ever.
+    A worker that only serves is in ``shutdown`` for as long as the others need it. A program in which nothing moves for
+    a while now and then logs this a few times, not for ever.
     """
 
     def __init__(self, seconds: float, now: float):
@@ -53,14 +53,14 @@ class Patience:
         return now - self._started
 
     def wants_to_look(self, now: float) -> bool:
-        """Whether it is time to ask for reports again."""
+        """Return whether it is time to ask for reports again."""
         if now < self._next_look:
             return False
         self._next_look = now + self._seconds
         return True
 
     def ends(self, reports: Mapping[int, Report], now: float) -> bool:
-        """Whether to speak, of these reports. Where all want to close, whatever moves."""
+        """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
         moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
         if moved != self._before and not all(report.closing for report in reports.values()):
             self._still_since = now

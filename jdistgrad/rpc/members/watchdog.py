@@ -1,9 +1,10 @@
-"""What this worker does together with others, and whether they still come to it.
+"""The watchdog: it tracks the collectives that this worker waits in, and finds out whether the others still come.
 
-A call has a timeout and somebody who waits for its answer. In a collective each waits for all others, often inside MPI,
-where nothing reaches it. So whoever takes part says so here. Those it needs are asked for a sign of life as peers with
-calls are; after a while they are also asked where they are. One that is lost, or is shutting down, will never come:
-waits that can be ended end with an error that says so, and for those inside MPI the job is ended.
+A call has a timeout, but in a collective each worker waits for all others, often inside MPI, where nothing reaches it.
+So a worker that enters a collective registers it here. The other participants are asked for a sign of life, like peers
+that owe an answer to a call; after a while they are also asked where they are. A participant that is lost or is
+shutting down will never come: then a wait outside MPI ends with an error that says so, and a wait inside MPI ends the
+job.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ from jdistgrad.rpc.members.peers import Peers
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
-CROSSED_SECONDS = 6.0  # how long two workers wait for each other in different places, until that is an error
+CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in different collectives before it is an error
 
 
 @dataclasses.dataclass(frozen=True)
 class Occasion:
-    """What workers do together. They are in the same where group and turn are; each has words of its own for it."""
+    """A collective. Workers are in the same one if group and turn are equal; ``what`` is each worker's description."""
 
     what: str = dataclasses.field(compare=False)
     group: Hashable
@@ -37,7 +38,7 @@ class Occasion:
 
 @dataclasses.dataclass(eq=False)
 class Engagement:
-    """One collective this worker is in. ``blocking``: inside MPI, where only the end of the job ends it."""
+    """A collective that this worker is in. ``blocking``: it waits inside MPI, and only the end of the job ends that."""
 
     occasion: Occasion
     peers: frozenset[int]
@@ -45,24 +46,24 @@ class Engagement:
     since: float = dataclasses.field(default_factory=time.monotonic)
     asked: float = 0.0
     error: errors.DistgradError | None = None
-    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # peers, and since when they are
-    crossed: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # peers, and since when
+    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # since when, by peer
+    crossed: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # by peer: and since when
 
     def check(self) -> None:
-        """Raise where somebody will never come."""
+        """Raise if a participant will never come."""
         if self.error is not None:
             raise self.error
 
 
 @dataclasses.dataclass(frozen=True)
 class Whereabouts:
-    """What a worker says of itself.
+    """A worker's answer to the question where it is.
 
     Attributes:
-      there: whether it takes part in what it is asked about.
+      there: whether it is in the collective that the question is about.
       closing: whether it is shutting down.
       place: the line of the user's program that it is in.
-      awaits: where it waits for whoever asks.
+      awaits: the collectives in which it waits for the worker that asks.
     """
 
     there: bool
@@ -71,14 +72,14 @@ class Whereabouts:
     awaits: frozenset[Occasion]
 
 
-Crossing = tuple[frozenset[Occasion], str, str]  # where another waits for this worker, and the lines they are in
+Crossing = tuple[frozenset[Occasion], str, str]  # collectives where a peer awaits this worker, and both workers' lines
 
 
 class Watchdog:
-    """The collectives one worker is in.
+    """The collectives that one worker is in.
 
     Arguments:
-      closing: whether this worker is in ``shutdown``.
+      closing: returns whether this worker is in ``shutdown``.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool]):
@@ -86,7 +87,7 @@ class Watchdog:
         self._engaged: dict[int, Engagement] = {}
 
     def begin(self, occasion: Occasion, peers: Collection[int], *, blocking: bool) -> Engagement:
-        """Take part in something with other workers, until ``end``. Raises where one of them is lost already."""
+        """Register a collective with other workers, until ``end``. Raises if one of them is already lost."""
         one = Engagement(occasion, frozenset(peers) - {self._mailbox.rank}, blocking)
         self._engaged[id(one)] = one
         if self._peers.lost:
@@ -101,11 +102,11 @@ class Watchdog:
         self._engaged.pop(id(engagement), None)
 
     def awaited(self) -> set[int]:
-        """Whose silence would keep this worker waiting."""
+        """Return the ranks of the workers whose silence would keep this worker waiting."""
         return set().union(*(one.peers for one in list(self._engaged.values())))
 
     def lost(self, peer: int, why: str) -> None:
-        """A worker will not come any more."""
+        """Give up the collectives that a lost worker takes part in."""
         for one in list(self._engaged.values()):
             if peer in one.peers:
                 self._give_up(one, peer, why)
@@ -119,7 +120,7 @@ class Watchdog:
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
 
     def look(self, now: float) -> None:
-        """Ask the others where they are, now and then."""
+        """Ask the other participants where they are, now and then."""
         for one in list(self._engaged.values()):
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
@@ -137,14 +138,14 @@ class Watchdog:
                 self._give_up(one, peer, reason)
 
     def _reason(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
-        """Why a worker that is elsewhere will not come; None: it still may.
+        """Return why a worker that is elsewhere will not come, or None if it still may.
 
-        Who has passed on much data may be done with a collective long before the others are.
+        A worker that has passed on much data may leave a blocking collective long before the others do.
         """
         info, now = self._mailbox.directory.workers[peer], time.monotonic()
         away = now - one.elsewhere.setdefault(peer, now)
         if one.blocking:
-            left = f"{info} came to its beginning and is elsewhere now, at {found.place}"
+            left = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return left if away >= settings.silence_seconds else None
         if found.closing:
             gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
@@ -152,9 +153,9 @@ class Watchdog:
         return self._crossed(one, peer, found)
 
     def _crossed(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
-        """Why two workers that wait for each other never meet; None: one of them may still come to the other.
+        """Return why two workers that wait for each other never meet, or None if one may still come to the other.
 
-        A thread of theirs that computes may do so: then the lines they are in change, if only now and then.
+        A thread of theirs that still computes may come: then the line that it is in changes, if only now and then.
         """
         here = {each.occasion for each in list(self._engaged.values())}
         crossing = found.awaits - here, found.place, where(self._mailbox.home)
@@ -175,7 +176,7 @@ class Watchdog:
         )
 
     def _tell_those_crossed(self, one: Engagement) -> None:
-        """Who is found here to wait in vain is told so: asked later, this worker will be somewhere else."""
+        """Tell each peer that waits in vain for this worker: when the peer asks, this worker will be somewhere else."""
         place = where(self._mailbox.home)
         with within(None):
             for peer, ((awaited, _, _), _) in one.crossed.items():
@@ -190,7 +191,7 @@ class Watchdog:
                 self._give_up(one, peer, self._waits_elsewhere(peer, [occasion], place))
 
     def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
-        """Where those who answer are."""
+        """Return where the peers are, as far as they answer."""
         with within(None):
             asked = {
                 peer: self._caller.rpc_async(peer, whereabouts, (self._mailbox.rank, occasion), {}, ANSWER_SECONDS)
@@ -207,17 +208,17 @@ class Watchdog:
 
 
 def whereabouts(asker: int, occasion: Occasion) -> Whereabouts:
-    """Served by every worker."""
+    """Return where this worker is. Served by every worker."""
     return current_part(Watchdog).whereabouts(asker, occasion)
 
 
 def crossed(peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
-    """Served by every worker: what it waits in never comes about, another waits for it elsewhere."""
+    """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
     current_part(Watchdog).told_crossed(peer, occasion, mine, place)
 
 
 def where(thread: int) -> str:
-    """The innermost line of the user's program that a thread is in: not of this package, nor of installed ones."""
+    """Return the innermost line of the user's program that a thread is in: neither this package nor installed code."""
     frame: FrameType | None = sys._current_frames().get(thread)
     innermost = frame
     while frame is not None and _is_installed(frame):

@@ -1,4 +1,4 @@
-"""The weight of references this worker holds, one claim for each id however many RRef objects stand for it."""
+"""The claims of one worker: the weight it holds of each reference, however many RRef objects stand for it."""
 
 import collections
 import concurrent.futures
@@ -18,7 +18,7 @@ Drop = tuple[int, int, Weight]  # owner, id, weight
 
 
 class Key(NamedTuple):
-    """What identifies a reference without keeping its value alive: JAX keeps these for ever, in its caches."""
+    """The identity of a reference, which does not keep the value alive: JAX keeps keys in its caches for ever."""
 
     id: int
     owner: int
@@ -26,7 +26,7 @@ class Key(NamedTuple):
 
 
 class Missing:
-    """In place of the claim of a reference that is not held here, or belongs to no open world."""
+    """A placeholder for the claim of a reference that is not held here, or belongs to no open world."""
 
     def __init__(self, key: Any):
         self.key, self.created = key, None
@@ -45,7 +45,7 @@ def _zeros(like: Any) -> Any:
 
 
 class StandIn:
-    """In place of a claim where a function is traced for its shapes and the value does not exist yet: zeros do."""
+    """A placeholder for a claim, with zeros for the value, while a function is traced before the value exists."""
 
     created = world = None
     id = 0
@@ -62,15 +62,15 @@ class StandIn:
 
 
 class Claim:
-    """A share of one reference. When the last RRef that uses it dies, its weight is ready to go home."""
+    """A share of one reference. When the last RRef that uses the claim dies, its weight is queued for the owner."""
 
     __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "mailbox", "owner")
 
     def __init__(self, identifier: int, owner: int, weight: Weight, mailbox: Mailbox, drops: collections.deque[Drop]):
         self.id, self.owner, self.mailbox = identifier, owner, mailbox
         self._weight, self._drops = weight, drops
-        self.created: concurrent.futures.Future | None = None  # known where the call was made
-        self.arrived = False  # whether the value is known to be there: it has come here once, or was made
+        self.created: concurrent.futures.Future | None = None  # set where the call was made
+        self.arrived = False  # whether the value is known to exist: it was fetched once, or its creation succeeded
         self._lock = threading.Lock()
 
     @property
@@ -79,7 +79,7 @@ class Claim:
 
     @property
     def is_made(self) -> bool:
-        """Whether the value is known to be there."""
+        """Return whether the value is known to exist on its owner."""
         if not self.arrived and self.created is not None:
             done = self.created.done() and not self.created.cancelled()
             self.arrived = done and self.created.exception() is None
@@ -90,13 +90,13 @@ class Claim:
             self._weight = self._weight + weight
 
     def split(self) -> Weight:
-        """Give a part away."""
+        """Split off a part of the weight, and return that part."""
         with self._lock:
             self._weight, given = self._weight.split()
             return given
 
     def __del__(self) -> None:
-        # Garbage collection runs anywhere, also under locks: only an append is safe here.
+        # Garbage collection runs anywhere, also while locks are held: only an append is safe here.
         if self._weight:
             self._drops.append((self.owner, self.id, self._weight))
 
@@ -114,7 +114,7 @@ class ClaimTable:
         return len(self._claims)
 
     def add(self, identifier: int, owner: int, weight: Weight) -> Claim:
-        """Take over some weight that arrived."""
+        """Add weight that arrived to the claim of a reference, and return the claim."""
         with self._lock:
             claim = self._claims.get(identifier)
             if claim is None:
@@ -124,12 +124,12 @@ class ClaimTable:
             return claim
 
     def find(self, identifier: int) -> Claim | None:
-        """The claim to a reference held here."""
+        """Return the claim to a reference, or None if it is not held here."""
         with self._lock:
             return self._claims.get(identifier)
 
     def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
-        """What must go home since the last look, by owner."""
+        """Return the weights dropped since the last call, by owner."""
         home: dict[int, list[tuple[int, Weight]]] = {}
         while self._drops:
             owner, identifier, weight = self._drops.popleft()
@@ -142,10 +142,10 @@ class ClaimTable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RuntimeKey:
-    """The key of a reference made in code that JAX stages: which one it is, an array (its token) says at run time.
+    """The key of a reference made in code that JAX stages. An array, its token, holds the reference's id at run time.
 
-    ``results``: what is known of its value's shapes, for the layer that staged it. ``world``: that in which the code
-    runs, which may be another one than it was traced in.
+    ``results``: the known shapes of the value, for the layer that staged the code. ``world`` is None, as the code may
+    run in another world than the one it was traced in.
     """
 
     owner: int

@@ -1,4 +1,4 @@
-"""References in messages: the weight they give away travels beside the pickle stream."""
+"""References in messages. The weight they give away travels beside the pickle stream."""
 
 import threading
 from typing import Any
@@ -14,10 +14,10 @@ _decoding = threading.local()  # the references that came with the value that th
 
 
 class Shipment:
-    """The references in one message: what each of them gives away travels beside the pickle stream.
+    """The references in one message, and the weight that each gives away.
 
-    A receiver takes it over before it decodes anything, so that nothing is lost of what it cannot decode, or never
-    asks for.
+    A receiver takes the weight over before it decodes anything, so no weight is lost if it cannot decode the message,
+    or never opens it.
     """
 
     def __init__(self) -> None:
@@ -36,26 +36,26 @@ class Shipment:
 
 
 def ship(claim: Claim) -> int:
-    """Called while a value is being encoded: give a share of a reference away. Its number in the shipment.
+    """Add a share of a reference to the shipment of the value being encoded; return its number there.
 
-    Raises EncodingError outside an encoding: a reference has no meaning in an ordinary pickle.
+    Raises EncodingError if no value is being encoded: a reference has no meaning in an ordinary pickle.
     """
     shipment = getattr(_encoding, "held", None)
     if shipment is None:
         raise EncodingError(
-            "a remote reference can only travel inside a call of jdistgrad: pickled by itself nobody would know of "
-            "the copy. Send it as an argument or a result, or save rref.to_here() instead."
+            "a remote reference can only travel inside a call of jdistgrad: its owner would not know of a copy pickled "
+            "by itself. Send it as an argument or a result, or save rref.to_here() instead."
         )
     return shipment.add(claim)
 
 
 def arrived(number: int) -> Claim:
-    """Called while a value is being decoded: the claim that came as this number of its shipment."""
+    """Return the claim with this number in the shipment of the value being decoded."""
     return _decoding.held[number]
 
 
 class _Holding:
-    """A block in which this thread holds something."""
+    """A block in which ``held`` of a thread-local object has a given value."""
 
     __slots__ = ("_held", "_outer", "_place")
 
@@ -71,17 +71,17 @@ class _Holding:
 
 
 def encoding(shipment: Shipment | None) -> _Holding:
-    """A block in which references that this thread pickles join a shipment; None: they are refused."""
+    """Let references that this thread pickles in the block join a shipment; with None they are refused."""
     return _Holding(_encoding, shipment)
 
 
 def decoding(claims: Any) -> _Holding:
-    """A block in which this thread decodes a value that came with these references."""
+    """Let this thread decode, in the block, a value that came with these claims."""
     return _Holding(_decoding, claims)
 
 
 def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
-    """Take over the references of a message that has arrived."""
+    """Take over the weight of the references in a message that has arrived; return their claims."""
     if not parcel.attached:
         return []
     arrivals = plain.unpack(parcel.attached)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class ByReference:
-    """An RRef that shall arrive as a reference."""
+    """A wrapper of an RRef that arrives as a reference, not as its value."""
 
     __slots__ = ("rref",)
 
@@ -14,12 +14,12 @@ class ByReference:
 
     @property
     def traced_part(self) -> Any:
-        """What JAX may be tracing of it: a reference counts as traced in here too."""
+        """Return the handle, which JAX may be tracing: a wrapped reference counts as traced too."""
         return getattr(self.rref, "traced_part", None)
 
 
 class MethodCaller:
-    """Attribute access on it calls a method of a referenced value, on its owner."""
+    """An object with the methods of a referenced value, which run on the value's owner."""
 
     __slots__ = ("_call", "_rref", "_timeout")
 
@@ -35,5 +35,5 @@ class MethodCaller:
 
 
 def call_method(reference: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs on the owner."""
+    """Call a method of a referenced value; runs on its owner."""
     return getattr(reference.local_value(), name)(*args, **kwargs)

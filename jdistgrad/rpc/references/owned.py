@@ -1,4 +1,4 @@
-"""The values a worker owns for references held anywhere: who may still ask, and what they will get."""
+"""The values that a worker owns for references held anywhere."""
 
 import concurrent.futures
 import dataclasses
@@ -11,7 +11,7 @@ from jdistgrad.rpc.references.weights import WHOLE, Weight
 
 @dataclasses.dataclass(slots=True)
 class Owned:
-    """One value, or the promise of it, and the weight that is out with its references."""
+    """A value, or the promise of it, and the weight that its references hold."""
 
     value: concurrent.futures.Future = dataclasses.field(default_factory=Promise)
     outstanding: Weight = WHOLE
@@ -20,11 +20,11 @@ class Owned:
 
 
 class OwnerTable:
-    """Values by reference id. Messages about one reference may arrive in any order.
+    """The values by reference id. Messages about one reference may arrive in any order.
 
-    A fetch or a drop can overtake the message that creates the value (they come from other workers, or the
-    creating message carries large arrays), so each of them may be the first to mention an id. An entry ends when it was
-    announced and all of its weight has come back.
+    A fetch or a drop can overtake the message that creates the value (they come from other workers, or the creating
+    message carries large arrays), so each of these may be the first to mention an id. An entry ends when it has been
+    announced and all of its weight has returned.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class OwnerTable:
         return len(self._entries)
 
     def announce(self, identifier: int) -> Owned:
-        """Somebody with the right to do so creates this value, and holds its whole weight."""
+        """Note that the value is being created, and that its creator holds the whole weight; return the entry."""
         with self._lock:
             entry = self._entry(identifier)
             entry.announced = True
@@ -43,12 +43,12 @@ class OwnerTable:
             return entry
 
     def value(self, identifier: int) -> concurrent.futures.Future:
-        """The value, or the promise of it, for somebody who holds a reference."""
+        """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
             return self._entry(identifier).value
 
     def share(self, identifier: int) -> bool:
-        """Give a new reference its whole weight; False where the value is gone."""
+        """Add a whole weight for a new reference; return False if the value is gone."""
         with self._lock:
             entry = self._entries.get(identifier)
             if entry is not None:
@@ -56,7 +56,7 @@ class OwnerTable:
             return entry is not None
 
     def replace(self, identifier: int, value: object) -> None:
-        """Give an owned value's place to another. Whoever has fetched the old one keeps it."""
+        """Put another value in place of an owned one. Workers that have fetched the old value keep it."""
         made = Promise()
         made.set_result(value)
         with self._lock:
@@ -65,9 +65,9 @@ class OwnerTable:
                 entry.value = made
 
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
-        """Some weight of references came back; the entries that are free now, for the caller to let go of.
+        """Take back weights of references; return the entries that are now free, for the caller to destroy.
 
-        Values may have destructors that call in here: they must not die under the lock.
+        Values may have destructors that use this table, so they must not die under the lock.
         """
         with self._lock:
             return [entry for identifier, weight in returned if (entry := self._release(identifier, weight)).freed]

@@ -1,4 +1,4 @@
-"""Release what nobody needs any more: scopes that are closed, values whose last weight has been returned."""
+"""The release of closed scopes, and of values whose last weight has been returned."""
 
 import collections
 import logging
@@ -15,10 +15,10 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Releasing:
-    """Releases what one worker holds when this worker, or another one, needs it no longer.
+    """The part of a worker that releases scopes and freed values, and returns dropped weights.
 
     Arguments:
-      lost: the workers that need not be told any more.
+      lost: the lost workers, which are not notified.
     """
 
     def __init__(self, mailbox: Mailbox, scopes: ScopeTable, claims: ClaimTable, lost: Collection[int]):
@@ -26,7 +26,7 @@ class Releasing:
         self._abandoned = collections.deque[int]()
 
     def abandon_scope(self, identifier: int) -> None:
-        """Close a scope soon. Safe where garbage is collected."""
+        """Close a scope at the next ``flush``. Safe to call during garbage collection."""
         self._abandoned.append(identifier)
 
     def close_scope(self, identifier: int) -> None:
@@ -41,7 +41,7 @@ class Releasing:
             content.close()
 
     def closed_elsewhere(self, scope: int) -> None:
-        """Release what is kept here for a scope that another worker has closed; tell the workers called from here."""
+        """Release a scope that another worker has closed, and tell the workers that this worker called in it."""
         try:
             self.close_scope(scope)
         finally:

@@ -1,4 +1,4 @@
-"""Remote references: a value that stays where it was made, and can be named from everywhere."""
+"""Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,7 @@ from jdistgrad.wire import ids
 
 T = TypeVar("T")
 
-HANDLE = np.zeros(3, np.float32)  # its cotangent: how many contributions there are, and two numbers that tell which
+HANDLE = np.zeros(3, np.float32)  # its cotangent: the number of contributions, and two numbers that identify them
 
 
 class RRef(Generic[T]):
@@ -31,11 +31,11 @@ class RRef(Generic[T]):
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
     sends the reference itself. The value lives as long as any worker holds a reference to it.
 
-    To JAX it is a pytree with one leaf of three numbers that stands for the value, so that derivatives can be taken
-    with respect to it.
+    To JAX, a reference is a pytree with one leaf of three numbers that stands for the value, so that derivatives can be
+    taken with respect to the reference.
 
     Arguments:
-      value: what to refer to; it stays on this worker.
+      value: the value to refer to; it stays on this worker.
 
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))   # made and kept there
@@ -62,30 +62,30 @@ class RRef(Generic[T]):
 
     @property
     def traced_part(self) -> Any:
-        """What JAX may be tracing of it."""
+        """Return the handle, which JAX may be tracing."""
         return self.handle
 
     @property
     def id(self) -> int:
-        """The reference's 64-bit id: the worker that made it in the top 16 bits."""
+        """Return the reference's 64-bit id, with the rank of the worker that made it in the top 16 bits."""
         return self._claim.id
 
     @property
     def owner(self) -> WorkerInfo:
-        """The worker that holds the value."""
+        """Return the worker that holds the value."""
         mailbox = self._claim.mailbox if isinstance(self._claim, Claim) else current_mailbox()
         return mailbox.directory.workers[self._claim.owner]
 
     def is_owner(self) -> bool:
-        """Whether this worker holds the value."""
+        """Return whether this worker holds the value."""
         return self._claim.owner == self._home("is_owner").rank
 
     def to_here(self, timeout: float | None = None) -> T:
-        """The value: itself on its owner, a copy elsewhere. Waits until it has been made.
+        """Return the value: the value itself on its owner, a copy elsewhere. Waits until the value has been made.
 
         Raises:
-          CallTimeoutError: not within ``timeout`` seconds (default: the world's).
-          Exception: what ``remote``'s function raised.
+          CallTimeoutError: the value did not come within ``timeout`` seconds (default: the world's timeout).
+          Exception: the function of ``remote`` raised it.
         """
         self._home("to_here")
         boundary = traced_hook.boundary_for(self)
@@ -94,10 +94,10 @@ class RRef(Generic[T]):
         return self.value_future(timeout).result()
 
     def local_value(self) -> T:
-        """The value, on its owner only; no copy.
+        """Return the value itself, on its owner only; no copy is made.
 
         Raises:
-          NotOwnerError: this worker does not own it.
+          NotOwnerError: this worker does not own the value.
         """
         here = self._home("local_value")
         if self._claim.owner != here.rank:
@@ -109,9 +109,10 @@ class RRef(Generic[T]):
         return self.to_here()
 
     def creation(self, timeout: float | None = None) -> concurrent.futures.Future:
-        """A future that is done when the value has been made on its owner, or has failed to be.
+        """Return a future that is done when the value has been made on its owner, or could not be made.
 
-        Where ``remote`` was called, it fails after the timeout given there; the value itself can still be had later.
+        On the worker that called ``remote``, the future fails after the timeout given there; the value itself can still
+        be fetched later.
         """
         return self._home("creation").part(References).creation(self._claim, timeout)
 
@@ -120,11 +121,11 @@ class RRef(Generic[T]):
         return self._methods(rpc_sync, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> "MethodCaller":
-        """Like ``rpc_sync``; the method returns a future."""
+        """Call a method as with ``rpc_sync``; the call returns a future."""
         return self._methods(rpc_async, timeout)
 
     def remote(self, timeout: float | None = None) -> "MethodCaller":
-        """Like ``rpc_sync``; the method returns a reference to its result."""
+        """Call a method as with ``rpc_sync``; the call returns a reference to the result."""
         return self._methods(remote, timeout)
 
     def _methods(self, call: Any, timeout: float | None) -> MethodCaller:
@@ -132,7 +133,7 @@ class RRef(Generic[T]):
         return MethodCaller(self, call, timeout)
 
     def _home(self, what: str) -> Mailbox:
-        """The mailbox of the worker this code runs on, if its world is the reference's."""
+        """Return the mailbox of the worker that this code runs on. Raises if it is not in the reference's world."""
         mailbox, world = find_mailbox(), self._claim.key.world
         if mailbox is None or world not in (None, mailbox.world):
             again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
@@ -141,7 +142,7 @@ class RRef(Generic[T]):
         return mailbox
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future:
-        """The value, when it has come."""
+        """Return a future of the value."""
         self._refuse_cotangent()
         if isinstance(self._claim, StandIn):
             future: concurrent.futures.Future = concurrent.futures.Future()
@@ -150,7 +151,7 @@ class RRef(Generic[T]):
         return self._home("fetching").part(References).fetch(self._claim, timeout)
 
     def _refuse_cotangent(self) -> None:
-        """A derivative of JAX's own is a reference too, whose handle counts contributions: it has no value."""
+        """Raise if this is a gradient by plain ``jax.grad``: its handle counts contributions, and it has no value."""
         handle = self.handle
         if handle is HANDLE or not isinstance(handle, jax.Array | np.ndarray) or isinstance(handle, jax.core.Tracer):
             return
@@ -185,7 +186,7 @@ class RRef(Generic[T]):
 
 
 def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
-    """A reference to what staged code will make; or has made, where the token is known."""
+    """Return a reference to a value that staged code will make, or has made if the token is known."""
     return _unflatten(RuntimeKey(owner, results), (handle, token))
 
 
@@ -215,7 +216,7 @@ def _arrived(number: int) -> RRef:
 
 
 def by_reference(rref: RRef) -> Any:
-    """Pass a reference itself to a remote call, not the value it stands for.
+    """Pass a reference itself to a remote call, instead of its value.
 
     Example:
       >>> jd.rpc_sync("worker1", keep_for_later, args=(jd.by_reference(rref),))
@@ -227,7 +228,10 @@ def by_reference(rref: RRef) -> Any:
 
 
 def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
-    """Who takes over a call. Raises EncodingError where a function holds what JAX traces: no derivative sees that."""
+    """Return the handler that takes over a call on traced values, or None.
+
+    Raises EncodingError if a function holds a traced value, because no derivative would see it.
+    """
     if trace_state_clean():
         return None
     functions = [function, *(leaf for leaf in trees.leaves((args, kwargs)) if callable(leaf))]
@@ -244,13 +248,13 @@ def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float |
 
 
 def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
-    """Call a function on a worker; a future of its result."""
+    """Call a function on a worker and return a future of its result."""
     caller, boundary = current_part(Caller), _boundary_for(function, args, kwargs)
     return (boundary or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
-    """Run a function on a worker and refer to its result."""
+    """Run a function on a worker and return a reference to its result."""
     references, boundary = current_part(References), _boundary_for(function, args, kwargs)
     if boundary is not None:
         return boundary.remote(to, function, args, kwargs, timeout)

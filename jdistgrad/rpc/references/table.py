@@ -1,4 +1,4 @@
-"""The references of one worker: those it holds, and the values it owns for others."""
+"""The references of one worker: the claims it holds, and the values it owns for others."""
 
 import concurrent.futures
 from typing import Any
@@ -14,14 +14,14 @@ from jdistgrad.wire.message import Kind
 
 
 class References:
-    """Makes references, finds them and fetches their values."""
+    """The part of a worker that makes references, finds them and fetches their values."""
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
 
     def call_remote(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Claim:
-        """Have a value made on another worker; the claim to it."""
+        """Make a value on another worker; return the claim to it."""
         identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
         with put_off_interrupt():
@@ -31,7 +31,7 @@ class References:
             return claim
 
     def own(self, value: Any) -> Claim:
-        """Keep a value here; the claim to it."""
+        """Keep a value here; return the claim to it."""
         with put_off_interrupt():
             claim = self.claim_new(self._mailbox.rank)
             self.owned.announce(claim.id).value.set_result(value)
@@ -39,48 +39,51 @@ class References:
             return claim
 
     def share(self, identifier: int) -> Claim | None:
-        """A claim to a value this worker owns; None where it is gone."""
+        """Return a claim to a value that this worker owns, or None if the value is gone."""
         with put_off_interrupt():
             there = self.owned.share(identifier)
             return self.claims.add(identifier, self._mailbox.rank, WHOLE) if there else None
 
     def claim_new(self, owner: int) -> Claim:
-        """A claim to a value its owner has not heard of: to be given the whole weight when it has, or soon will."""
+        """Return a claim without weight to a value that its owner does not know yet.
+
+        The caller gives the claim the whole weight when the owner knows the value, or soon will.
+        """
         return self.claims.add(self._mailbox.ids.next(), owner, NOTHING)
 
     def find(self, key: Key) -> Claim | None:
-        """The claim a reference stands for, if it is of this world and held here."""
+        """Return the claim of a reference, or None if it is of another world or not held here."""
         return self.claims.find(key.id) if key.world == self._mailbox.world else None
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
-        """A claim's value."""
+        """Return a future of a claim's value."""
         if claim.owner == self._mailbox.rank and self.owned.value(claim.id).done():
             return self.owned.value(claim.id)
         with within(None):
             return self._caller.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
 
     def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
-        """None, when a claim's value has been made."""
+        """Return a future that is done when a claim's value has been made."""
         if claim.created is not None and timeout is None:
             return claim.created
         with within(None):
             return self._caller.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
 
     def returned(self, weights: list[tuple[int, int, int]]) -> list[Any]:
-        """Weights of references have come home: the values that nobody refers to any more."""
+        """Take back weights of references; return the entries of values without references."""
         return self.owned.release_all([(identifier, Weight(units, scale)) for identifier, units, scale in weights])
 
 
-# Functions every worker serves for the others' references.
+# Functions that every worker serves for the references of other workers.
 
 
 def value_of(identifier: int) -> concurrent.futures.Future:
-    """A reference's value, when there is one."""
+    """Return the future of a reference's value."""
     return current_part(References).owned.value(identifier)
 
 
 def creation_of(identifier: int) -> concurrent.futures.Future:
-    """None, when the value has been made."""
+    """Return a future, with the result None, that is done when the value has been made."""
     made: concurrent.futures.Future = concurrent.futures.Future()
 
     def pass_on(value: concurrent.futures.Future) -> None:

@@ -1,8 +1,8 @@
-"""Weighted reference counting, the arithmetic: exact dyadic fractions, so that a weight can always be split.
+"""The arithmetic of weighted reference counting: exact dyadic fractions, so that a weight can always be split.
 
-Copying a reference gives one unit of its weight away and tells nobody; dropping one returns what it holds. The owner's
-value is free when everything has come back: no acknowledgements, no tree of who copied from whom, no races
-(Bevan 1987; Watson and Watson 1987). The classic weakness, a weight of one that cannot be halved, is met by
+Copying a reference gives one unit of its weight away and sends no message; dropping a reference returns its weight. The
+owner's value is free when all weight has returned: there are no acknowledgements, no tree of copies and no races
+(Bevan 1987; Watson and Watson 1987). The classic weakness, a weight of one that cannot be halved, is solved by
 finer units instead of a message: ``units / 2**scale``, and 32 more bits whenever the last unit is split.
 """
 
@@ -35,7 +35,7 @@ class Weight:
         return self.units << (scale - self.scale)
 
     def split(self) -> tuple["Weight", "Weight"]:
-        """What is kept and what is given away; their sum is what was held, and neither is nothing."""
+        """Return the weight to keep and the weight to give away; their sum is this weight, and neither is zero."""
         held = self if self.units > 1 else Weight(self._at(self.scale + FINER), self.scale + FINER)
         return Weight(held.units - 1, held.scale), Weight(1, held.scale)
 

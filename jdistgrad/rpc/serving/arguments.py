@@ -1,4 +1,4 @@
-"""References among arguments: what the called function gets in their place."""
+"""The replacement of references among the arguments of a call."""
 
 import concurrent.futures
 import math
@@ -11,9 +11,9 @@ from jdistgrad.rpc.references.rref import RRef
 
 
 def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments as the called function shall see them: references replaced by their values, fetched all at once.
+    """Return the arguments for the called function: references replaced by their values, fetched all at once.
 
-    There is no time limit here: the call has one.
+    There is no timeout here, because the call has one.
     """
     if trees.are_plain(args, kwargs):
         return args, kwargs
@@ -33,7 +33,7 @@ def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def standing_in(leaf: Any) -> Any:
-    """A leaf of a call's arguments as it is sent where only shapes are asked for."""
+    """Replace a reference whose value does not exist yet by a stand-in, in a call that only requests shapes."""
     if isinstance(leaf, ByReference):
         return ByReference(standing_in(leaf.rref))
     if isinstance(leaf, RRef) and leaf.token is not None:

@@ -1,4 +1,4 @@
-"""The calls that a worker is serving: which function, for whom, since when."""
+"""The calls that a worker is serving: function, caller and duration of each."""
 
 import time
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ from jdistgrad.wire.message import Message
 
 
 class Serving(NamedTuple):
-    """One call that a worker is serving: its function, the caller's rank, and for how many seconds."""
+    """A call that a worker is serving: its function, the caller's rank, and for how many seconds."""
 
     function: str
     caller: int
@@ -15,7 +15,7 @@ class Serving(NamedTuple):
 
 
 class UnderWay(Protocol):
-    """A call that is being served; its text is its function's name."""
+    """A call that is being served; ``str`` of it gives the function's name."""
 
     message: Message
     function: Any
@@ -23,7 +23,7 @@ class UnderWay(Protocol):
 
 
 class BeingServed:
-    """Entered when a call is opened, left when it is answered. Safe from any thread."""
+    """The table of calls being served, from opening a call to its answer. Safe from any thread."""
 
     def __init__(self) -> None:
         self._calls: dict[int, UnderWay] = {}
@@ -38,7 +38,7 @@ class BeingServed:
         self._calls.pop(id(call), None)
 
     def shown(self) -> tuple[Serving, ...]:
-        """All of them, the oldest first."""
+        """Return all calls being served, the oldest first."""
         now = time.monotonic()
         return tuple(Serving(_name(one), one.message.source, now - one.since) for one in list(self._calls.values()))
 
@@ -46,5 +46,5 @@ class BeingServed:
 def _name(call: UnderWay) -> str:
     try:
         return str(call)
-    except Exception:  # the name is asked of the user's function
+    except Exception:  # the user's callable computes its name
         return f"a {type(call.function).__name__}"

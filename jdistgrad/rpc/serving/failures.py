@@ -1,7 +1,7 @@
 """Exceptions that cross workers: their own type, the remote traceback, and the chain of workers as notes.
 
-Their classes are users' own, and may raise anything where an exception is asked for its text, copied, pickled or given
-a note. Nothing in here lets that through: the caller must get an answer.
+Users' exception classes may raise anything when an exception is turned into text, copied, pickled or given a note.
+This module lets none of that through, because the caller must get an answer.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from typing import Any
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.references.in_messages import encoding
 
-SHOWN = 20  # of a traceback's first and of its last frames: an endless recursion has a thousand between them
+SHOWN = 20  # frames at each end of a traceback: an endless recursion has a thousand between them
 
 
 @dataclasses.dataclass(slots=True)
 class Failure:
-    """An exception on its way to the caller, with what to fall back on where it cannot be rebuilt."""
+    """An exception on its way to the caller, with texts to use instead if it cannot be rebuilt."""
 
     error: BaseException | None
     spelled: str
@@ -29,7 +29,7 @@ class Failure:
         return _rebuild, (_pickled(self.error), self.spelled, self.note, _notes(self.error))
 
     def to_raise(self) -> BaseException:
-        """The exception for the caller; called once for each caller."""
+        """Return the exception for the caller to raise; called once for each caller."""
         twin = _copied(self.error) if isinstance(self.error, Exception) else None
         error = _in_words(self.spelled) if twin is None else twin
         _set_notes(error, [*_notes(self.error), self.note])
@@ -48,7 +48,7 @@ def pack(error: BaseException, where: str) -> Failure:
 
 
 def spelled(error: BaseException) -> str:
-    """An exception's type and text, without its notes."""
+    """Return an exception's type and text, without its notes."""
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
@@ -61,7 +61,7 @@ def spelled(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception of any class, as far as it lets one."""
+    """Add a note to an exception of any class, if the class lets one."""
     _set_notes(error, [*_notes(error), note])
 
 
@@ -78,7 +78,7 @@ def _set_notes(error: BaseException, notes: list[str]) -> None:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Tracebacks keep every local variable of the failed call alive, the references among them."""
+    """Remove tracebacks, which keep every local variable of the failed call alive, including references."""
     found, seen = [error], set[int]()
     while found:
         one = found.pop()
@@ -90,10 +90,10 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 
 def _copied(error: Exception) -> Exception | None:
-    """A copy to raise: one exception may be raised for several callers, each adding its own traceback and notes.
+    """Return a copy to raise: one exception may be raised for several callers, each adding its own traceback and notes.
 
-    Never the very object: with a traceback it would keep alive what the caller has, as long as its owner keeps it.
-    Where the class wants other arguments than it passed on, it is made without its ``__init__``. None where that
+    Never return the object itself: its new traceback would keep the caller's values alive as long as the owner keeps
+    the exception. If ``__init__`` needs other arguments than ``args``, the copy is made without it. Return None if that
     fails too.
     """
     for made in (copy.copy, _made_anew):
@@ -117,7 +117,7 @@ def _in_words(text: str) -> RemoteError:
 
 def _pickled(error: BaseException | None) -> bytes | None:
     try:
-        with encoding(None):  # it may not hold references: the trial would count them twice
+        with encoding(None):  # refuses references, as the trial would count them twice
             data = pickle.dumps(error)
             pickle.loads(data)
     except BaseException:
@@ -130,9 +130,9 @@ def _rebuild(data: bytes | None, text: str, note: str, notes: list[str]) -> Fail
         error = None if data is None else pickle.loads(data)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # the class is not known on this side, or behaves differently here
+    except BaseException:  # the class is unknown on this side, or behaves differently here
         error = None
     if error is None:
         error = _in_words(text)
-    _set_notes(error, notes)  # a type with a __reduce__ of its own leaves them out
+    _set_notes(error, notes)  # a class with a __reduce__ of its own leaves them out
     return Failure(error, text, note)

@@ -1,4 +1,4 @@
-"""The callee's side of a call: open it, bring the arguments, run the function, answer."""
+"""The callee's side of a call: open it, fetch referenced arguments, run the function, answer."""
 
 import concurrent.futures
 import dataclasses
@@ -23,24 +23,24 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Server:
-    """Serves calls that have arrived."""
+    """The part of a worker that serves calls."""
 
     def __init__(self, mailbox: Mailbox, scopes: ScopeTable):
         self.mailbox, self.scopes = mailbox, scopes
         self.being_served = BeingServed()
 
     def task(self, message: Message, value: concurrent.futures.Future | None) -> Task:
-        """What serves a call, on a thread that may wait.
+        """Return the task that serves a call, for a thread that may wait.
 
         Arguments:
-          value: the promise to fill in where the call makes a referenced value (REMOTE).
+          value: the promise to complete if the call makes a referenced value (REMOTE).
         """
         return Served(self, message, value).serve
 
 
 @dataclasses.dataclass(slots=True)
 class Served:
-    """One call being served."""
+    """A call being served."""
 
     server: Server
     message: Message
@@ -49,12 +49,12 @@ class Served:
     since: float = 0.0
 
     def serve(self) -> None:
-        """Run the call and answer it. A returned future is answered when it is done, without a thread that waits.
+        """Run the call and answer it. If the function returns a future, its callback answers, without a waiting thread.
 
-        Users' classes take part in nearly every step of it (their truth, their text, how they pickle), and may raise
-        anything. Whatever they do, the caller is answered, and the call counts as served: the end of the world waits
-        for that. It counts only when nothing here refers to its values any more: references among them have then been
-        dropped, and the end of the world waits for what that sends.
+        Code of users' classes runs in nearly every step (truth value, text, pickling), and may raise anything. Whatever
+        it does, the caller gets an answer and the call counts as served, because shutdown waits for that. The call
+        counts only when nothing here refers to its values any more: references among them have then been dropped, and
+        shutdown waits for the messages that this sends.
         """
         self.since = time.monotonic()
         self.server.being_served.enter(self)
@@ -71,7 +71,7 @@ class Served:
         self._leave()
 
     def _called(self) -> Any:
-        """What the function returned."""
+        """Call the function and return its result."""
         mailbox, scopes = self.server.mailbox, self.server.scopes
         function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function
@@ -106,7 +106,7 @@ class Served:
         self.server.mailbox.work.served()
 
     def _end(self, result: Any, error: BaseException | None) -> None:
-        """Answer, and say so. Raises nothing."""
+        """Answer, and report the event. Raises nothing."""
         try:
             failure = None if error is None else self._failure(error)
             if self.message.kind is Kind.CAST:
@@ -122,7 +122,7 @@ class Served:
         except BaseException as unsent:
             log.warning("%s: the answer to %s was lost: %s", self.server.mailbox.info, self, spelled(unsent))
         finally:
-            self.function = None  # a method's object may hold references
+            self.function = None  # the object of a method may hold references
 
     def _answer(self, result: Any, failure: Failure | None) -> None:
         if failure is None:
@@ -131,14 +131,14 @@ class Served:
                 return
             except errors.WorkerLostError:
                 raise
-            except BaseException as unsendable:  # whatever keeps the result from being sent, the caller must hear of it
+            except BaseException as unsendable:  # whatever the reason, the caller must get an answer
                 worker = self.server.mailbox.info
                 text = f"{worker} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
         try:
             self._post(Kind.FAILURE, failure)
         except BaseException:
-            self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only what can be said in words
+            self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only its texts
 
     def _failure(self, error: BaseException) -> Failure:
         return pack(error, f"On {self.server.mailbox.info}, in {self}, called by {self._caller()}:")

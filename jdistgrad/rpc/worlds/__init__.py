@@ -1,4 +1,4 @@
-"""Opening and closing worlds: under mpirun, as threads of one process, in a notebook; after a fork and at an exit.
+"""Opening and closing worlds under mpirun, as threads of one process and in a notebook; forks and exits.
 
 Uses the worker. Users call it; nothing else in rpc does.
 """

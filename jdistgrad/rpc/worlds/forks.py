@@ -1,6 +1,6 @@
-"""A process forked from a worker's is no worker: neither the worker's threads nor its place in MPI come along.
+"""Forks of a worker's process, which are no workers: the child has neither the worker's threads nor its place in MPI.
 
-All that is said here is said in the child, where any lock may be held by a thread that is not there: none is taken.
+The fork handler runs in the child, where a thread that does not exist there may hold any lock, so it takes no lock.
 """
 
 import os
@@ -13,7 +13,7 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 def watch(worker: Worker) -> None:
-    """From now on, forks of this process will not take themselves for this worker."""
+    """Sever this worker's copy in every later fork of this process."""
     _workers.add(worker)
 
 

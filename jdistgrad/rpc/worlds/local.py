@@ -1,4 +1,4 @@
-"""Worlds inside one process: programs as threads (``spawn``), and helpers for a notebook (``local_workers``)."""
+"""Worlds inside one process: programs as threads (``spawn``), and workers that help a notebook (``local_workers``)."""
 
 import logging
 import threading
@@ -25,14 +25,14 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     Arguments:
       main: the program; it calls ``init`` and ``shutdown`` itself, as it would under mpirun.
-      n: how many workers.
-      args: what every ``main`` is called with.
+      n: the number of workers.
+      args: the arguments of every ``main``.
 
     Returns:
-      What each ``main`` returned, by rank.
+      The result of each ``main``, by rank.
 
     Raises:
-      Exception: what the first ``main`` that failed raised; the others' waits end at once.
+      Exception: the first ``main`` that failed raised it; the waits of the others end at once.
       WorldError: a ``main`` returned without ``shutdown``.
 
     Example:
@@ -74,7 +74,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
 
 class LocalWorkers:
-    """A local world whose worker 0 is the caller; what ``local_workers`` returns."""
+    """A local world whose worker 0 is the caller; ``local_workers`` opens one."""
 
     def __init__(self, n: int, timeout: float):
         provide_threads()
@@ -100,7 +100,7 @@ class LocalWorkers:
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Everybody, the caller first."""
+        """Return all workers, the caller first."""
         return self._worker.directory.workers
 
     def close(self) -> None:
@@ -120,7 +120,8 @@ class LocalWorkers:
 def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
     """Open a world of ``n`` workers in this process: the caller is worker0, the others serve.
 
-    For notebooks and interactive work. It stands until ``close()``, ``shutdown()`` or the end of the ``with`` block.
+    For notebooks and interactive work. The world stays open until ``close()``, ``shutdown()`` or the end of the
+    ``with`` block.
 
     Example:
       >>> with jd.local_workers(3):

@@ -1,6 +1,6 @@
-"""A process under mpirun that ends badly takes the job with it: no other rank waits for it for ever.
+"""The exit of processes under mpirun: a rank that fails ends the job, so that no other rank waits for it for ever.
 
-A process that was forked from it does not, however it ends.
+A process that was forked from a rank never ends the job, however it exits.
 """
 
 import atexit
@@ -21,7 +21,7 @@ _reported: BaseException | None = None
 
 
 def guard(rank: int) -> None:
-    """From now on an exception nobody catches ends the job, with one message; so does leaving without ``shutdown``."""
+    """Let an uncaught exception, or an exit without ``shutdown``, end the job with one message from now on."""
     global _guarded
     if _guarded:
         return
@@ -39,7 +39,7 @@ def guard(rank: int) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Print what this process fails with, once: before it waits for anybody."""
+    """Print the exception that this process fails with, before it waits for others; it is not printed again."""
     global _reported
     _reported = error
     traceback.print_exception(error)
@@ -47,7 +47,7 @@ def report(error: BaseException) -> None:
 
 
 def joined(worker: Worker) -> None:
-    """The process is this worker from now on."""
+    """Note that this process is this worker from now on."""
     global _latest
     if _latest is None:
         atexit.register(_end_fork)
@@ -66,10 +66,10 @@ def _check_end() -> None:
 
 
 class Fork:
-    """Takes down how a process that was forked from a rank ends.
+    """The exit status of a process that was forked from a rank, and its exit with that status.
 
-    It must not come to the exit handler of mpi4py, which waits for ever for the parent, and so has to leave on its own;
-    but Python tells nobody on its way out what the exit status is.
+    The process must not reach mpi4py's exit handler, which waits for the parent for ever, so it has to call
+    ``os._exit`` before; but Python does not give exit handlers the exit status.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a worker comes to be: meet the others, agree, connect."""
+"""The opening of a worker: meet the others, agree, connect."""
 
 import contextlib
 import faulthandler
@@ -20,7 +20,7 @@ from jdistgrad.wire import launcher_env
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
-THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # of the workers of a local world
+THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
 
 
 def refuse_second_world(what: str) -> None:
@@ -76,10 +76,11 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
 
 @contextlib.contextmanager
 def ends_when_stuck(timeout: float) -> Iterator[None]:
-    """A block that ends the process when it takes too long. MPI starts only when every rank starts it.
+    """End the process when the block takes too long. MPI starts only when every rank starts it.
 
-    It waits in C, with Python's lock, for ranks that have left without calling ``init``: only a thread that is not
-    Python's can end that. All it can say is a traceback: a function has the name that explains it.
+    If ranks have left without calling ``init``, MPI waits for them in C with the GIL held: only a thread outside of
+    Python can end that wait. Such a thread can only print a traceback, so the function that this traceback shows has a
+    name that explains the error.
     """
     if "mpi4py.MPI" not in sys.modules and launcher_env.launched() and timeout < math.inf:
         faulthandler.dump_traceback_later(timeout, exit=True)

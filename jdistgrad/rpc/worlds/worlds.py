@@ -20,9 +20,9 @@ from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
 
-_collecting = threading.Lock()  # gc.collect does nothing while another thread is in it
+_collecting = threading.Lock()  # gc.collect does nothing while another thread collects
 
-# A thread that spawn started: its hub and rank.
+# In a thread that ``spawn`` started: its hub and rank.
 _seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 
 
@@ -35,22 +35,24 @@ def take_seat(hub: Hub, rank: int) -> None:
 def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = False) -> WorkerInfo:
     """Join the world this program runs in.
 
-    Under mpirun that is the MPI job's; in a thread started by ``spawn``, the local world of it; elsewhere a world of
-    one. Every worker of the world must call it, and ``shutdown`` at the end; it returns when all have come.
+    Under mpirun it is the world of the MPI job; in a thread started by ``spawn``, the local world of ``spawn``;
+    elsewhere a world of one worker. Every worker of the world must call ``init``, and ``shutdown`` at the end. ``init``
+    returns when all workers have called it.
 
     Arguments:
-      name: this worker's name, unique in the world, of up to 64 printable characters without spaces; default
+      name: this worker's name, unique in the world, of up to 64 printable characters without spaces; defaults to
         ``worker{rank}``.
-      timeout: seconds after which an unanswered call fails, where the call does not say; and for the others to come.
+      timeout: seconds after which an unanswered call fails, unless the call has a timeout of its own; also the time
+        that ``init`` waits for the other workers.
       allow_code: let functions that cannot be imported (lambdas, closures, notebook cells) travel by value between
-        processes. Every worker must say the same.
+        processes. Every worker must give the same value.
 
     Returns:
       This worker's rank and name.
 
     Raises:
-      AlreadyInitializedError: a world is open here.
-      WorldError: a worker is missing, two have one name, or they run different versions or scripts.
+      AlreadyInitializedError: a world is already open here.
+      WorldError: a worker is missing, two have the same name, or they run different versions or scripts.
 
     Example:
       >>> me = jd.init()
@@ -78,26 +80,27 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
 def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str]:
     """Leave the world.
 
-    Every worker of the world must call it. Graceful: go on serving until all have called it and no call is in flight
-    anywhere, however deep; then all return together. Where that takes long it says for whom and what it waits, as a
-    warning of the logger ``jdistgrad.rpc``. Otherwise: leave now; calls in flight fail, here with WorldClosedError, on
-    workers that wait for this one with WorkerLostError.
+    Every worker of the world must call ``shutdown``. A graceful shutdown goes on serving until all workers have called
+    it and no call is in flight anywhere, however deep; then all return together. If that takes long, warnings of the
+    logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is not graceful leaves now, and
+    calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers that wait for this one.
 
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
-    leaves: the others may be waiting for what this worker did not do.
+    leaves without waiting: the other workers may wait for calls that this worker did not make.
 
     Arguments:
       graceful: whether to wait.
-      timeout: how many seconds to wait at most; default no limit. After it the world still stands.
+      timeout: how many seconds to wait at most; no limit by default. After a timeout the world is still open.
 
     Returns:
-      What was left in this worker's tables, in words: references somebody still held. They are of no use any more.
+      A text for each entry left in this worker's tables: references that were still held, values and contexts. They
+      are of no use any more.
 
     Raises:
       NotInitializedError: there is no world.
-      CallTimeoutError: it took longer than ``timeout``; the message names the workers that have not called, and what
-        is being served.
-      WorkerLostError: a worker died meanwhile.
+      CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
+        it, and the calls that are being served.
+      WorkerLostError: a worker was lost meanwhile.
     """
     worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
@@ -105,7 +108,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         worker.process.report(failed)
         graceful = False
     with _collecting:
-        gc.collect()  # references caught in cycles
+        gc.collect()  # drops references that are caught in cycles
     try:
         if graceful:
             worker.closing.run(float("inf") if timeout is None else checked_timeout(timeout))
@@ -125,7 +128,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
 
 def failure_being_handled(worker: Worker) -> BaseException | None:
-    """The exception that this code handles, if it is of this world and keeps the program from its own end."""
+    """Return the exception being handled here, unless it is older than the world or is a regular exit."""
     error = sys.exception()
     ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
     return None if ends_well or id(error) == worker.handled_before else error
@@ -138,13 +141,13 @@ def why_it_leaves(failed: BaseException | None) -> str:
 
 
 def worker_info(name: str | None = None) -> WorkerInfo:
-    """A worker's rank and name; by default this one's. Raises UnknownWorkerError for a name nobody has."""
+    """Return a worker's rank and name, by default this worker's. Raises UnknownWorkerError for an unknown name."""
     worker = current_worker()
     return worker.info if name is None else worker.directory.find(name)
 
 
 def launched() -> bool:
-    """Whether this program was started as one worker of several: by mpirun, ``spawn`` or ``jdistgrad run --local``.
+    """Return whether this program is one worker of several, started by mpirun, ``spawn`` or ``jdistgrad run --local``.
 
     Example:
       >>> main() if jd.launched() else jd.spawn(main, 3)
@@ -153,7 +156,7 @@ def launched() -> bool:
 
 
 def world_size() -> int:
-    """How many workers the world has."""
+    """Return how many workers the world has."""
     return current_worker().size
 
 
@@ -164,7 +167,7 @@ def _close(worker: Worker, *, graceful: bool) -> None:
 
 
 def leftovers(worker: Worker) -> list[str]:
-    """What a worker still holds at its end, in words."""
+    """Return a text for each entry that a worker's tables still hold at its end."""
     references, scopes = worker.references, worker.scopes.identifiers()
     held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
     owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
