@@ -24,7 +24,7 @@ def _read() -> Settings:
     return Settings(
         heartbeat_seconds=_seconds("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds),
         silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
-        same_script=_switch("JDISTGRAD_SAME_SCRIPT", defaults.same_script),
+        same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
     )
 
 
@@ -41,7 +41,7 @@ def _seconds(variable: str, default: float) -> float:
     return value
 
 
-def _switch(variable: str, default: bool) -> bool:
+def _switch(variable: str, *, default: bool) -> bool:
     text = os.environ.get(variable, "1" if default else "0")
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {variable} must be 0 or 1, not {text!r}")

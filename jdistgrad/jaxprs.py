@@ -24,7 +24,7 @@ def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     return outputs if primitive.multiple_results else [outputs]
 
 
-def surroundings(equation: Any) -> str:
+def context_key(equation: Any) -> str:
     """Return the context that ``bind`` enters for an equation, in a comparable form."""
     return repr(equation.ctx)
 

@@ -63,7 +63,9 @@ jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002 as in jax.value_and_grad
 ) -> Callable[..., Any]:
     """Return a function like that of ``jax.value_and_grad``, for functions that call other workers.
 
@@ -88,14 +90,18 @@ def value_and_grad(
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         with some_context() as lease:
-            transformed = jax.value_and_grad(_rooted(fun, has_aux), argnums, has_aux)
+            transformed = jax.value_and_grad(_rooted(fun, has_aux=has_aux), argnums, has_aux)
             value, gradients = transformed(*args, **kwargs)
             return value, _with_remote(gradients, lease)
 
     return differentiated
 
 
-def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002 as in jax.grad
+) -> Callable[..., Any]:
     """Return a function like that of ``jax.grad``, for functions that call other workers. See ``value_and_grad``.
 
     Example:
@@ -152,7 +158,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., Any], *args: Any) -> tup
         return value, _with_remote(layout.fill(gradients), None)
 
 
-def _rooted(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _rooted(fun: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
     """Wrap a function so that a result that cannot be differentiated raises a clear error."""
 
     @functools.wraps(fun)

@@ -15,14 +15,14 @@ from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook
 from jdistgrad.rpc.references.claims import StandIn
-from jdistgrad.rpc.references.rref import RRef, made_when_run
+from jdistgrad.rpc.references.rref import RRef, staged_reference
 from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 
 class TracedCalls:
-    """The ``Boundary`` to which rpc hands over traced calls."""
+    """The ``TracedCallHandler`` to which rpc hands over traced calls."""
 
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
@@ -49,7 +49,7 @@ class TracedCalls:
         handle, token = rules.call(operation)(*operands)
         if operation.made:  # the call has already run: its reference is known
             return RRef._of(operation.made.pop(), handle)
-        return made_when_run(peer.rank, results, handle, token)
+        return staged_reference(peer.rank, results, handle, token)
 
     def fetch(self, rref: RRef, timeout: float | None) -> Any:
         children, structure = jax.tree.flatten(rref)
@@ -80,5 +80,5 @@ def where() -> str:
 
 
 def install() -> None:
-    """Install the boundary, so that rpc hands over traced calls."""
+    """Install the handler, so that rpc hands over traced calls."""
     traced_hook.install(TracedCalls())

@@ -15,7 +15,7 @@ from typing import Any
 from jdistgrad.errors import LauncherError
 
 
-class Program:
+class UserProgram:
     """A program, compiled once. Making one sets ``sys.argv`` and ``sys.path`` as it expects them."""
 
     def __init__(self, arguments: Sequence[str]):
@@ -106,7 +106,7 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
             "machines enough: your cluster's launcher."
         )
     run_programs_where_they_are_called()
-    program = Program(arguments)
+    program = UserProgram(arguments)
     try:
         spawn(program.run, n)
     except KeyboardInterrupt:

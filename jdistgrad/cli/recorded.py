@@ -2,11 +2,11 @@
 
 import sys
 
-from jdistgrad.cli.programs import Program
+from jdistgrad.cli.programs import UserProgram
 from jdistgrad.observe.timeline import timeline
 
 if __name__ == "__main__":
     path, *arguments = sys.argv[1:]
-    program = Program(arguments)
+    program = UserProgram(arguments)
     with timeline(path):
         program.run()

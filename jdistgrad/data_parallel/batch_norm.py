@@ -52,7 +52,7 @@ class SyncBatchNorm(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         shape = (x.shape[-1],)
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape)

@@ -7,7 +7,7 @@ import jax
 
 from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.tape.contributions import value_gradient
-from jdistgrad.autograd.tape.ledger import REFERENCE, Node
+from jdistgrad.autograd.tape.ledger import REFERENCE, Target
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
@@ -24,7 +24,7 @@ def write(ctx: Context | int, rrefs: Sequence[RRef], gradients: Sequence[Any]) -
     """Replace the values' gradients in a context."""
     ledger = find_context(ctx).tape.ledger
     for rref, gradient in zip(rrefs, gradients, strict=True):
-        ledger.write(Node(REFERENCE, rref.id), jax.tree.leaves(gradient))
+        ledger.write(Target(REFERENCE, rref.id), jax.tree.leaves(gradient))
 
 
 def _gradient(rref: RRef) -> Any:

@@ -17,7 +17,7 @@ from jdistgrad.data_parallel.collectives.roll_call import Joining
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules, paths_of
 from jdistgrad.data_parallel.reducing.statistics import Statistics
-from jdistgrad.data_parallel.steps.compiled import Inside, localized
+from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized
 from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.data_parallel.steps.join import Join
 from jdistgrad.data_parallel.steps.program import Programs
@@ -85,12 +85,13 @@ class DataParallel:
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
         self._driver = Driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
-        self._inside = Inside(self._in_programs(timeout, check), rules, self._driver)
+        self._compiled_average = CompiledAverage(self._in_programs(timeout, check=check), rules, self._driver)
 
-    def _in_programs(self, timeout: float, check: bool) -> Collectives:
+    def _in_programs(self, timeout: float, *, check: bool) -> Collectives:
         """Return the collectives with this object's settings, for compiled steps."""
         if isinstance(self.collectives, HostCollectives):
-            return self.collectives.adjusted(timeout=timeout, asks=check and self.collectives.asks)
+            meets = check and self.collectives.meets_in_programs
+            return self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         return self.collectives
 
     # The model.
@@ -108,7 +109,8 @@ class DataParallel:
         Raises:
           DisagreementError: a leaf differs; the error names the leaf, the place in it, the rank and both values.
         """
-        self._off_mesh("verify: the ranks of a mesh run one program on one array: nothing to compare").verify(tree)
+        driver = self._require_driver("verify: the ranks of a mesh run one program on one array: nothing to compare")
+        driver.verify(tree)
 
     @property
     def used(self) -> Any:
@@ -122,15 +124,19 @@ class DataParallel:
     # Steps.
 
     def value_and_grad(
-        self, loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,  # noqa: FBT001, FBT002 as in jax.value_and_grad
     ) -> Callable[..., Any]:
         """Return ``jax.value_and_grad`` of a loss, with gradients averaged over all ranks; the value is this rank's.
 
         The loss must be fit for ``jax.jit``: it is traced once for each shape of its arguments. Inside ``jax.jit`` or
-        ``jax.shard_map`` the step becomes part of the compiled program. Called from Python the step is cut into pieces,
-        and buckets travel while later pieces run. Every rank must call the returned function equally often.
+        ``jax.shard_map`` the step becomes part of the compiled program. Called from Python, the backward pass is cut
+        into segments, and buckets travel while later segments run. Every rank must call the returned function equally
+        often.
         """
-        programs = Programs(loss_fn, argnums, has_aux)
+        programs = Programs(loss_fn, argnums, has_aux=has_aux)
 
         @functools.wraps(loss_fn)
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -170,7 +176,7 @@ class DataParallel:
         not count in ``used`` and ``statistics``.
         """
         remedy = "reduction: on a mesh a step is one compiled program. Use value_and_grad or average."
-        return self._off_mesh(remedy).reduction(like)
+        return self._require_driver(remedy).reduction(like)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -208,7 +214,7 @@ class DataParallel:
         """
         remedy = "join: the ranks of a mesh run one program and have equally many inputs. Pad them."
         joining = Joining.BY_ALL if divide_by_initial_world_size else Joining.BY_ACTIVE
-        with self._off_mesh(remedy).join(joining) as join:
+        with self._require_driver(remedy).join(joining) as join:
             yield join
 
     def statistics(self) -> Statistics:
@@ -221,10 +227,12 @@ class DataParallel:
         """Return the driver for a concrete tree; None on a mesh and for a traced tree."""
         return None if is_traced(tree) else self._driver
 
-    def _off_mesh(self, otherwise: str) -> Driver:
+    def _require_driver(self, otherwise: str) -> Driver:
         if self._driver is None:
             raise CollectiveError(otherwise)
         return self._driver
 
     def _average_inside(self, gradients: Any, what: str = "average") -> Any:
-        return self._inside.average(gradients, what, joining=self._driver is not None and self._driver.joining)
+        return self._compiled_average.average(
+            gradients, what, joining=self._driver is not None and self._driver.joining
+        )

@@ -86,7 +86,7 @@ class _FutureArguments(ctypes.Structure):
     _fields_ = [*_START, ("future", _Pointer), ("error", _Pointer)]
 
 
-class Frame(ctypes.Structure):
+class CallFrame(ctypes.Structure):
     """The call frame that XLA passes to a handler. If the handler sets ``future``, the call outlasts the handler."""
 
     _fields_ = [
@@ -120,21 +120,21 @@ class Frame(ctypes.Structure):
     def result(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return _view(self.results.values[place], shape, dtype)
 
-    def begin(self) -> "Pending":
+    def begin(self) -> "AsyncResult":
         """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""
         interface = _Interface.from_address(self.interface)
         arguments = _FutureArguments(struct_size=_FutureArguments.error.offset)
         failed = _function(interface.create_future)(ctypes.addressof(arguments))
         assert not failed, "XLA has made no future"
         self.future = arguments.future
-        return Pending(interface, arguments.future)
+        return AsyncResult(interface, arguments.future)
 
     def error(self, message: str, code: int) -> int:
         """Make an XLA error for a handler to return."""
         return _error(_Interface.from_address(self.interface), message, code)
 
 
-class Pending:
+class AsyncResult:
     """A call under way. Exactly one of its methods must be called, once."""
 
     def __init__(self, interface: _Interface, future: int):

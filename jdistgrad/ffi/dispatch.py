@@ -36,18 +36,18 @@ def provide_threads() -> None:
         os.environ.setdefault(POOL, str(max(THREADS, len(os.sched_getaffinity(0)))))
 
 
-class Crowd:
+class WaitingPrograms:
     """A count of the programs that wait for other workers on XLA's threads; warns once when these may be all in use."""
 
     def __init__(self) -> None:
-        self._count, self._told, self._lock = 0, False, threading.Lock()
+        self._count, self._warned, self._lock = 0, False, threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
             self._count += 1
-            count, told = self._count, self._told
-        if not told and count >= pool_size():
-            self._told = True
+            count, warned = self._count, self._warned
+        if not warned and count >= pool_size():
+            self._warned = True
             log.warning(
                 "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
                 "workers may now wait for ever. Set the environment variable %s to a larger number, and import "

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from jdistgrad._compat import abstract_token
 from jdistgrad.ffi.interrupts import watch_for_interrupts
-from jdistgrad.ffi.sites import TARGET, Function, Later, Site, cancel_all
+from jdistgrad.ffi.sites import TARGET, Deferred, Function, Site, cancel_all
 
 
 def lower(context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function) -> Any:
@@ -36,7 +36,7 @@ def call_in_order(
 
     Arguments:
       effect: one of JAX's ordered effects, as in ``jax.make_jaxpr(...)(...).effects``.
-      quick: whether the function itself never waits; a part that has to wait must be returned as a ``Later``.
+      quick: whether the function itself never waits; a part that has to wait must be returned as a ``Deferred``.
     """
     return ordered_p.bind(*operands, function=function, results=tuple(results), effect=effect, quick=quick)
 
@@ -47,7 +47,7 @@ def _shapes(*operands: Any, function: Function, results: Sequence[Any], effect: 
 
 def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool) -> list[Any]:
     found = function(*map(np.asarray, operands))
-    return [jax.numpy.asarray(one) for one in (found.rest() if isinstance(found, Later) else found) or ()]
+    return [jax.numpy.asarray(one) for one in (found.rest() if isinstance(found, Deferred) else found) or ()]
 
 
 def _lowered(

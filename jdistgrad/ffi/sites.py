@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jdistgrad.ffi import abi
-from jdistgrad.ffi.dispatch import Crowd, run_programs_where_they_are_called
+from jdistgrad.ffi.dispatch import WaitingPrograms, run_programs_where_they_are_called
 from jdistgrad.threads import ThreadPool
 
 TARGET = "jdistgrad_call"
@@ -40,7 +40,7 @@ Array = tuple[tuple[int, ...], np.dtype]
 Function = Callable[..., Any]
 
 
-class Later:
+class Deferred:
     """The rest of a quick function that has to wait after all, as a function without arguments."""
 
     def __init__(self, rest: Callable[[], Sequence[Any] | None]):
@@ -57,7 +57,7 @@ class Site:
       function: takes the operands as NumPy arrays that it may keep; returns the results, in order, or nothing.
       operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
       quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
-        a ``Later``.
+        a ``Deferred``.
     """
 
     def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool):
@@ -75,11 +75,11 @@ def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
         place[...] = result
 
 
-class Call:
+class SiteCall:
     """A call under way. It ends once, with its function or by a cancellation; then XLA owns the results' memory."""
 
     def __init__(
-        self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.Pending, *, holds_thread: bool
+        self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, *, holds_thread: bool
     ):
         self._function, self._results, self._pending = function, results, pending
         self._crowd: Any = _waiting if holds_thread else contextlib.nullcontext()
@@ -122,11 +122,11 @@ def cancel_all() -> None:
 _numbers = itertools.count(secrets.randbits(62))
 _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 _threads = ThreadPool("jdistgrad-compiled")
-_waiting = Crowd()
-_under_way: set[Call] = set()
+_waiting = WaitingPrograms()
+_under_way: set[SiteCall] = set()
 
 
-def there_are_any() -> bool:
+def any_sites() -> bool:
     """Return whether any compiled program of this process calls Python here."""
     return bool(_sites)
 
@@ -136,17 +136,17 @@ def _described(arrays: Sequence[Any]) -> list[Array]:
 
 
 def _handle(address: int) -> int | None:
-    frame = abi.Frame.from_address(address)
+    frame = abi.CallFrame.from_address(address)
     if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
         return None
     try:
         site = _sites[frame.number()]
-        operands = [copied(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        operands = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
         results = [frame.result(k, *one) for k, one in enumerate(site.results)]
         whole = functools.partial(site.function, *operands)
-        found = whole() if site.quick else Later(whole)
-        if isinstance(found, Later):
-            call = Call(found.rest, results, frame.begin(), holds_thread=_is_xlas())
+        found = whole() if site.quick else Deferred(whole)
+        if isinstance(found, Deferred):
+            call = SiteCall(found.rest, results, frame.begin(), holds_thread=_is_xlas())
             _threads.run(call.run)
         else:
             _put(found, results)
@@ -161,7 +161,7 @@ def _is_xlas() -> bool:
     return handler.f_back is None
 
 
-def copied(array: np.ndarray) -> np.ndarray:
+def aligned_copy(array: np.ndarray) -> np.ndarray:
     """Copy an argument, so that it can be kept after the call, into memory that XLA can use as it is.
 
     XLA copies unaligned memory on its own threads, and runs a program that waits for such a copy on one of them.

@@ -21,7 +21,7 @@ class Apply(ServedFunction):
 
     pure = True
 
-    def __init__(self, blueprint: Blueprint, stateful: bool):
+    def __init__(self, blueprint: Blueprint, *, stateful: bool):
         self.blueprint, self.stateful = blueprint, stateful
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
@@ -37,7 +37,7 @@ class Apply(ServedFunction):
     def label(self) -> str:
         return self.blueprint.label
 
-    def with_state(self, stateful: bool) -> "Apply":
+    def with_state(self, *, stateful: bool) -> "Apply":
         kind: Any = type(self)
         return apply_of(kind, self.blueprint, stateful)
 
@@ -62,9 +62,9 @@ class Apply(ServedFunction):
 
 
 @functools.cache
-def apply_of(kind: Any, blueprint: Any, stateful: bool) -> Apply:
+def apply_of(kind: Any, blueprint: Any, stateful: bool) -> Apply:  # noqa: FBT001 pickle passes it by position
     """Return the one application of a module in this process."""
-    return kind(blueprint, stateful)
+    return kind(blueprint, stateful=stateful)
 
 
 def make(apply: Apply, rng: Any, args: tuple[Any, ...]) -> tuple[RRef, RRef | None]:

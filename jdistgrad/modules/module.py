@@ -51,7 +51,7 @@ class RemoteModule(RemoteFunction):
         args = tuple(example_args)
         apply = _apply_for(module, args)
         parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
-        self._consist_of(parameters, state, apply.with_state(state is not None), timeout)
+        self._consist_of(parameters, state, apply.with_state(stateful=state is not None), timeout)
 
 
 def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
@@ -63,7 +63,7 @@ def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
             f"RemoteModule: a module of type {blueprint.label} holds something that cannot be hashed ({error}), so it "
             "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
-    return apply_of(kind, blueprint, False)
+    return apply_of(kind, blueprint, False)  # noqa: FBT003
 
 
 def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:

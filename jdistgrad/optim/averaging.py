@@ -12,7 +12,7 @@ from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules
-from jdistgrad.data_parallel.steps.compiled import Inside
+from jdistgrad.data_parallel.steps.compiled import CompiledAverage
 from jdistgrad.data_parallel.steps.driver import Driver, shared_driver
 
 
@@ -46,14 +46,14 @@ def average_gradients(
 
     def init(params: Any) -> AverageGradientsState:
         all_, driver = group()
-        return AverageGradientsState(Inside(all_, rules, driver).initial_states(params))
+        return AverageGradientsState(CompiledAverage(all_, rules, driver).initial_states(params))
 
     def update(
         updates: Any, state: AverageGradientsState, params: Any = None, **extra: Any
     ) -> tuple[Any, AverageGradientsState]:
         all_, driver = group()
         if driver is None or is_traced(updates):
-            averaged, states = Inside(all_, rules, driver).average_with(updates, state.hook)
+            averaged, states = CompiledAverage(all_, rules, driver).average_with(updates, state.hook)
         else:
             averaged, states = driver.average_with(updates, hook, state.hook)
         return averaged, AverageGradientsState(states)

@@ -113,7 +113,7 @@ class DistributedOptimizer:
         """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
         if len(self._owned) == 1 and self._max_norm is None and not self._refuse_nan:
             return 1.0  # the only owner checks for itself
-        found = self._everywhere(owner.look)
+        found = self._everywhere(owner.inspect_gradients)
         if self._refuse_nan and not all(one.finite for one in found):
             bad = [str(owned.owner) for owned, one in zip(self._owned.values(), found, strict=True) if not one.finite]
             raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)

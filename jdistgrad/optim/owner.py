@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jdistgrad.autograd.callee.functions import gradient_layout
+from jdistgrad.autograd.tape.contributions import or_zero
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
 from jdistgrad.errors import DifferentiationError
@@ -26,7 +27,7 @@ Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" 
 _locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
 
 
-class Finding(NamedTuple):
+class Inspection(NamedTuple):
     """An owner's report on its gradients, before anything is changed."""
 
     squared_norm: float
@@ -65,12 +66,12 @@ class OwnedParameters:
 
         self._update = jax.jit(update, static_argnums=0)
 
-    def look(self) -> Finding:
+    def inspect_gradients(self) -> Inspection:
         """Return the gradients' squared norm, and whether they are finite. Raise if a gradient is missing."""
         found = self._gradients([one.leaves for one in self._current()])
         leaves = [jnp.asarray(leaf) for leaves in found for leaf in leaves]
         squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
-        return Finding(float(sum(squares)), bool(all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)))
+        return Inspection(float(sum(squares)), bool(all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)))
 
     def step(self, scale: float) -> None:
         """Update the values with their gradients in the current context."""
@@ -100,7 +101,7 @@ class OwnedParameters:
                 f"restore on {current_worker().info}: {differs}. Nothing was restored on any worker. Restore what "
                 "state() gave of an optimizer of the same values and the same transformation."
             )
-        return restoring.brought_home(saved, known)
+        return restoring.converted(saved, known)
 
     def put_back(self, prepared: Saved) -> None:
         with self._lock:
@@ -124,11 +125,7 @@ class OwnedParameters:
                 missing=missing,
             )
         each = zip(found, parameters, strict=True)
-        return [[_or_zero(*both) for both in zip(mine or (), leaves, strict=True)] for mine, leaves in each]
-
-
-def _or_zero(gradient: Any, parameter: Any) -> Any:
-    return jnp.zeros_like(parameter) if gradient is None else gradient
+        return [[or_zero(*both) for both in zip(mine or (), leaves, strict=True)] for mine, leaves in each]
 
 
 def _unflattened(trees: Any, leaves: Any) -> list[Any]:
@@ -147,8 +144,8 @@ def _known(identifier: int) -> OwnedParameters:
     return found
 
 
-def look(identifier: int) -> Finding:
-    return _known(identifier).look()
+def inspect_gradients(identifier: int) -> Inspection:
+    return _known(identifier).inspect_gradients()
 
 
 def step(identifier: int, scale: float) -> None:

@@ -26,7 +26,7 @@ def difference(found: Any, known: Any) -> str | None:
     return f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
 
 
-def brought_home(found: Any, known: Any) -> Any:
+def converted(found: Any, known: Any) -> Any:
     """Convert fitting values to the kinds of the known values, with the order of the known dicts.
 
     Arrays become copies on this worker, which nobody else writes to.

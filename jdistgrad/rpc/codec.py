@@ -19,7 +19,6 @@ from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
 
-JITTED = type(jax.jit(lambda: None))
 OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for this codec
 
 
@@ -50,7 +49,7 @@ class _Reducing:
         path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
         if path is not None:
             return functions.by_name, path
-        return self.jitted_code(value) if kind is JITTED else NotImplemented
+        return self.jitted_code(value) if kind is functions.JITTED else NotImplemented
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function

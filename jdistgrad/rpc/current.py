@@ -40,15 +40,15 @@ _left_behind: str | None = None  # in a forked process: the error text that says
 _trace_key = jax.make_user_context(default_value=None)
 _trace_keys: dict[tuple[WorkerInfo, int], int] = {}
 
-# Host callbacks of compiled code run on XLA's threads. They find their worker and scope by the place where the code was
-# compiled: the worker's trace key, and the slot that each open scope has while a thread is in it. The first slot is not
-# part of the trace key, so JAX compiles again only for scopes that are open at the same time.
+# Host callbacks of compiled code run on XLA's threads. They find their worker and scope by the origin of the code: the
+# trace key of the worker that compiled it, and the slot that each open scope has while a thread is in it. The first
+# slot is not part of the trace key, so JAX compiles again only for scopes that are open at the same time.
 _slot_key = jax.make_user_context(default_value=0)
-_place: contextvars.ContextVar["Place"] = contextvars.ContextVar("jdistgrad_place")
+_origin: contextvars.ContextVar["Origin"] = contextvars.ContextVar("jdistgrad_origin")
 
 
-class Place(NamedTuple):
-    """The place where code was compiled: the worker's trace key (None: the process's worker), and the scope's slot."""
+class Origin(NamedTuple):
+    """Where code was compiled: the worker's trace key (None: the process's worker), and the scope's slot."""
 
     key: int | None
     slot: int
@@ -119,7 +119,7 @@ def current_scope() -> Scope | None:
 class within:  # noqa: N801 used like a function; a generator would take twice as long
     """A block whose calls belong to a scope, or to none."""
 
-    __slots__ = ("_compiling", "_outer", "_outer_place", "_scope", "_slot", "_slots")
+    __slots__ = ("_compiling", "_outer", "_outer_origin", "_scope", "_slot", "_slots")
 
     def __init__(self, scope: Scope | None):
         self._scope = scope
@@ -127,9 +127,9 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
 
     def __enter__(self) -> None:
         if self._scope is not None and self._scope is not _scope.get():
-            self._slots, key = current_resident().slots, place().key
+            self._slots, key = current_resident().slots, origin().key
             self._slot = self._slots.take(self._scope)
-            self._outer_place = _place.set(Place(key, self._slot))
+            self._outer_origin = _origin.set(Origin(key, self._slot))
             self._compiling = _slot_key(self._slot) if self._slot else None
             if self._compiling is not None:
                 self._compiling.__enter__()
@@ -140,7 +140,7 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
         if self._slots is not None:
             if self._compiling is not None:
                 self._compiling.__exit__(*error)
-            _place.reset(self._outer_place)
+            _origin.reset(self._outer_origin)
             self._slots.free(self._slot)
 
 
@@ -153,23 +153,23 @@ def _setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def place() -> Place:
-    """Return the place of this code, for callbacks of programs compiled here."""
-    return _place.get(Place(None, 0))
+def origin() -> Origin:
+    """Return the origin of this code, for callbacks of programs compiled here."""
+    return _origin.get(Origin(None, 0))
 
 
 @contextlib.contextmanager
-def at(place: Place) -> Iterator[None]:
-    """Let the block, on any thread, belong to the worker and scope of a place."""
-    worker = _of_process if place.key is None else _workers.get(place.key)
+def at(origin: Origin) -> Iterator[None]:
+    """Let the block, on any thread, belong to the worker and scope of an origin."""
+    worker = _of_process if origin.key is None else _workers.get(origin.key)
     if worker is None or worker.severed:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
-    with _setting(_bound, worker), _setting(_scope, worker.slots.at(place.slot)), _setting(_place, place):
+    with _setting(_bound, worker), _setting(_scope, worker.slots.at(origin.slot)), _setting(_origin, origin):
         yield
 
 
-def seat_thread() -> None:
+def detach_thread() -> None:
     """Let this thread have a worker of its own or none, but not the worker of the process."""
     _seated.set(True)
 
@@ -180,7 +180,7 @@ def bind_thread(worker: Resident) -> None:
     if worker.hands_over:
         key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
         _workers[key] = worker
-        _place.set(Place(key, 0))
+        _origin.set(Origin(key, 0))
         _trace_key(key).__enter__()
     if worker.device is not None:
         jax.default_device(worker.device).__enter__()
@@ -208,6 +208,6 @@ def leave_behind(why: str) -> None:
     _scope.set(None)
 
 
-def left_behind() -> str | None:
+def fork_error() -> str | None:
     """Return why this process can have no world, if it was forked from a worker's process."""
     return _left_behind

@@ -5,8 +5,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+
 from jdistgrad import events
 from jdistgrad.errors import FunctionError
+
+JITTED = type(jax.jit(lambda: None))
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -119,7 +119,7 @@ class Mailbox:
         A program whose arguments are not ready runs later, on one of XLA's few threads, and keeps that thread while it
         waits for other workers. Otherwise it runs on the thread that calls it, and there are always enough of these.
         """
-        if sites.there_are_any():
+        if sites.any_sites():
             for leaf in trees.leaves(tree):
                 if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                     leaf.block_until_ready()
@@ -131,7 +131,7 @@ class Mailbox:
         returns. They may need the function's context. Moreover, XLA runs the programs of one thread one after the
         other, and the next call that this thread serves may be a call that they wait for.
         """
-        if self.device is not None or sites.there_are_any():
+        if self.device is not None or sites.any_sites():
             devices.finish_programs_of_this_thread()
 
     def sever(self, why: str) -> None:

@@ -14,7 +14,7 @@ from jdistgrad.errors import EncodingError
 from jdistgrad.rpc import trees
 
 
-class Boundary(Protocol):
+class TracedCallHandler(Protocol):
     """The handler of calls on traced values."""
 
     def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any: ...
@@ -28,19 +28,19 @@ class Boundary(Protocol):
     def own(self, value: Any) -> Any: ...
 
 
-_boundary: Boundary | None = None
+_handler: TracedCallHandler | None = None
 
 
-def install(boundary: Boundary) -> None:
-    global _boundary
-    _boundary = boundary
+def install(handler: TracedCallHandler) -> None:
+    global _handler
+    _handler = handler
 
 
-def boundary_for(*values: Any) -> Boundary | None:
+def handler_for(*values: Any) -> TracedCallHandler | None:
     """Return the handler of a call with these arguments, or (the common case, quickly) None if JAX traces nothing."""
     if trace_state_clean() or not (any(is_traced(leaf) for leaf in trees.leaves(values)) or staging()):
         return None
-    return _boundary
+    return _handler
 
 
 def is_traced(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 # Types that JAX would take apart but calls must not.
-WHOLE: set[type] = set()
+OPAQUE: set[type] = set()
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
@@ -119,7 +119,7 @@ def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None
         return _apart_dict(node)
     if kind is list or kind is tuple:
         return node, kind
-    if kind in WHOLE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
+    if kind in OPAQUE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
         return None
     children, structure = jax.tree.flatten(node, is_leaf=_below())
     return children, lambda changed: jax.tree.unflatten(structure, changed)

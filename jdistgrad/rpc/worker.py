@@ -114,7 +114,7 @@ class Worker(Mailbox):
         freed = self.references.returned(weights)
         if freed:
             self.work.started()
-            self.run(functools.partial(self.releasing.die, freed))
+            self.run(functools.partial(self.releasing.destroy, freed))
 
     def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
         try:

@@ -13,10 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, raw_bytes
-
-ALIGNMENT = 16
-PADDING = bytes(ALIGNMENT)
+from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, padded, padding, raw_bytes
 
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
@@ -32,7 +29,7 @@ class ArrayBlock(list):
         if hosts is None:
             return list, (tuple(self),)
         note = _note(tuple([(one.dtype, one.shape) for one in hosts]))
-        block = b"".join([_padded(one.tobytes()) for one in hosts if one.nbytes < ALIAS_FROM])
+        block = b"".join([one.tobytes() + padding(one.nbytes) for one in hosts if one.nbytes < ALIAS_FROM])
         return arrived, (note, block, [raw_bytes(one) for one in hosts if one.nbytes >= ALIAS_FROM])
 
 
@@ -55,11 +52,6 @@ def _as_jax_would(value: Any) -> np.ndarray:
     return array if array.dtype == kept and array.dtype.isnative else array.astype(kept)
 
 
-def _padded(data: bytes) -> bytes:
-    rest = len(data) % ALIGNMENT
-    return data + PADDING[rest:] if rest else data
-
-
 @functools.lru_cache(maxsize=4096)
 def _note(kinds: Kinds) -> bytes:
     return pickle.dumps(tuple((dtype_name(dtype), shape) for dtype, shape in kinds))
@@ -74,7 +66,7 @@ def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]
         size = dtype.itemsize * math.prod(shape)
         places.append((dtype, shape, slice(start, start + size) if size < ALIAS_FROM else None))
         if size < ALIAS_FROM:
-            start += -(-size // ALIGNMENT) * ALIGNMENT
+            start += padded(size)
     return places
 
 
@@ -85,6 +77,6 @@ def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
         if dtype.itemsize >= 8:
             check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
         part = np.frombuffer(next(rest), np.uint8) if place is None else data[place]
-        part.flags.writeable = False  # marks an array that came over the wire: see ``adopted``
+        part.flags.writeable = False  # marks an array that came over the wire: see ``as_jax_array``
         found.append(part.view(dtype).reshape(shape))
     return found

@@ -20,6 +20,9 @@ from jdistgrad.errors import EncodingError
 # Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16
 
+ALIGNMENT = 16  # of arrays among other bytes
+PADDING = bytes(ALIGNMENT)
+
 TRACED = (
     "a traced value has no data yet and cannot be sent to another worker. Make the call outside jax.jit and jax.grad."
 )
@@ -30,6 +33,15 @@ COMPILE_FROM = 500
 KINDS_COUNTED = 4096
 
 Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def padded(length: int) -> int:
+    """Return the length with its padding, after which the next array is aligned."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def padding(length: int) -> bytes:
+    return PADDING[: -length % ALIGNMENT]
 
 
 @functools.cache
@@ -99,7 +111,7 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return array
 
 
-def adopted(array: Any) -> jax.Array:
+def as_jax_array(array: Any) -> jax.Array:
     """Return a JAX array that shares no writable memory with the given array.
 
     Only a large array that came over the wire is not copied, because it is read-only.

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.errors import WireError
-from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.arrays import ALIAS_FROM, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
 MAGIC = b"jdg2"
 BULK_FROM = ALIAS_FROM
-ALIGNMENT = 16
-PADDING = bytes(ALIGNMENT)
 HEADER = struct.Struct("<4sB3xIIIQI")  # magic, kind, stream tag, pieces, bytes attached, id, checksum of what follows
 CHECKSUM = struct.Struct("<I")  # of the header
 START = HEADER.size + CHECKSUM.size
@@ -52,14 +50,6 @@ class Frame:
         return Message(self.kind, source, self.id, parcel)
 
 
-def _padded(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def _padding(length: int) -> bytes:
-    return PADDING[: -length % ALIGNMENT]
-
-
 def is_bulk(length: int) -> bool:
     return length >= BULK_FROM
 
@@ -76,10 +66,10 @@ def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) ->
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
     table = struct.pack(f"<{len(lengths)}Q", *lengths)
-    parts: list[Any] = [bytes(START), table, _padding(START + len(table))]
+    parts: list[Any] = [bytes(START), table, padding(START + len(table))]
     for piece, length in zip(pieces, lengths, strict=True):
         if length < BULK_FROM:
-            parts += piece, _padding(length)
+            parts += piece, padding(length)
     frame = bytearray().join(parts)
     rest = zlib.crc32(memoryview(frame)[START:])
     HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), attached, identifier, rest)
@@ -96,9 +86,9 @@ def unpack(frame: Any) -> Frame:
     """
     view = memoryview(frame)
     kind, stream_tag, count, attached, identifier, checksum = _header(view)
-    start = _padded(START + LENGTH * count)
+    start = padded(START + LENGTH * count)
     lengths = struct.unpack_from(f"<{count}Q", view, START) if start <= len(view) else ()
-    expected = start + sum(_padded(length) for length in lengths if length < BULK_FROM)
+    expected = start + sum(padded(length) for length in lengths if length < BULK_FROM)
     if expected != len(view):
         found = f"has the wrong length: expected {expected} bytes, got {len(view)}"
     elif zlib.crc32(view[START:]) != checksum:
@@ -130,5 +120,5 @@ def _inline_pieces(view: memoryview, start: int, lengths: Sequence[int]) -> list
             pieces.append(None)
         else:
             pieces.append(view[start : start + length])
-            start += _padded(length)
+            start += padded(length)
     return pieces

@@ -17,25 +17,25 @@ log = logging.getLogger("jdistgrad.wire")
 
 
 class Hub:
-    """State shared by threads that open local worlds together: their meetings, and the first failure.
+    """State shared by threads that open local worlds together: their worlds, and the first failure.
 
-    The k-th ``init`` of every thread belongs to the k-th meeting, so a world can be closed and opened again.
+    The k-th ``init`` of every thread belongs to the k-th world, so a world can be closed and opened again.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.failure: BaseException | None = None
-        self._meetings: list[Meeting] = []
+        self._worlds: list[LocalWorld] = []
         self._joined = [0] * size
         self._lock = threading.Lock()
 
-    def next_meeting(self, rank: int) -> "Meeting":
+    def next_world(self, rank: int) -> "LocalWorld":
         with self._lock:
             turn = self._joined[rank]
             self._joined[rank] += 1
-            if turn == len(self._meetings):
-                self._meetings.append(Meeting(self))
-            return self._meetings[turn]
+            if turn == len(self._worlds):
+                self._worlds.append(LocalWorld(self))
+            return self._worlds[turn]
 
     def check(self) -> None:
         if self.failure is not None:
@@ -45,12 +45,12 @@ class Hub:
         """End the waits of all workers with this error."""
         with self._lock:
             self.failure = self.failure or error
-            meetings = list(self._meetings)
-        for meeting in meetings:
-            meeting.fail(error)
+            worlds = list(self._worlds)
+        for world in worlds:
+            world.fail(error)
 
 
-class Meeting:
+class LocalWorld:
     """A local world from its first ``init`` to its last ``shutdown``, with a thread that calls ``tick``."""
 
     def __init__(self, hub: Hub):
@@ -117,18 +117,18 @@ class Meeting:
 
 
 class LocalTransport:
-    """A worker's end of a meeting."""
+    """A worker's end of a local world."""
 
     hands_over = True
 
-    def __init__(self, meeting: Meeting, rank: int):
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+    def __init__(self, world: LocalWorld, rank: int):
+        self.world, self.rank, self.size = world, rank, world.size
 
     def start(self, receiver: Receiver) -> None:
-        self.meeting.join(self.rank, receiver)
+        self.world.join(self.rank, receiver)
 
     def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
-        receiver = self.meeting.receiver(peer)
+        receiver = self.world.receiver(peer)
         task = receiver.receive(message)
         if task is not None:
             receiver.run(task)
@@ -138,8 +138,8 @@ class LocalTransport:
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
 
-    def serve_only(self, only: bool) -> None:
+    def serve_only(self, *, only: bool) -> None:
         """Do nothing: serving threads sleep until a task comes."""
 
     def close(self, *, graceful: bool) -> None:
-        self.meeting.leave(self.rank)
+        self.world.leave(self.rank)

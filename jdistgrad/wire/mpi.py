@@ -80,7 +80,7 @@ class MPITransport:
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
         self._progress.wait_for(futures, timeout)
 
-    def serve_only(self, only: bool) -> None:
+    def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
 
     # Sending, on the caller's thread.
@@ -91,7 +91,7 @@ class MPITransport:
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        parcel = self._parcel(message, snapshot)
+        parcel = self._parcel(message, snapshot=snapshot)
         try:
             self._send(peer, message, parcel)
         except BaseException:
@@ -99,7 +99,7 @@ class MPITransport:
                 parcel.undo()
             raise
 
-    def _parcel(self, message: Message, snapshot: bool) -> Parcel | None:
+    def _parcel(self, message: Message, *, snapshot: bool) -> Parcel | None:
         if message.body is None:
             return None
         if message.kind in ENCODED:

@@ -25,7 +25,7 @@ class Severed:
     def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> NoReturn:
         raise WorldClosedError(self._why)
 
-    def serve_only(self, only: bool) -> None:
+    def serve_only(self, *, only: bool) -> None:
         """Do nothing: a forked process serves no calls."""
 
     def close(self, *, graceful: bool) -> None:

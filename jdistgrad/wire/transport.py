@@ -60,7 +60,7 @@ class Transport(Protocol):
         For a single future, this may return at once and leave the waiting to the future.
         """
 
-    def serve_only(self, only: bool) -> None:
+    def serve_only(self, *, only: bool) -> None:
         """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
 
     def close(self, *, graceful: bool) -> None:

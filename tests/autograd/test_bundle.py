@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Made
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
 from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.cached import Cached
@@ -34,8 +34,8 @@ def change(x):
 
 def visit(*functions, stop=STOP):
     """Each function of what the one before returned."""
-    sources = [[0], *([Made(turn, 0)] for turn in range(len(functions) - 1))]
-    bundle = Bundle.of([stop] * len(functions), sources, [Made(len(functions) - 1, 0)])
+    sources = [[0], *([StopOutput(turn, 0)] for turn in range(len(functions) - 1))]
+    bundle = Bundle.of([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
     return BundleRun(Cached(bundle), list(functions), [()] * len(functions), (), [X])
 
 
@@ -62,7 +62,9 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
 def test_numbers_stay_with_their_bundle(worker):
     """An earlier result that a later stop needs is kept until then, what is wanted to the end."""
     two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
-    bundle = Bundle.of([STOP, STOP, two], [[0], [Made(0, 0)], [Made(0, 0), 1]], [Made(2, 0), Made(1, 0)])
+    bundle = Bundle.of(
+        [STOP, STOP, two], [[0], [StopOutput(0, 0)], [StopOutput(0, 0), 1]], [StopOutput(2, 0), StopOutput(1, 0)]
+    )
     found = BundleRun(Cached(bundle), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
     np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)
     np.testing.assert_allclose(found[1], -jnp.exp(X))

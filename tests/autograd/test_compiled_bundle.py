@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Made, PullStop
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, StopOutput
 from jdistgrad.autograd.callee.compiled_bundle import KEPT, at_once
 from jdistgrad.autograd.values.holes import Hole, Layout
 
@@ -26,7 +26,7 @@ def pull(call, *, last=True):
 def forward_and_back(**settings):
     """Two recorded calls and both their pullbacks: of x and a cotangent, to a result and a gradient."""
     stops = [RECORDED, RECORDED, pull(1, **settings), pull(0, **settings)]
-    return Bundle.of(stops, [[0], [Made(0, 0)], [1], [Made(2, 0)]], [Made(1, 0), Made(3, 0)])
+    return Bundle.of(stops, [[0], [StopOutput(0, 0)], [1], [StopOutput(2, 0)]], [StopOutput(1, 0), StopOutput(3, 0)])
 
 
 def test_calls_and_their_pullbacks_are_one_function():
@@ -50,9 +50,9 @@ def test_calls_and_their_pullbacks_are_one_function():
     "bundle",
     [
         forward_and_back(last=False),
-        Bundle.of([RECORDED], [[0]], [Made(0, 0)]),
-        Bundle.of([pull(None)], [[0]], [Made(0, 0)]),
-        Bundle.of([CallStop(ONE, (), (), 1, references=True)], [[0]], [Made(0, 0)]),
+        Bundle.of([RECORDED], [[0]], [StopOutput(0, 0)]),
+        Bundle.of([pull(None)], [[0]], [StopOutput(0, 0)]),
+        Bundle.of([CallStop(ONE, (), (), 1, references=True)], [[0]], [StopOutput(0, 0)]),
     ],
     ids=["pulled again later", "pulled elsewhere", "recorded before", "references"],
 )
@@ -76,26 +76,26 @@ def looks(x):
 @pytest.mark.parametrize("function", [calls_somebody, prints, looks])
 def test_what_does_more_than_compute_goes_stop_by_stop(function):
     with jd.local_workers(1):
-        assert at_once(Bundle.of([CALL], [[0]], [Made(0, 0)]), [function], [X]) is None
+        assert at_once(Bundle.of([CALL], [[0]], [StopOutput(0, 0)]), [function], [X]) is None
 
 
 def test_outputs_that_are_inputs_are_no_copies():
     x = jnp.asarray(X)
-    bundle = Bundle.of([CALL, CALL], [[0], [1]], [Made(0, 0), Made(1, 0)])
+    bundle = Bundle.of([CALL, CALL], [[0], [1]], [StopOutput(0, 0), StopOutput(1, 0)])
     same, other = at_once(bundle, [lambda x: x, jnp.sin], [x, x])
     assert same is x
     np.testing.assert_allclose(other, jnp.sin(x))
 
 
 def test_functions_that_are_ever_different_ones_are_not_compiled_for_ever():
-    bundle = Bundle.of([CALL], [[0]], [Made(0, 0)])
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 1)]
     found = [at_once(bundle, [function], [X]) for function in functions]
     assert [one is None for one in found] == [False] * KEPT + [True]
 
 
 def test_many_functions_that_come_again_share_a_bundle():
-    bundle = Bundle.of([CALL], [[0]], [Made(0, 0)])
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 3)]
     for _ in range(3):
         for function in functions[:KEPT]:
@@ -105,7 +105,7 @@ def test_many_functions_that_come_again_share_a_bundle():
 
 
 def test_functions_are_let_go_with_their_bundle():
-    bundle = Bundle.of([CALL], [[0]], [Made(0, 0)])
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     function = jax.jit(lambda x: x + 1)
     alive = weakref.ref(function)
     at_once(bundle, [function], [X])
@@ -124,14 +124,14 @@ def test_each_shape_is_looked_at():
             jax.debug.print("{}", x)
         return x * 2
 
-    bundle = Bundle.of([CALL], [[0]], [Made(0, 0)])
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     found = [at_once(bundle, [picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
     assert [one is None for one in found] == [True, True, False, True, True, False]
 
 
 def test_weak_types_do_not_count():
     """As over a wire, where an array's type is all there is."""
-    bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [Made(0, 0)])
+    bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [StopOutput(0, 0)])
     weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
     assert weak.weak_type
     (found,) = at_once(bundle, [jnp.add], [weak, X.astype(jnp.bfloat16)])

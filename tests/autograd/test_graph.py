@@ -10,7 +10,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, RESULT, VALUE, Pair, pairs
 from jdistgrad.autograd.graph.picture import LONGEST, draw, placed, short
-from jdistgrad.autograd.tape.tape import Link
+from jdistgrad.autograd.tape.links import Link
 from jdistgrad.wire.ids import spell, worker_of
 
 

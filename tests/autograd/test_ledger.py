@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, EXACT, REFERENCE, Contribution, Ledger, Node, mark, total
+from jdistgrad.autograd.tape.ledger import CONTRIBUTION, EXACT, REFERENCE, Contribution, Ledger, Target, mark, total
 
-NODE = Node(REFERENCE, 7)
+NODE = Target(REFERENCE, 7)
 
 
 def part(number, value=1.0, lanes=()):
@@ -95,9 +95,9 @@ def test_so_many_that_their_marks_are_not_exact_are_counted():
 def test_what_is_taken_is_gone():
     ledger = Ledger()
     ledger.put(NODE, part(1))
-    assert ledger.nodes() == [NODE]
+    assert ledger.targets() == [NODE]
     ledger.take(NODE, marks(1)).result(0)
-    assert ledger.nodes() == []
+    assert ledger.targets() == []
     assert ledger.read(NODE) == []
 
 
@@ -109,7 +109,7 @@ def test_reading_leaves_everything():
 
 
 def test_nodes_do_not_mix():
-    ledger, other = Ledger(), Node(CONTRIBUTION, NODE.id)
+    ledger, other = Ledger(), Target(CONTRIBUTION, NODE.id)
     taken, others = ledger.take(NODE, marks(1)), ledger.take(other, marks(1))
     ledger.put(other, part(1))
     assert not taken.done()
@@ -133,7 +133,7 @@ def test_a_number_that_was_taken_does_not_come_again():
     ledger.put(NODE, part(1))
     ledger.take(NODE, marks(1)).result(0)
     ledger.put(NODE, part(1))
-    assert ledger.nodes() == []
+    assert ledger.targets() == []
 
 
 def test_a_batched_contribution_counts_for_each_lane():
@@ -199,24 +199,24 @@ def test_sums_are_the_same_to_the_bit_whatever_the_order_of_arrival():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_mixture_of_puts_and_takes_tells_everybody_what_is_theirs(seed):
-    """Of one or several passes through each node."""
+    """Of one or several passes through each target."""
     chance = random.Random(seed)
     ledger, wanted, events = Ledger(), {}, []
     for k in range(chance.randint(1, 4)):
-        node = Node(chance.choice([REFERENCE, CONTRIBUTION]), k)
+        target = Target(chance.choice([REFERENCE, CONTRIBUTION]), k)
         drawn = chance.sample(range(100), chance.randint(3, 9))
         for turn in range(3):
-            wanted[node, turn] = sorted(drawn[turn::3])
-            events += [("put", node, number) for number in wanted[node, turn]] + [("take", node, turn)]
+            wanted[target, turn] = sorted(drawn[turn::3])
+            events += [("put", target, number) for number in wanted[target, turn]] + [("take", target, turn)]
     chance.shuffle(events)
     taken = {}
-    for what, node, which in events:
+    for what, target, which in events:
         if what == "put":
-            ledger.put(node, part(which))
+            ledger.put(target, part(which))
         else:
-            taken[node, which] = ledger.take(node, marks(*wanted[node, which]))
+            taken[target, which] = ledger.take(target, marks(*wanted[target, which]))
     assert {key: numbers(future.result(0)) for key, future in taken.items()} == wanted
-    assert ledger.nodes() == []
+    assert ledger.targets() == []
 
 
 def test_contributions_from_many_threads_all_count():
@@ -237,8 +237,8 @@ def test_contributions_from_many_threads_all_count():
 
 def test_giving_up_ends_every_wait():
     ledger = Ledger()
-    waits = [ledger.take(Node(REFERENCE, k), marks(1)) for k in range(3)]
-    ledger.put(Node(REFERENCE, 1), part(1))
+    waits = [ledger.take(Target(REFERENCE, k), marks(1)) for k in range(3)]
+    ledger.put(Target(REFERENCE, 1), part(1))
     ledger.give_up(jd.ContextError("closed"))
     assert numbers(waits[1].result(0)) == [1]
     for one in (waits[0], waits[2]):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jdistgrad.autograd.tape.pullback_table import Recordings
+from jdistgrad.autograd.tape.pullback_table import PullbackTable
 from jdistgrad.errors import ContextError
 
 
@@ -23,7 +23,7 @@ def found_by_a_thread(recordings, message):
 
 
 def test_a_pull_waits_for_its_recording_and_for_no_other():
-    recordings = Recordings()
+    recordings = PullbackTable()
     thread, found = found_by_a_thread(recordings, 7)
     recordings.keep(8, "another")
     thread.join(0.05)
@@ -35,7 +35,7 @@ def test_a_pull_waits_for_its_recording_and_for_no_other():
 
 
 def test_the_last_pull_takes_it_away():
-    recordings = Recordings()
+    recordings = PullbackTable()
     recordings.keep(7, "mine")
     assert [recordings.find(7, last=False), recordings.find(7, last=True)] == ["mine", "mine"]
     assert len(recordings) == 0
@@ -44,7 +44,7 @@ def test_the_last_pull_takes_it_away():
 
 
 def test_closing_ends_every_wait():
-    recordings = Recordings()
+    recordings = PullbackTable()
     thread, found = found_by_a_thread(recordings, 7)
     recordings.close()
     thread.join(5)

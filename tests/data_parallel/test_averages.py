@@ -35,8 +35,8 @@ def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size)
 @on_every_worker
 def test_leaves_on_several_devices_stay_there(big_world, rank, size):
     dp, devices = DataParallel(), jax.devices()
-    apart = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
-    for mine in (apart[::2], apart, [*apart, jnp.full(3, 1.0 + rank)]):
+    refusal = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
+    for mine in (refusal[::2], refusal, [*refusal, jnp.full(3, 1.0 + rank)]):
         found = dp.average(mine)
         assert [one.devices() for one in found[:2]] == [one.devices() for one in mine[:2]]
         for one in found:

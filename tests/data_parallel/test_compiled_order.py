@@ -82,7 +82,7 @@ def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world, ra
             c.allreduce(x)
 
 
-def asks(function, *args):
+def meets_in_programs(function, *args):
     """How often the ranks meet in a program: each section has a beginning and an end."""
     return str(jax.make_jaxpr(function)(*args)).count("ordered_host_call[")
 
@@ -92,7 +92,7 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
     dp, quiet = DataParallel(bucket_cap_mb=SMALL), DataParallel(bucket_cap_mb=SMALL, check=False)
     args = parameters(), batch(rank)
     assert len(dp._driver.buckets(parameters())) >= 3
-    with_check, without = (asks(each.value_and_grad(loss), *args) for each in (dp, quiet))
+    with_check, without = (meets_in_programs(each.value_and_grad(loss), *args) for each in (dp, quiet))
     assert 1 <= with_check - without <= 2  # its beginning, and over MPI its end
     expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
     for each in (dp, quiet):

@@ -150,7 +150,7 @@ def chain(params, x):
 
 
 def test_the_order_is_that_of_the_backward_pass():
-    traced = trace.trace(jax.jit(chain), 0, False, ([jnp.ones((3, 3))] * 5, jnp.ones((2, 3))), {})
+    traced = trace.trace(jax.jit(chain), 0, ([jnp.ones((3, 3))] * 5, jnp.ones((2, 3))), {}, has_aux=False)
     assert trace.readiness(traced.closed, 5) == [4, 3, 2, 1, 0]
 
 
@@ -159,7 +159,7 @@ def test_what_the_loss_depends_on_is_known_before_the_first_step():
         return jnp.sum(p["a"] * x) + jnp.sum(jax.lax.stop_gradient(p["b"])) + 0 * p["c"]
 
     parameters = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(()), "d": jnp.ones(2)}
-    assert trace.trace(loss, 0, False, (parameters, jnp.ones(3)), {}).used == (True, False, True, False)
+    assert trace.trace(loss, 0, (parameters, jnp.ones(3)), {}, has_aux=False).used == (True, False, True, False)
 
 
 def test_buckets_are_launched_in_order_whatever_comes_first():

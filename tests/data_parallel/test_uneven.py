@@ -96,7 +96,7 @@ def test_join_with_uneven_inputs(world, initially, rank, size):
     close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], rtol=1e-4, atol=1e-4)
 
 
-def apart(got, expected):
+def refusal(got, expected):
     """How far two trees are apart, relative to the second."""
     a, b = (
         np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(t)]) for t in (got, expected)
@@ -112,7 +112,7 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
         for k in range(1 + rank):
             _, gradients = step(params, batch(rank, seed=k))
             expected = serial(loss, params, [batch(r, seed=k) for r in range(k, size)])[1]
-            assert apart(gradients, expected) < 0.02
+            assert refusal(gradients, expected) < 0.02
             assert all(jax.tree.leaves(dp.used))
         marked = join.finish({"rank": jnp.float32(rank)})
     assert float(marked["rank"]) == size - 1
@@ -120,7 +120,7 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
         for _ in range(size - rank):
             _, gradients = step(params, batch(rank))
     if rank == 0:  # the last step was this rank's alone
-        assert apart(gradients, gradient(loss)(params, batch(0))) < 0.02
+        assert refusal(gradients, gradient(loss)(params, batch(0))) < 0.02
 
 
 @on_every_worker

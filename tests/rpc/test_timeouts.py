@@ -13,7 +13,7 @@ import jdistgrad as jd
 @on_worker0
 def test_a_timeout_names_call_worker_and_seconds(world):
     with pytest.raises(
-        jd.CallTimeoutError, match=r"workers.nap on worker\d .* called by worker0 .* within 0\.1 s"
+        jd.CallTimeoutError, match=r"worlds.nap on worker\d .* called by worker0 .* within 0\.1 s"
     ) as caught:
         jd.rpc_sync(last(), nap, args=(0.3,), timeout=0.1)
     assert caught.value.seconds == 0.1

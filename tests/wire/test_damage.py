@@ -77,7 +77,7 @@ class Command:
 def test_what_would_call_something_is_refused(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        with pytest.raises(WireError, match="names"):
+        with pytest.raises(WireError, match="refers to"):
             plain.unpack(pickle.dumps([1, Command(*command)], protocol))
     assert not os.path.exists("made")
 

@@ -11,7 +11,7 @@ from typing import Any
 from jdistgrad import events
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
-from jdistgrad.autograd.callee.recording import Arguments, Lane, Pulled, Recorded, Recording
+from jdistgrad.autograd.callee.recording import Arguments, Lane, PullCall, RecordCall, Recording
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure
@@ -20,14 +20,14 @@ from jdistgrad.rpc.serving.arguments import delivered
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class StopOutput:
     """An array that an earlier stop makes: the turn of the stop, and the number of the array."""
 
     turn: int
     number: int
 
 
-Source = int | Made | Uniform  # an int is the number of an array that the message brings
+Source = int | StopOutput | Uniform  # an int is the number of an array that the message brings
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +42,7 @@ class CallStop:
     served_as = events.SERVE
 
     def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
-        return Recorded(function, numbers[0], self.orders, place, self.lanes) if self.orders else function
+        return RecordCall(function, numbers[0], self.orders, place, self.lanes) if self.orders else function
 
     def run(self, task: Any, items: list[Any]) -> list[Any]:
         args, kwargs = self.arguments.fill(made(items))
@@ -78,11 +78,11 @@ class PullStop:
     call: int | None = None
     served_as = events.PULLBACK
 
-    def task(self, function: None, numbers: Sequence[int], place: Place) -> Pulled:
+    def task(self, function: None, numbers: Sequence[int], place: Place) -> PullCall:
         message, number = numbers
-        return Pulled(self.what, message, number, self.order, self.live, self.last, self.maps, place)
+        return PullCall(self.what, message, number, self.order, self.live, self.last, self.maps, place)
 
-    def run(self, task: Pulled, items: list[Any]) -> list[Any]:
+    def run(self, task: PullCall, items: list[Any]) -> list[Any]:
         return task(items)
 
 
@@ -96,22 +96,22 @@ class Bundle:
 
     stops: list[CallStop | PullStop]
     sources: list[list[Source]]
-    wanted: list[Made]
-    needed: frozenset[Made]
-    forgotten: list[list[int | Made]]
+    wanted: list[StopOutput]
+    needed: frozenset[StopOutput]
+    forgotten: list[list[int | StopOutput]]
     compiled_forms: Any = None
 
     def __reduce__(self) -> Any:
         return Bundle.of, (self.stops, self.sources, self.wanted)
 
     @classmethod
-    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[Made]) -> "Bundle":
+    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[StopOutput]) -> "Bundle":
         last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Uniform)}
-        forgotten: list[list[int | Made]] = [[] for _ in stops]
+        forgotten: list[list[int | StopOutput]] = [[] for _ in stops]
         for one, turn in last.items():
             if one not in wanted:
                 forgotten[turn].append(one)
-        needed = frozenset(one for one in (*last, *wanted) if isinstance(one, Made))
+        needed = frozenset(one for one in (*last, *wanted) if isinstance(one, StopOutput))
         return cls(stops, sources, wanted, needed, forgotten)
 
     @functools.cached_property
@@ -127,19 +127,19 @@ class Bundle:
 
     def walk(self, items: list[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
         """Return the wanted arrays. ``run`` makes the arrays of a stop. Arrays are dropped after their last use."""
-        before = dict[Made, Any]()
+        before = dict[StopOutput, Any]()
 
         def found(source: Source) -> Any:
             if isinstance(source, int):
                 return items[source]
-            return before[source] if isinstance(source, Made) else source
+            return before[source] if isinstance(source, StopOutput) else source
 
         for turn, sources in enumerate(self.sources):
             for number, array in enumerate(run(turn, [found(source) for source in sources])):
-                if Made(turn, number) in self.needed:
-                    before[Made(turn, number)] = array
+                if StopOutput(turn, number) in self.needed:
+                    before[StopOutput(turn, number)] = array
             for one in self.forgotten[turn]:
-                if isinstance(one, Made):
+                if isinstance(one, StopOutput):
                     del before[one]
                 else:
                     items[one] = None

@@ -8,45 +8,40 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS
 from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among
 from jdistgrad.autograd.tape.tape import replaying_number
-from jdistgrad.autograd.values.holes import Hole, Layout, ReferenceHole, has_gradient, is_array, split
+from jdistgrad.autograd.values.holes import (
+    Hole,
+    Layout,
+    ReferenceHole,
+    has_gradient,
+    is_array,
+    is_differentiable,
+    split,
+)
 from jdistgrad.autograd.values.typed import ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
-from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.methods import ByReference
+from jdistgrad.rpc.functions import JITTED, ServedFunction, describe
 from jdistgrad.rpc.references.owned import Owned
 from jdistgrad.rpc.references.rref import HANDLE, RRef
+from jdistgrad.rpc.serving.arguments import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 
-JITTED = type(jax.jit(lambda: None))
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 
-def is_compiled(function: Any) -> bool:
+def is_pure(function: Any) -> bool:
     """Return whether a function is pure by contract: jitted, JAX's own, declared ``pure``, or made of a pure one."""
     if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
-        return is_compiled(function.function)
+        return is_pure(function.function)
     if isinstance(function, ServedFunction) and function.pure:
         return True
     return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
-
-
-def delivered(tree: Any) -> Any:
-    """Replace references by their values, so that derivatives pass through."""
-
-    def deliver(leaf: Any) -> Any:
-        if isinstance(leaf, RRef):
-            return leaf.to_here()
-        return leaf.rref if isinstance(leaf, ByReference) else leaf
-
-    return trees.map_leaves(deliver, tree)
 
 
 def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
@@ -55,12 +50,12 @@ def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
     return split(tree, lambda leaf: next(numbers) in chosen)
 
 
-def differentiable(result: Any) -> tuple[list[Any], Any]:
+def differentiable_arrays(result: Any) -> tuple[list[Any], Any]:
     """Return the arrays of a result that have derivatives, in order (handles of references too), and the result."""
     if isinstance(result, jax.Array):
-        return ([result] if jnp.issubdtype(result.dtype, jnp.inexact) else []), result
+        return ([result] if is_differentiable(result) else []), result
     _, arrays = split(result, is_array)
-    return [one for one in arrays if jnp.issubdtype(one.dtype, jnp.inexact)], result
+    return list(filter(is_differentiable, arrays)), result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +87,8 @@ def pulled_back(
     layout, operands = numbered((args, kwargs), {leaf for order in orders for leaf in order})
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
-        args, kwargs = delivered(layout.fill(variables))
-        results, _ = differentiable(function(*args, **kwargs))
+        args, kwargs = with_values(layout.fill(variables), RRef.to_here)
+        results, _ = differentiable_arrays(function(*args, **kwargs))
         return results if live is None else [results[k] for k in live], None
 
     results, pullbacks, _ = differentiated(primal, operands, named_among(layout.positions, orders))
@@ -181,7 +176,7 @@ class ShapesOf(ServedFunction):
         found: list[Layout] = []
 
         def trace(*operands: Any) -> list[Any]:
-            args, kwargs = delivered(layout.fill(operands))
+            args, kwargs = with_values(layout.fill(operands), RRef.to_here)
             results, arrays = split(self.function(*args, **kwargs), is_array)
             found.append(nothing_hidden(results, self.function))
             return arrays

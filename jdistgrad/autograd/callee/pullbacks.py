@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from jdistgrad.autograd.callee.functions import differentiable, is_compiled, nothing_hidden
+from jdistgrad.autograd.callee.functions import differentiable_arrays, is_pure, nothing_hidden
 from jdistgrad.autograd.callee.orders import Orders, differentiated
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
-from jdistgrad.wire.arrays import adopted
+from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"
 STATICS_COMPILED = 16  # the most combinations of non-array arguments to compile for
@@ -50,12 +50,12 @@ def differentiate(
     ``references``: whether there are references among the arguments. Their values are known only when the function
     runs, so it is not compiled.
     """
-    compiled = _compiled_for(function, layout, orders) if is_compiled(function) and not references else None
+    compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
     if compiled is not None:
         result, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
     else:
         result, pullbacks = _as_written(function, layout, operands, orders)
-    found, _ = differentiable(result)
+    found, _ = differentiable_arrays(result)
     return Differentiated(result, pullbacks, tuple((one.shape, one.dtype) for one in found), compiled is not None)
 
 
@@ -67,7 +67,7 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
         result = function(*args, **kwargs)
         results, arrays = split(result, is_array)
         found.append(nothing_hidden(results, function))
-        return differentiable(result)[0], arrays
+        return differentiable_arrays(result)[0], arrays
 
     _, pullbacks, arrays = differentiated(primal, operands, orders)
     return found[0].fill(arrays), pullbacks
@@ -116,7 +116,7 @@ class Outputs:
 
     def filled(self, inputs: Sequence[Any]) -> Any:
         found = [*inputs, *self.made]
-        return jax.tree.unflatten(self.tree, [adopted(found[place]) for place in self.sources])
+        return jax.tree.unflatten(self.tree, [as_jax_array(found[place]) for place in self.sources])
 
 
 class Compiled:
@@ -128,7 +128,7 @@ class Compiled:
         def forward(variables: list[Any], constants: list[Any]) -> Outputs:
             def primal(*variables: Any) -> tuple[list[Any], Any]:
                 args, kwargs = self._arguments(variables, constants)
-                return differentiable(function(*args, **kwargs))
+                return differentiable_arrays(function(*args, **kwargs))
 
             _, pullbacks, result = differentiated(primal, variables, orders)
             return Outputs.of((result, pullbacks), [*variables, *constants])

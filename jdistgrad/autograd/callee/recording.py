@@ -13,9 +13,10 @@ from jdistgrad.autograd.callee.functions import Publishing, gradient_layout
 from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
 from jdistgrad.autograd.tape.contributions import contribute
-from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Node, mark, total
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
+from jdistgrad.autograd.tape.links import serving
 from jdistgrad.autograd.tape.program_order import Place, next_place
-from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched, serving
+from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
 from jdistgrad.autograd.values.holes import Layout, split
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.rpc import trees
@@ -40,7 +41,7 @@ class Lane:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded(ServedFunction):
+class RecordCall(ServedFunction):
     """A function that keeps its pullbacks in the tape. The orders name leaves of its arguments by number.
 
     It takes references as such: gradients of their values go to their owners.
@@ -71,7 +72,7 @@ class Recorded(ServedFunction):
             recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
             tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
-                tape.link_answer(self.message, self.label)
+                tape.links.add_answer(self.message, self.label)
             return recording.result
 
 
@@ -134,7 +135,7 @@ class Recording:
             owned.value.set_result(self._derived.result)
             self._derived.result, self.result = None, HANDLE
 
-    def pull(self, tape: Tape, pulled: "Pulled", cotangents: list[Any]) -> list[Any]:
+    def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
         """Return the cotangents of the order's leaves, given those of the live results.
 
         If the result was published, ``cotangents`` holds its handle's, and the gradient is taken from the ledger.
@@ -144,7 +145,7 @@ class Recording:
         marks = np.asarray(cotangents[0])
         lanes = marks.shape[: marks.ndim - HANDLE.ndim]
         first = marks.reshape(-1, *HANDLE.shape)[0].tolist()
-        taken = tape.ledger.take(Node(REFERENCE, self._published), first, lanes).result()
+        taken = tape.ledger.take(Target(REFERENCE, self._published), first, lanes).result()
         sums = as_jax(total(taken, lanes))
         live = tuple(k for k, one in enumerate(sums) if one is not None)
         maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
@@ -154,7 +155,9 @@ class Recording:
         """Return the cotangents of an order's leaves, none of which may be a reference."""
         return self._derived.pull(order, live, cotangents, maps)
 
-    def _pull(self, pulled: "Pulled", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
+    def _pull(
+        self, pulled: "PullCall", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
+    ) -> list[Any]:
         flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
         lanes = tuple(one.size for one in reversed(maps))
         gradients: dict[RRef, list[Any]] = {}
@@ -186,7 +189,7 @@ class Recording:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pulled(ServedFunction):
+class PullCall(ServedFunction):
     """A function that pulls a recorded call's pullback. Its argument: the cotangents of the live results."""
 
     what: str

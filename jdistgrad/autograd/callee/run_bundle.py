@@ -8,8 +8,10 @@ from typing import Any
 from jdistgrad import events
 from jdistgrad.autograd.callee.bundle import Bundle
 from jdistgrad.autograd.callee.compiled_bundle import at_once
+from jdistgrad.autograd.tape import links
+from jdistgrad.autograd.tape.links import Link, next_message
 from jdistgrad.autograd.tape.program_order import Place
-from jdistgrad.autograd.tape.tape import Link, answer_link, current_tape, next_message
+from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.results import as_jax, strong
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.events import task_served
@@ -84,7 +86,7 @@ class BundleRun(ServedFunction):
         """Note a link for the answer of each recorded call, as if each had been answered on its own."""
         each = zip(self._functions, self._numbers, strict=True)
         answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
-        current_tape(lambda: self.label).link_later(functools.partial(_links, answers))
+        current_tape(lambda: self.label).links.add_later(functools.partial(_links, answers))
 
     def _by_turns(self) -> list[Any]:
         self._items = list(map(strong, as_jax(self._items)))
@@ -120,4 +122,4 @@ def wait_for(arrays: Sequence[Any]) -> None:
 
 
 def _links(answers: list[tuple[int, int, Any]]) -> list[Link]:
-    return [answer_link(message, call, describe(function)) for message, call, function in answers]
+    return [links.answer(message, call, describe(function)) for message, call, function in answers]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, RESULT, Pair, pairs
 from jdistgrad.autograd.graph.picture import draw
-from jdistgrad.autograd.tape.tape import Link, Tape
+from jdistgrad.autograd.tape.links import Link
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
@@ -77,4 +78,4 @@ def gather(scope: Scope) -> Graph:
 def part_of(context: int) -> tuple[list[Link], set[int]]:
     """Return this worker's part of a context: the links it sent, and the ranks it called."""
     scope = current_worker().scopes.find(context)
-    return list(scope.content(Tape).links), scope.peers()
+    return scope.content(Tape).links.all(), scope.peers()

@@ -9,9 +9,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jdistgrad.autograd.tape.tape import Link
+from jdistgrad.autograd.tape.links import Link
 
-ByReference = dict[tuple[int | None, int], list[Link]]
+GradientsByReference = dict[tuple[int | None, int], list[Link]]
 
 CALL, RESULT, VALUE, GRADIENT = "call", "result", "value", "gradient"
 
@@ -43,15 +43,15 @@ def pairs(links: Sequence[Link]) -> list[Pair]:
     return ordered + [Pair(one.message, one.target, one.source, one.what, GRADIENT, pulled=1) for one in rest]
 
 
-def _by_reference(links: Iterable[Link]) -> ByReference:
+def _by_reference(links: Iterable[Link]) -> GradientsByReference:
     """Group gradients by their reference and the worker that sends them. A pullback that ran again counts once."""
-    found: ByReference = {}
+    found: GradientsByReference = {}
     for link in dict.fromkeys(links):
         found.setdefault((link.reference, link.source), []).append(link)
     return found
 
 
-def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: ByReference) -> Pair:
+def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: GradientsByReference) -> Pair:
     kind = RESULT if link.answers is not None else CALL if link.reference is None else VALUE
     if kind is VALUE:  # a gradient goes back along the crossing of its value
         waiting = gradients.get((link.reference, link.target), [])

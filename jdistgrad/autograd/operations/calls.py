@@ -10,17 +10,18 @@ import jax
 from jdistgrad.autograd.callee.bundle import CallStop
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
-from jdistgrad.autograd.callee.recording import Lane, Recorded
+from jdistgrad.autograd.callee.recording import Lane, RecordCall
+from jdistgrad.autograd.tape.links import Link, next_message
 from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.autograd.tape.tape import Link, current_tape, next_message
+from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole
-from jdistgrad.autograd.values.operation import TAG, Batched, Shapes, Started
+from jdistgrad.autograd.values.operation import TAG_SHAPE, Batched, Shapes, Started
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.serving.arguments import standing_in
+from jdistgrad.rpc.serving.arguments import replace_unmade
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
@@ -62,14 +63,14 @@ class Call:
         args, kwargs = self.arguments.fill(operands)
         return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
 
-    def recorded(self, function: Any) -> tuple[Recorded, tuple[int, int]]:
+    def recorded(self, function: Any) -> tuple[RecordCall, tuple[int, int]]:
         """Return the function to send so that its pullback is kept, and the context and message ids to find it by."""
         what = describe(self.function)
         message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
-        tape.link(message, self.to, what)
+        tape.links.add(message, self.to, what)
         scope = current_scope()
         assert scope is not None
-        return Recorded(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
+        return RecordCall(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
 
     def leaves(self) -> Orders:
         """Return the orders as numbers of leaves of the arguments."""
@@ -102,11 +103,11 @@ class Call:
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
-            args, kwargs = trees.map_leaves(standing_in, self.arguments.fill(self._with_lanes(operands)))
+            args, kwargs = trees.map_leaves(replace_unmade, self.arguments.fill(self._with_lanes(operands)))
             worker = current_worker()
             time = max(worker.timeout, self.patience(worker.timeout))  # tracing may take longer than running
             self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
-        return [TAG, *self.results.shapes] if self.orders else self.results.shapes
+        return [TAG_SHAPE, *self.results.shapes] if self.orders else self.results.shapes
 
     def _with_lanes(self, operands: Shapes) -> Shapes:
         found = list(operands)

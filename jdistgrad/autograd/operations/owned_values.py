@@ -18,7 +18,7 @@ from jdistgrad.autograd.tape.ledger import Contribution, mark
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
 from jdistgrad.autograd.values.holes import Layout
-from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done, nothing_more
+from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.references.claims import Claim
@@ -109,9 +109,9 @@ class Publish(_Unbatched):
 
 @dataclasses.dataclass(eq=False)
 class Put:
-    """A contribution to the gradient of a node: of a reference, a contribution, or a sum that was taken.
+    """A contribution to the gradient of a target: a reference, a contribution, or a sum that was taken.
 
-    Operands: the node's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
+    Operands: the target's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
     token of this contribution.
     """
 
@@ -137,7 +137,7 @@ class Put:
         if self.owner == current_worker().rank:
             return None
         identifier, contribution = self._contribution(operands)
-        current_tape(lambda: "a gradient").link_gradient(contribution.number, self.owner, identifier)
+        current_tape(lambda: "a gradient").links.add_gradient(contribution.number, self.owner, identifier)
         return Request(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
 
     def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
@@ -152,7 +152,7 @@ class Put:
         return [marks, as_token(contribution.number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [jax.ShapeDtypeStruct((*self.lanes, *HANDLE.shape), HANDLE.dtype), TOKEN]
+        return [jax.ShapeDtypeStruct((*self.lanes, *HANDLE.shape), HANDLE.dtype), TOKEN_SHAPE]
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands
@@ -164,9 +164,10 @@ class Put:
 
 @dataclasses.dataclass(eq=False)
 class Take:
-    """The sum of the contributions to a node. Operands: the handle, whose marks identify them, and the node's token.
+    """The sum of the contributions to a target.
 
-    Outputs: the wanted leaves of the sum, and the token of the sum.
+    Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the wanted leaves of
+    the sum, and the token of the sum.
     """
 
     owner: int
@@ -194,7 +195,7 @@ class Take:
         return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN]
+        return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands

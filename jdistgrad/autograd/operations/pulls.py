@@ -9,10 +9,11 @@ import jax
 from jdistgrad.autograd.callee.bundle import PullStop
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.tape.links import Link
 from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.autograd.tape.tape import Link, Tape, next_number
+from jdistgrad.autograd.tape.tape import Tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
-from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, done
+from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
@@ -38,7 +39,7 @@ class Pull:
     def start(self, operands: Sequence[Any]) -> Started:
         worker, (context, message, *_) = current_worker(), from_token(operands[0])
         scope = worker.scopes.find(context)
-        scope.content(Tape).link(message, self.call.to, describe(self.call.function), backward=True)
+        scope.content(Tape).links.add(message, self.call.to, describe(self.call.function), backward=True)
         cotangents = list(operands[len(operands) - len(self.live) :])
         with within(scope):
             pulled = self.stop().task(None, (message, next_number()), next_place())
@@ -58,7 +59,7 @@ class Pull:
 
     def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
         """Return the links that the graph shows for a pull sent as a stop."""
-        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), True, cause)]
+        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), backward=True, caused_by=cause)]
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the pull may first have to wait for the call itself."""
@@ -76,9 +77,9 @@ class Pull:
 
     def shapes(self, operands: Shapes) -> Shapes:
         handles = self.call.handles()
-        return [self._cotangent(1 + k, operands[1 + k], k in handles) for k in self.wanted]
+        return [self._cotangent(1 + k, operands[1 + k], is_handle=k in handles) for k in self.wanted]
 
-    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, is_handle: bool) -> jax.ShapeDtypeStruct:
+    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, *, is_handle: bool) -> jax.ShapeDtypeStruct:
         """Return the shape of an operand's cotangent: a dimension for every batch, the latest first, before its own.
 
         The cotangent of a handle has dimensions only for the batches that the pullback is mapped over.
@@ -118,7 +119,7 @@ class Pull:
 
 
 @dataclasses.dataclass(eq=False)
-class Number:
+class DrawNumber:
     """An operation that draws a fresh contribution id. Its operands only order the draw."""
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ class Number:
         return done([as_token(next_number())])
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [TOKEN]
+        return [TOKEN_SHAPE]
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands

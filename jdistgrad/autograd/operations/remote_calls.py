@@ -14,7 +14,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying_number
-from jdistgrad.autograd.values.operation import TOKEN, Batched, Shapes, Started, nothing_more
+from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.rref import HANDLE
@@ -57,7 +57,7 @@ class CallRemote(Call):
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
-        return [*([REMOTE_TAG] if self.orders else []), HANDLE_SHAPE, TOKEN]
+        return [*([REMOTE_TAG] if self.orders else []), HANDLE_SHAPE, TOKEN_SHAPE]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")

@@ -15,7 +15,7 @@ from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.array_block import ArrayBlock
 
-Addition = tuple[str, int, Contribution]  # the kind and the id of a node, and what is added to its gradient
+Addition = tuple[str, int, Contribution]  # the kind and the id of a target, and what is added to its gradient
 
 
 @dataclasses.dataclass

@@ -15,8 +15,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Put, Take
-from jdistgrad.autograd.operations.pulls import Number, Pull
+from jdistgrad.autograd.operations.pulls import DrawNumber, Pull
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
+from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.primitive import evaluate, untied
 from jdistgrad.errors import DifferentiationError
 
@@ -29,11 +30,11 @@ class Fixed:
     value: Any
 
 
-def differentiable(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+def with_rule(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """Give a function a derivative. ``forward`` gets the numbers of the perturbed operands, and the operands."""
 
     def record(*operands: Any) -> Any:
-        perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_float(one.value))
+        perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(one.value))
         return forward(perturbed, *(one.value for one in operands))
 
     rule = jax.custom_vjp(primal)
@@ -41,7 +42,7 @@ def differentiable(primal: Callable[..., Any], forward: Callable[..., Any], back
 
     def apply(*operands: Any) -> Any:
         try:
-            return tuple(one if is_float(one) else untied(one) for one in rule(*operands))
+            return tuple(one if is_differentiable(one) else untied(one) for one in rule(*operands))
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -61,7 +62,7 @@ def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
         tag, *outputs = recorded(recording)(*operands)
         return tuple(outputs), (Fixed(recording), tag, operands)
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, _pull_back)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, _pull_back)
 
 
 def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
@@ -75,7 +76,7 @@ def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
     def backward(residuals: Any, cotangents: Any) -> Any:
         return _pull_back(residuals, cotangents[1:])
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def _pull_back(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -94,7 +95,7 @@ def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
 
     def forward(perturbed: tuple[int, ...], tag: Any, *operands: Any) -> Any:
         recording = same.recording([k + 1 for k in perturbed])  # the number comes after the tag
-        (number,) = evaluate(Number(), jax.lax.stop_gradient(operands[len(operands) - len(operation.live) :]))
+        (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(operands[len(operands) - len(operation.live) :]))
         given = (tag, number, *operands)
         tag, *outputs = recorded(recording)(*given)
         return tuple(outputs), (Fixed(recording), tag, given)
@@ -103,7 +104,7 @@ def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
         tag, _, *operands = _pull_back(residuals, cotangents)
         return tag, *operands
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
@@ -123,14 +124,14 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
         handle, _ = put(Put(owner, REFERENCE, live, total))(token, *parts)
         return (handle, None)[: count.value]
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
     """Return the publishing of a value as a function of its arrays."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        places = [k for k, one in enumerate(operands) if is_float(one)]
+        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
         numbers = tuple(places.index(k) for k in perturbed)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
         residuals = Fixed((perturbed, numbers, len(places), shapes, len(operands)))
@@ -143,7 +144,7 @@ def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[A
         *found, _ = take(Take(owner, REFERENCE, numbers, total, shapes))(cotangents[0], token)
         return scattered(perturbed, found, count)
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
@@ -163,7 +164,7 @@ def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
         *found, _ = take(Take(operation.owner, CONTRIBUTION, numbers, operation.count, shapes))(cotangents[0], token)
         return scattered(perturbed, found, count)
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
@@ -181,11 +182,7 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         handle, _ = put(Put(operation.owner, TAKEN, numbers, operation.count))(token, *parts)
         return handle, None
 
-    return differentiable(lambda *operands: evaluate(operation, operands), forward, backward)
-
-
-def is_float(operand: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(operand), jnp.inexact)
+    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:

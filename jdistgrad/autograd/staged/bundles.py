@@ -5,12 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Made, PullStop, Source
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, Source, StopOutput
 from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.tape.links import Link, cause, next_message
 from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number
+from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.uniform import Uniform
@@ -36,7 +37,7 @@ class Member:
 
     def stop(self) -> CallStop | PullStop:
         stop = self.operation.stop()
-        if isinstance(stop, PullStop) and isinstance(self.sources[0], Made):
+        if isinstance(stop, PullStop) and isinstance(self.sources[0], StopOutput):
             return dataclasses.replace(stop, call=self.sources[0].turn)
         return stop
 
@@ -46,7 +47,7 @@ class Member:
             return (next_message(),) if self.records else ()
         tag = self.sources[0]
         assert not isinstance(tag, Uniform)
-        return before[tag.turn][0] if isinstance(tag, Made) else from_token(operands[tag])[1], next_number()
+        return before[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1], next_number()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Outline:
     tags: list[int]
 
     @classmethod
-    def of(cls, members: Sequence[Member], wanted: Sequence[Made]) -> "Outline":
+    def of(cls, members: Sequence[Member], wanted: Sequence[StopOutput]) -> "Outline":
         brought, sources = list[Any](), list[list[Source]]()
         for member in members:
             sources.append([])
             for item in member.operation.items():
                 source = _source(item, member.sources)
-                if not isinstance(source, Made | Uniform):
+                if not isinstance(source, StopOutput | Uniform):
                     source = _place_among(brought, source)
                 sources[-1].append(_answered(source, members))
         tags = [one.turn for one in wanted if _is_tag(one, members)]
@@ -85,7 +86,7 @@ class BundleCall:
 
     to: int
     members: tuple[Member, ...]
-    wanted: tuple[Made, ...]
+    wanted: tuple[StopOutput, ...]
 
     def __str__(self) -> str:
         return "\n     then    ".join(str(member.operation) for member in self.members)
@@ -109,7 +110,7 @@ class BundleCall:
             numbers.append(member.numbers(operands, numbers))
         if any(numbers):
             tape = current_tape(lambda: str(self.members[0].operation))
-            tape.link_later(functools.partial(self._links, numbers, worker.rank, cause()))
+            tape.links.add_later(functools.partial(self._links, numbers, worker.rank, cause()))
         run = BundleRun(outline.bundle, self.functions, numbers, next_place(), outline.items(operands))
         future = worker.rpc_async(self.to, run, (), {}, self._patience(worker.timeout))
         return Started(future, list, [_tag(numbers[turn][0]) for turn in outline.tags])
@@ -148,10 +149,12 @@ def _source(item: Any, sources: Sequence[Source]) -> Any:
     return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
 
 
-def _is_tag(one: Made, members: Sequence[Member]) -> bool:
+def _is_tag(one: StopOutput, members: Sequence[Member]) -> bool:
     return one.number == 0 and members[one.turn].records
 
 
 def _answered(source: Any, members: Sequence[Member]) -> Any:
     """Renumber the source as the callee counts outputs: without the tag of a recorded call."""
-    return Made(source.turn, source.number - members[source.turn].records) if isinstance(source, Made) else source
+    if not isinstance(source, StopOutput):
+        return source
+    return StopOutput(source.turn, source.number - members[source.turn].records)

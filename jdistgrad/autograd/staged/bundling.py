@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.bundle import Made, Source
-from jdistgrad.autograd.callee.functions import is_compiled
+from jdistgrad.autograd.callee.bundle import Source, StopOutput
+from jdistgrad.autograd.callee.functions import is_pure
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.staged.bundles import BundleCall, Member
@@ -21,7 +21,7 @@ from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_orde
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
 
-def coupled(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
+def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
     travellers = _travellers(equations)
@@ -48,7 +48,7 @@ def _is_plain(call: Call) -> bool:
     Functions that run as written may wait for anything, and other operations must not wait with them. Calls that
     make or return references run at their own time.
     """
-    if not is_compiled(call.function) or call.timeout is not None or not call.arguments.is_plain:
+    if not is_pure(call.function) or call.timeout is not None or not call.arguments.is_plain:
         return False
     known = call.results.known
     return known is not None and not known[0].has_references
@@ -105,7 +105,7 @@ def _may_be_long(eqn: Any) -> bool:
 
 def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]) -> Equation:
     """Make one equation of a row of operations."""
-    sources, made = dict[Atom, Source](), dict[Atom, Made]()
+    sources, made = dict[Atom, Source](), dict[Atom, StopOutput]()
     inputs: list[Atom] = []
     parts = []
     for turn, equation in enumerate(members):
@@ -116,7 +116,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
                 sources[atom] = len(inputs)
                 inputs.append(equation.weaker.get(atom, atom))  # the callee removes the weak type
         parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
-        made |= {output: Made(turn, k) for k, output in enumerate(equation.outputs)}
+        made |= {output: StopOutput(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made
     used = {variable for one in equations if one not in members for variable in one.variables()}
     used.update(atom for atom in outputs if isinstance(atom, int))
@@ -126,7 +126,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted))
 
 
-def _known(members: list[Equation], source: Made) -> bool:
+def _known(members: list[Equation], source: StopOutput) -> bool:
     """Return whether an output is known before any answer: whether it is the tag of a recorded call."""
     call = members[source.turn].operation
     return source.number == 0 and type(call) is Call and bool(call.orders)

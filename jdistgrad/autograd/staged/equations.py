@@ -111,14 +111,14 @@ class Unit(Protocol):
 U = TypeVar("U", bound=Unit)
 
 
-def in_order(nodes: Sequence[U]) -> list[U]:
+def in_order(units: Sequence[U]) -> list[U]:
     """Sort units so that each follows the units it needs; otherwise their order stays."""
-    producer = {output: node for node in nodes for output in node.outputs}
+    producer = {output: unit for unit in units for output in unit.outputs}
     done: set[int] = set()
     ordered: list[U] = []
 
-    def visit(node: U) -> None:
-        stack = [(node, iter([atom for atom in node.inputs if isinstance(atom, int)]))]
+    def visit(unit: U) -> None:
+        stack = [(unit, iter([atom for atom in unit.inputs if isinstance(atom, int)]))]
         while stack:
             current, rest = stack[-1]
             if id(current) in done:
@@ -132,8 +132,8 @@ def in_order(nodes: Sequence[U]) -> list[U]:
             else:
                 stack.append((before, iter([atom for atom in before.inputs if isinstance(atom, int)])))
 
-    for node in nodes:
-        visit(node)
+    for unit in units:
+        visit(unit)
     return ordered
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.staged.equations import Constant
-from jdistgrad.autograd.staged.plan import Node
+from jdistgrad.autograd.staged.plan import Unit
 
 SHARED = 4096  # the most pieces kept for sharing, over all steps
 
@@ -20,50 +20,50 @@ class Piece:
     """A node of a plan. It equals every other node that computes the same."""
 
     key: Any
-    node: Node = dataclasses.field(compare=False)
+    unit: Unit = dataclasses.field(compare=False)
 
 
-def compiled(node: Node) -> Callable[..., list[Any]]:
+def compiled(unit: Unit) -> Callable[..., list[Any]]:
     """Return a piece as one jitted function of its inputs."""
     try:
-        return _jitted(Piece(key(node), node))
+        return _jitted(Piece(key(unit), unit))
     except TypeError:  # a parameter that cannot be hashed
-        return _jitted.__wrapped__(Piece(None, node))
+        return _jitted.__wrapped__(Piece(None, unit))
 
 
 @functools.lru_cache(maxsize=SHARED)
 def _jitted(piece: Piece) -> Callable[..., list[Any]]:
-    node = piece.node
+    unit = piece.unit
 
     def run(*inputs: Any) -> list[Any]:
-        known = dict(zip(node.inputs, inputs, strict=True))
-        for equation in node.equations:
+        known = dict(zip(unit.inputs, inputs, strict=True))
+        for equation in unit.equations:
             values = [atom.value if isinstance(atom, Constant) else known[atom] for atom in equation.inputs]
             known.update(zip(equation.outputs, equation.evaluate(values), strict=True))
-        return [known[output] for output in node.outputs]
+        return [known[output] for output in unit.outputs]
 
     return jax.jit(run)
 
 
-def key(node: Node) -> Any:
+def key(unit: Unit) -> Any:
     """Return a key of what a piece computes, independent of the names of its variables."""
     names: dict[Any, int] = {}
 
     def spell(atom: Any) -> Any:
         return _constant(atom.value) if isinstance(atom, Constant) else names.setdefault(atom, len(names))
 
-    inputs = tuple(spell(atom) for atom in node.inputs)
+    inputs = tuple(spell(atom) for atom in unit.inputs)
     equations = tuple(
         (
             equation.eqn.primitive,
             tuple(sorted(equation.eqn.params.items())),
-            jaxprs.surroundings(equation.eqn),
+            jaxprs.context_key(equation.eqn),
             tuple(map(spell, equation.inputs)),
             tuple(map(spell, equation.outputs)),
         )
-        for equation in node.equations
+        for equation in unit.equations
     )
-    return inputs, equations, tuple(map(spell, node.outputs))
+    return inputs, equations, tuple(map(spell, unit.outputs))
 
 
 def _constant(value: Any) -> Any:

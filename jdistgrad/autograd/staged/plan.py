@@ -16,14 +16,14 @@ import numpy as np
 
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.staged.bundling import coupled
+from jdistgrad.autograd.staged.bundling import with_bundles
 from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.wire.arrays import ALIAS_FROM
 
 
 @dataclasses.dataclass(eq=False)
-class Node:
+class Unit:
     """A unit of the plan: an operation, or a piece of equations compiled together."""
 
     equations: list[Equation]
@@ -39,15 +39,15 @@ class Plan:
 
     inputs: list[int]
     outputs: list[Atom]
-    nodes: list[Node]
+    units: list[Unit]
     size: int
 
     @property
     def operations(self) -> list[Any]:
-        return [node.operation for node in self.nodes if node.operation is not None]
+        return [unit.operation for unit in self.units if unit.operation is not None]
 
     def __str__(self) -> str:
-        return "\n".join(f"{number:>3}  {_spelled(node)}" for number, node in enumerate(self.nodes))
+        return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))
 
 
 def cut(closed: Any) -> Plan:
@@ -55,7 +55,7 @@ def cut(closed: Any) -> Plan:
     equations, inputs, outputs, size = flatten(closed)
     equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
     copies, outputs = answers_copied(equations, outputs, size)
-    equations = needed(coupled([*equations, *copies], outputs), outputs)
+    equations = needed(with_bundles([*equations, *copies], outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
 
 
@@ -105,7 +105,7 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
     return list(map(marked, equations))
 
 
-def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
+def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Unit]:
     """Group equations that wait for the same answers and are equally urgent into nodes, in order."""
     after = Answers.needed(equations).before
     urgency = _urgencies(equations, after)
@@ -124,8 +124,8 @@ def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Node]:
         for equation in members:
             for variable in equation.variables():
                 users[variable].add(key)
-    nodes = [_node(key, members, users, used, urgency[place[id(members[0])]]) for key, members in groups.items()]
-    return in_order(sorted(nodes, key=lambda node: node.urgency))
+    units = [_node(key, members, users, used, urgency[place[id(members[0])]]) for key, members in groups.items()]
+    return in_order(sorted(units, key=lambda unit: unit.urgency))
 
 
 def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
@@ -141,15 +141,15 @@ def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
             users[variable].add(keys[number])
 
 
-def _node(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Node:
+def _node(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Unit:
     made = [output for equation in members for output in equation.outputs]
     if members[0].operation is not None:
-        return Node(members, members[0].inputs, made, urgency, members[0].operation)
+        return Unit(members, members[0].inputs, made, urgency, members[0].operation)
     inputs = dict.fromkeys(v for equation in members for v in equation.variables())
     for output in made:
         inputs.pop(output, None)
     outputs = [output for output in made if output in used or users[output] - {key}]
-    return Node(members, list(inputs), outputs, urgency)
+    return Unit(members, list(inputs), outputs, urgency)
 
 
 def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[float]:
@@ -171,12 +171,12 @@ def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[floa
     return urgency
 
 
-def _spelled(node: Node) -> str:
-    needs = ", ".join(f"v{atom}" for atom in node.inputs if isinstance(atom, int)) or "nothing"
-    gives = ", ".join(f"v{output}" for output in node.outputs) or "nothing"
-    if node.operation is None:
-        names = collections.Counter(equation.eqn.primitive.name for equation in node.equations)
+def _spelled(unit: Unit) -> str:
+    needs = ", ".join(f"v{atom}" for atom in unit.inputs if isinstance(atom, int)) or "nothing"
+    gives = ", ".join(f"v{output}" for output in unit.outputs) or "nothing"
+    if unit.operation is None:
+        names = collections.Counter(equation.eqn.primitive.name for equation in unit.equations)
         what = "compute " + ", ".join(f"{name} x{count}" if count > 1 else name for name, count in names.items())
     else:
-        what = f"send    {node.operation}"
+        what = f"send    {unit.operation}"
     return f"{what}\n       needs {needs}; gives {gives}"

@@ -21,7 +21,7 @@ from jdistgrad.autograd.tape import program_order
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.primitive import as_array
 from jdistgrad.rpc.worker import current_worker, find_worker
-from jdistgrad.wire.arrays import ALIAS_FROM, adopted
+from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Prepared:
 
     @classmethod
     def of(cls, plan: Plan) -> "Prepared":
-        functions = [None if node.operation else compiled(node) for node in plan.nodes]
-        variables = [list(dict.fromkeys(a for a in node.inputs if isinstance(a, int))) for node in plan.nodes]
+        functions = [None if unit.operation else compiled(unit) for unit in plan.units]
+        variables = [list(dict.fromkeys(a for a in unit.inputs if isinstance(a, int))) for unit in plan.units]
         users: dict[int, list[int]] = {}
         for number, needed in enumerate(variables):
             for variable in needed:
                 users.setdefault(variable, []).append(number)
-        made = {output for node in plan.nodes for output in node.outputs}
+        made = {output for unit in plan.units for output in unit.outputs}
         uses = collections.Counter({variable: len(numbers) for variable, numbers in users.items()})
         uses.update(atom for atom in plan.outputs if isinstance(atom, int))
         return cls(plan, functions, variables, users, [len(made.intersection(one)) for one in variables], uses)
@@ -102,15 +102,15 @@ class Run:
         self._done(number, outputs)
 
     def _ready(self, number: int) -> None:
-        if self._plan.nodes[number].operation is None:
+        if self._plan.units[number].operation is None:
             heapq.heappush(self._pieces, number)
         else:
             self._sends.append(number)
 
     def _take(self, number: int) -> list[Any]:
         """Return a node's inputs, and drop values that nothing else needs."""
-        node = self._plan.nodes[number]
-        taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in node.inputs]
+        unit = self._plan.units[number]
+        taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in unit.inputs]
         for variable in self._prepared.variables[number]:
             self._uses[variable] -= 1
             if not self._uses[variable]:
@@ -122,7 +122,7 @@ class Run:
         requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends:
             number = self._sends.popleft()
-            operation, operands = self._plan.nodes[number].operation, [as_array(one) for one in self._take(number)]
+            operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
             with _explained(operation), program_order.at((*self._place, number)):
                 request = operation.request(operands) if isinstance(operation, Fetch | Put) else None
                 if request is None:
@@ -130,7 +130,7 @@ class Run:
                 else:
                     requests.setdefault(request.to, []).append((number, request))
         for group in requests.values():
-            with _explained(self._plan.nodes[group[0][0]].operation):
+            with _explained(self._plan.units[group[0][0]].operation):
                 sent = send([request for _, request in group])
             for (number, _), started in zip(group, sent, strict=True):
                 self._started(number, started)
@@ -151,7 +151,7 @@ class Run:
             self._finish(future, self._under_way.pop(future))
 
     def _finish(self, future: concurrent.futures.Future, asked: Sequence[tuple[int, Started]]) -> None:
-        with _explained(self._plan.nodes[asked[0][0]].operation):
+        with _explained(self._plan.units[asked[0][0]].operation):
             answer = future.result()
             outputs = [started.finish(answer) for _, started in asked]
         for (number, started), mine in zip(asked, outputs, strict=True):
@@ -159,7 +159,7 @@ class Run:
 
     def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
         """Store outputs of a node, from number ``first`` on, and queue the nodes that miss nothing else."""
-        variables = self._plan.nodes[number].outputs[first : first + len(outputs)]
+        variables = self._plan.units[number].outputs[first : first + len(outputs)]
         for variable, value in zip(variables, outputs, strict=True):
             if variable in self._uses:
                 self._values[variable] = value
@@ -174,7 +174,7 @@ _together = jax.jit(lambda arrays: arrays)
 
 def _as_jax(arrays: list[Any]) -> list[Any]:
     """Make JAX arrays of all. Compiled code makes the small ones: made one by one, they take three times as long."""
-    arrays = [adopted(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
+    arrays = [as_jax_array(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
     others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
     if others:
         for k, one in zip(others, _together(list(others.values())), strict=True):

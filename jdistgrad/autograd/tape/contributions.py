@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.ledger import Contribution, Node, total
+from jdistgrad.autograd.tape.ledger import Contribution, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
 from jdistgrad.rpc.worker import current_worker
@@ -18,7 +18,7 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     if owner == worker.rank:
         accept(kind, identifier, contribution)
         return
-    current_tape(lambda: "a gradient").link_gradient(contribution.number, owner, identifier)
+    current_tape(lambda: "a gradient").links.add_gradient(contribution.number, owner, identifier)
     worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
 
 
@@ -50,7 +50,7 @@ def take(
         except BaseException as error:
             summed.set_exception(error)
 
-    tape.ledger.take(Node(kind, identifier), marks, lanes).add_done_callback(add_up)
+    tape.ledger.take(Target(kind, identifier), marks, lanes).add_done_callback(add_up)
     return summed
 
 
@@ -70,10 +70,10 @@ def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     value = current_worker().references.owned.value(identifier).result()
     layout, arrays = split(only_floats(value), has_gradient)
     found = leaves or [None] * len(arrays)
-    return layout.fill([_or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
+    return layout.fill([or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
 
 
-def _or_zero(leaf: Any, array: Any) -> Any:
+def or_zero(leaf: Any, array: Any) -> Any:
     return jnp.zeros_like(array) if leaf is None else jnp.asarray(leaf)
 
 

@@ -34,7 +34,7 @@ def mark(number: int) -> Marks:
     return 1.0, float((mixed >> 40) % EXACT), float(mixed >> 52)
 
 
-class Node(NamedTuple):
+class Target(NamedTuple):
     """Something that has a gradient here: the value of a reference, or a contribution.
 
     Derivatives of derivatives pass through contributions as first derivatives pass through values.
@@ -125,43 +125,43 @@ class Ledger:
     """The contributions one worker has received in one context."""
 
     def __init__(self) -> None:
-        self._found: dict[Node, list[Contribution]] = {}
-        self._waiting: dict[Node, list[Waiting]] = {}
-        self._seen: set[tuple[Node, int]] = set()
+        self._found: dict[Target, list[Contribution]] = {}
+        self._waiting: dict[Target, list[Waiting]] = {}
+        self._seen: set[tuple[Target, int]] = set()
         self._lock = threading.Lock()
 
-    def put(self, node: Node, contribution: Contribution) -> None:
+    def put(self, target: Target, contribution: Contribution) -> None:
         with self._lock:
-            if (node, contribution.number) in self._seen:
+            if (target, contribution.number) in self._seen:
                 return  # the pullback was run again
-            self._seen.add((node, contribution.number))
-            self._found.setdefault(node, []).append(contribution)
-            ready = self._complete(node)
+            self._seen.add((target, contribution.number))
+            self._found.setdefault(target, []).append(contribution)
+            ready = self._complete(target)
         _finish(ready)
 
-    def take(self, node: Node, marks: Sequence[float], lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
-        """Remove the contributions to a node whose marks have this sum; return a future of them, in order."""
+    def take(self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
+        """Remove the contributions to a target whose marks have this sum; return a future of them, in order."""
         waiting = Waiting(tuple(marks), lanes)
         if not marks[0]:  # the derivative does not depend on the value: any contributions here belong to other takes
             waiting.future.set_result([])
             return waiting.future
         with self._lock:
-            self._waiting.setdefault(node, []).append(waiting)
-            ready = self._complete(node)
+            self._waiting.setdefault(target, []).append(waiting)
+            ready = self._complete(target)
         _finish(ready)
         return waiting.future
 
-    def read(self, node: Node) -> list[Contribution]:
+    def read(self, target: Target) -> list[Contribution]:
         """Return the contributions so far, in order, without removing them."""
         with self._lock:
-            return in_order(self._found.get(node, []))
+            return in_order(self._found.get(target, []))
 
-    def write(self, node: Node, leaves: list[Any]) -> None:
-        """Replace the contributions to a node by one gradient."""
+    def write(self, target: Target, leaves: list[Any]) -> None:
+        """Replace the contributions to a target by one gradient."""
         with self._lock:
-            self._found[node] = [Contribution(0, (), leaves)]
+            self._found[target] = [Contribution(0, (), leaves)]
 
-    def nodes(self) -> list[Node]:
+    def targets(self) -> list[Target]:
         with self._lock:
             return list(self._found)
 
@@ -172,32 +172,32 @@ class Ledger:
         for one in waiting:
             one.future.set_exception(error)
 
-    def _complete(self, node: Node) -> list[Completed]:
+    def _complete(self, target: Target) -> list[Completed]:
         """Remove the takes that can be completed now; return each with its contributions or its error."""
         ready: list[Completed] = []
-        for waiting in list(self._waiting.get(node, [])):
+        for waiting in list(self._waiting.get(target, [])):
             try:
-                mine = waiting.among(self._found.get(node, []))
+                mine = waiting.among(self._found.get(target, []))
             except DifferentiationError as error:
-                self._forget(node, waiting)
+                self._forget(target, waiting)
                 ready.append((waiting, error))
                 continue
             if mine is not None:
-                self._forget(node, waiting)
-                self._remove(node, mine)
+                self._forget(target, waiting)
+                self._remove(target, mine)
                 ready.append((waiting, in_order(mine)))
         return ready
 
-    def _forget(self, node: Node, waiting: Waiting) -> None:
-        self._waiting[node].remove(waiting)
-        if not self._waiting[node]:
-            del self._waiting[node]
+    def _forget(self, target: Target, waiting: Waiting) -> None:
+        self._waiting[target].remove(waiting)
+        if not self._waiting[target]:
+            del self._waiting[target]
 
-    def _remove(self, node: Node, taken: list[Contribution]) -> None:
+    def _remove(self, target: Target, taken: list[Contribution]) -> None:
         gone = {id(one) for one in taken}
-        left = [one for one in self._found.pop(node, []) if id(one) not in gone]
+        left = [one for one in self._found.pop(target, []) if id(one) not in gone]
         if left:
-            self._found[node] = left
+            self._found[target] = left
 
 
 def _finish(ready: list[Completed]) -> None:

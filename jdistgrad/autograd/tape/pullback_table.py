@@ -9,7 +9,7 @@ from jdistgrad.wire.ids import spell
 _PULLED = object()  # replaces a recording after its last pull
 
 
-class Recordings:
+class PullbackTable:
     """The recordings of one worker in one context."""
 
     def __init__(self) -> None:

@@ -1,9 +1,7 @@
-"""The tape, one worker's part of a context: recorded pullbacks, gradients, and links for a picture of the graph."""
+"""The tape, one worker's part of a context: recorded pullbacks, gradients, and links."""
 
 import contextlib
 import contextvars
-import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -11,57 +9,12 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.tape import program_order
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Node, total
-from jdistgrad.autograd.tape.pullback_table import Recordings
+from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Target, total
+from jdistgrad.autograd.tape.links import Links, next_message
+from jdistgrad.autograd.tape.pullback_table import PullbackTable
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import from_token, spell, worker_of
-
-_serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
-
-
-@contextlib.contextmanager
-def serving(message: int, place: program_order.Place) -> Iterator[None]:
-    """Mark a block as serving this message, at the message's place in the program's order."""
-    token = _serving.set(message)
-    try:
-        with program_order.at(place):
-            yield
-    finally:
-        _serving.reset(token)
-
-
-def cause() -> int | None:
-    """Return the id of the message being served here, or None."""
-    return _serving.get()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Link:
-    """A crossing of the wire as its sender knows it: a send/recv pair. A message may have carried several."""
-
-    message: int
-    source: int
-    target: int
-    what: str
-    backward: bool = False
-    caused_by: int | None = None  # the call that this worker was serving
-    answers: int | None = None  # the call, if the crossing carries its results
-    reference: int | None = None  # the reference, if the crossing carries its value or gradient
-
-
-def answer_link(message: int, call: int, what: str) -> Link:
-    return Link(message, current_worker().rank, worker_of(call), what, False, call, call)
-
-
-def _fetched_link(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
-    return [Link(message, owner, here, f"value of {spell(reference)}", False, cause, None, reference)]
-
-
-def _gradient_link(number: int, here: int, owner: int, cause: int | None, reference: int) -> list[Link]:
-    return [Link(number, here, owner, f"gradient of {spell(reference)}", True, cause, None, reference)]
+from jdistgrad.wire.ids import from_token
 
 
 class Tape:
@@ -69,9 +22,9 @@ class Tape:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self._links: list[Link | Callable[[], list[Link]]] = []
+        self.links = Links()
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
-        self.recordings = Recordings()
+        self.recordings = PullbackTable()
         self._taken: dict[int, list[Contribution]] = {}
         self._replayed: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
@@ -81,46 +34,15 @@ class Tape:
         self.recordings.close()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
-    @property
-    def links(self) -> list[Link]:
-        """Return the links of everything this worker sent."""
-        with self._lock:
-            count = len(self._links)  # other threads may append meanwhile
-            made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
-            self._links[:count] = found = [link for links in made for link in links]
-            return found
-
-    def link_later(self, links: Callable[[], list[Link]]) -> None:
-        """Note a function that makes links when they are read."""
-        self._links.append(links)
-
-    def link(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
-        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
-
-    def link_answer(self, call: int, what: str) -> None:
-        """Note that the results of a call go back to its caller."""
-        self._links.append(answer_link(next_message(), call, what))
-
-    def link_fetched(self, reference: int, owner: int) -> None:
-        """Note that a value has come from its owner. The receiver notes the link: the owner does not know of it."""
-        here = current_worker().rank
-        if owner != here:
-            self.link_later(functools.partial(_fetched_link, next_message(), owner, here, _serving.get(), reference))
-
-    def link_gradient(self, number: int, owner: int, reference: int) -> None:
-        """Note that a contribution goes to the owner of its value."""
-        here = current_worker().rank
-        self.link_later(functools.partial(_gradient_link, number, here, owner, _serving.get(), reference))
-
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""
         if kind == TAKEN:
             with self._lock:
                 contributions = self._taken[identifier]
             for one in contributions:
-                self.ledger.put(Node(CONTRIBUTION, one.number), contribution)
+                self.ledger.put(Target(CONTRIBUTION, one.number), contribution)
         else:
-            self.ledger.put(Node(kind, identifier), contribution)
+            self.ledger.put(Target(kind, identifier), contribution)
 
     def taken(self, identifier: int, contributions: list[Contribution]) -> None:
         """Remember the contributions in a sum, for derivatives of the sum."""
@@ -140,21 +62,16 @@ class Tape:
 
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
-        nodes = [node for node in self.ledger.nodes() if node.kind == REFERENCE]
-        return {node.id: total(self.ledger.read(node)) for node in nodes}
+        targets = [target for target in self.ledger.targets() if target.kind == REFERENCE]
+        return {target.id: total(self.ledger.read(target)) for target in targets}
 
     def gradient(self, identifier: int) -> list[Any] | None:
         """Return the same sum for one reference, or None if there are no contributions."""
-        contributions = self.ledger.read(Node(REFERENCE, identifier))
+        contributions = self.ledger.read(Target(REFERENCE, identifier))
         return total(contributions) if contributions else None
 
     def statistics(self) -> dict[str, int]:
-        return {"recordings": len(self.recordings), "links": len(self.links)}
-
-
-def next_message() -> int:
-    """Draw a new message id of this worker."""
-    return current_worker().messages.next()
+        return {"recordings": len(self.recordings), "links": len(self.links.all())}
 
 
 _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.ContextVar(
@@ -202,4 +119,4 @@ def note_fetched(reference: int, owner: int) -> None:
     """Note that a value to be differentiated has come from its owner, if this code is in a context."""
     scope = current_scope()
     if scope is not None:
-        scope.content(Tape).link_fetched(reference, owner)
+        scope.content(Tape).links.add_fetched(reference, owner)

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 Shapes = list[jax.ShapeDtypeStruct]
-TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
-TAG = jax.ShapeDtypeStruct((4,), np.uint32)
+TOKEN_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)
+TAG_SHAPE = jax.ShapeDtypeStruct((4,), np.uint32)
 
 
 @dataclasses.dataclass

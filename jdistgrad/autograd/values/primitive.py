@@ -80,13 +80,14 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operati
     (size,) = {one.shape[dim] for one, dim in zip(operands, dims, strict=True) if dim is not None}
     batch = operation.batched(size, [dim is not None for dim in dims])
     first = [
-        _batch_first(one, dim, size, k in batch.spread) for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
+        _batch_first(one, dim, size, spread=k in batch.spread)
+        for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
     ]
     outputs = wire_p.bind(*first, operation=batch.operation)
     return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
 
 
-def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
+def _batch_first(operand: Any, dim: int | None, size: int, *, spread: bool) -> Any:
     if dim is not None:
         return jnp.moveaxis(operand, dim, 0)
     return jnp.broadcast_to(operand, (size, *jnp.shape(operand))) if spread else operand
@@ -95,7 +96,7 @@ def _batch_first(operand: Any, dim: int | None, size: int, spread: bool) -> Any:
 def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower to a call that frees XLA's thread while the answer is under way."""
     _compiled.set()
-    perform = functools.partial(_perform, operation, current.place())
+    perform = functools.partial(_perform, operation, current.origin())
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
 
 
@@ -105,22 +106,22 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     _compiled.set()
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
-        callback = functools.partial(_called_back, operation, place)
+        callback = functools.partial(_called_back, operation, origin)
         return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
 
-    place = current.place()
+    origin = current.origin()
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
 
 
-def _perform(operation: Operation, place: Any, *operands: np.ndarray) -> list[Any]:
-    with current.at(place), as_numpy():
+def _perform(operation: Operation, origin: Any, *operands: np.ndarray) -> list[Any]:
+    with current.at(origin), as_numpy():
         return operation.start(operands).outputs()
 
 
-def _called_back(operation: Operation, place: Any, *operands: Any) -> list[np.ndarray]:
+def _called_back(operation: Operation, origin: Any, *operands: Any) -> list[np.ndarray]:
     """Perform an operation on a thread of XLA's, without using JAX, which could deadlock here."""
     try:
-        return [np.asarray(one) for one in _perform(operation, place, *map(np.asarray, operands))]
+        return [np.asarray(one) for one in _perform(operation, origin, *map(np.asarray, operands))]
     except Exception as error:
         raise DifferentiationError(in_words(error)) from error
 

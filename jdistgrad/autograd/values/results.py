@@ -8,7 +8,7 @@ import numpy as np
 
 from jdistgrad.autograd.values.holes import Layout, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.wire.arrays import adopted
+from jdistgrad.wire.arrays import as_jax_array
 
 
 class Results:
@@ -70,7 +70,7 @@ class Results:
 
 
 def as_jax(arrays: list[Any]) -> list[Any]:
-    return [adopted(one) if isinstance(one, np.ndarray | np.generic) else one for one in arrays]
+    return [as_jax_array(one) if isinstance(one, np.ndarray | np.generic) else one for one in arrays]
 
 
 def strong(array: Any) -> Any:

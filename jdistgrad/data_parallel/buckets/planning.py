@@ -54,7 +54,7 @@ def plan_buckets(
     """
     checked = _checked_limits(limits)
     walk = range(len(leaves)) if order is None else _checked_order(order, len(leaves))
-    alone, walker = frozenset(sparse), _Walker(checked, large_alone)
+    alone, walker = frozenset(sparse), _Walker(checked, large_alone=large_alone)
     for index in walk:
         leaf = leaves[index]
         if index in alone:
@@ -68,7 +68,7 @@ def plan_buckets(
 class _Walker:
     """The state of planning: the closed buckets, and one open bucket for each dtype."""
 
-    def __init__(self, limits: Sequence[int], large_alone: bool):
+    def __init__(self, limits: Sequence[int], *, large_alone: bool):
         self.closed: list[list[int]] = []
         self._limits, self._large_alone = limits, large_alone
         self._open: dict[Any, list[int]] = {}

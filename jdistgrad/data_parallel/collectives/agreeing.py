@@ -30,10 +30,10 @@ class Meeting:
 
 
 class Group(Protocol):
-    """The ranks that agree, as seen by a rank. ``apart``: the error that keeps them from meeting again, or None."""
+    """The ranks that agree, as seen by a rank. ``refusal``: the error that keeps them from meeting again, or None."""
 
     rank: int
-    apart: CollectiveError | None
+    refusal: CollectiveError | None
 
     def announce(self, word: bytes, what: str) -> Meeting: ...
 
@@ -44,8 +44,8 @@ class Agreeing:
     """The agreement on one operation. Every rank must make one, and call it."""
 
     def __init__(self, collectives: Group, text: str):
-        if collectives.apart is not None:
-            raise collectives.apart
+        if collectives.refusal is not None:
+            raise collectives.refusal
         self._collectives, self._text = collectives, text
         self._mine = Roll(Act.OPERATE, 0, 0, 0, _digest(text))
         self.meeting = collectives.announce(self._mine.pack(), text)
@@ -60,9 +60,9 @@ class Agreeing:
         words = [roll_call.unpack(word) for word in self._words(timeout)]
         elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
         if elsewhere is not None:
-            raise roll_call.apart(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
+            raise roll_call.disagreement(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
         if len(set(words)) > 1:
-            self._tell()
+            self._raise_difference()
 
     def _words(self, timeout: float) -> list[bytes]:
         """Return the words of all ranks. If a rank does not come, refuse all further use of these collectives.
@@ -72,12 +72,12 @@ class Agreeing:
         try:
             return self.meeting(timeout)
         except (MissingRanksError, WorkerLostError) as error:
-            self._collectives.apart = CollectiveError(
+            self._collectives.refusal = CollectiveError(
                 f"{self._text}: these collectives are not used any more, since {error} Make new ones, on every rank."
             )
             raise
 
-    def _tell(self) -> None:
+    def _raise_difference(self) -> None:
         said = self._collectives.gather_objects(self._text)
         other = next(rank for rank, its in enumerate(said) if its != said[0])
         raise DisagreementError(

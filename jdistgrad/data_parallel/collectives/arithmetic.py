@@ -26,13 +26,13 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
     if flat.dtype.num < OWN and flat.dtype.char in MPI._typedict:
         loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank that holds it
-        return flat, MPI._typedict[flat.dtype.char], _own(flat.dtype, op) if loses_nan else _OPS[op]
+        return flat, MPI._typedict[flat.dtype.char], _custom_op(flat.dtype, op) if loses_nan else _OPS[op]
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
-    return flat.view(carrier), kind, _own(flat.dtype, op)
+    return flat.view(carrier), kind, _custom_op(flat.dtype, op)
 
 
 @functools.cache
-def _own(dtype: np.dtype, op: str) -> Any:
+def _custom_op(dtype: np.dtype, op: str) -> Any:
     """Create an MPI operation on a NumPy dtype.
 
     Sending 16-bit floats as they are takes half the bytes of sending 32 bits, but rounds after each addition.

@@ -24,7 +24,7 @@ def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -
     """
     chosen = None if workers is None else _checked(workers)
     made = Local(chosen) if world.is_local() else MPI(chosen and MPI.subset(chosen))
-    made.asks = check
+    made.meets_in_programs = check
     return made
 
 

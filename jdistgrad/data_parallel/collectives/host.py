@@ -24,9 +24,9 @@ class HostCollectives(Collectives):
 
     rank: int
     timeout: float = TIMEOUT
-    asks: bool = True  # whether ranks meet before the operations of compiled programs
+    meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
-    apart: CollectiveError | None = None  # why these collectives refuse further use, if they do
+    refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return _batchable(self, name, root)(x) if is_traced(x) else self.eager(name, x, root)
@@ -62,18 +62,18 @@ class HostCollectives(Collectives):
 
         Sections are not nested: the yielded collectives do not agree again and open none.
         """
-        if not self.asks or self.size == 1:
+        if not self.meets_in_programs or self.size == 1:
             yield self
             return
         quiet = self._opened(what)
-        quiet.asks = False
+        quiet.meets_in_programs = False
         yield quiet
         self._end()
 
-    def adjusted(self, *, timeout: float, asks: bool) -> "HostCollectives":
+    def adjusted(self, *, timeout: float, meets_in_programs: bool) -> "HostCollectives":
         """Return a copy with other settings, which uses the same channels."""
         other = copy.copy(self)
-        other.timeout, other.asks = timeout, asks
+        other.timeout, other.meets_in_programs = timeout, meets_in_programs
         return other
 
     def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:

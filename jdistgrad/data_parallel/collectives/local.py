@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
-from jdistgrad.data_parallel.collectives.world import Occasion, Seat, Together, seat
+from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
 from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
@@ -67,8 +67,8 @@ class Local(HostCollectives):
 
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
         """Return the values of all ranks in a round."""
-        occasion = Occasion(what, self._group, turn)
-        with Together(self._seat.owner, occasion, self._workers, blocking=False) as together:
+        entry = CollectiveEntry(what, self._group, turn)
+        with WatchedBlock(self._seat.owner, entry, self._workers, blocking=False) as together:
 
             def check() -> None:
                 self._seat.check()

@@ -15,10 +15,10 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.world import Occasion, Together, refuse_forked_process
+from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, refuse_forked_process
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
-from jdistgrad.ffi.sites import Later
+from jdistgrad.ffi.sites import Deferred
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
@@ -46,7 +46,7 @@ class MPI(HostCollectives):
         self.rank, self.size = self.comm.rank, self.comm.size
         self._ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
         self.has_room = has_room(_neighbours_cores(self.comm), self.size)
-        self._compiled = _Compiled(self)
+        self._compiled = Sections(self)
         self._met: Any = None
 
     def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
@@ -63,7 +63,7 @@ class MPI(HostCollectives):
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
         other.comm, other._name = self._duplicate(self.comm)
-        other.turn, other.apart = 0, None
+        other.turn, other.refusal = 0, None
         return other
 
     @staticmethod
@@ -78,7 +78,7 @@ class MPI(HostCollectives):
 
     def twin(self) -> "MPI":
         other = self.duplicate()
-        other._compiled = _Compiled(other)
+        other._compiled = Sections(other)
         return other
 
     def announce(self, word: bytes, what: str) -> Meeting:
@@ -95,16 +95,16 @@ class MPI(HostCollectives):
 
         return Meeting(wait, request.Test)
 
-    def _wait_for(self, request: Any, what: str, timeout: float, together: Together) -> None:
+    def _wait_for(self, request: Any, what: str, timeout: float, together: WatchedBlock) -> None:
         with together:
             if not poll(request.Test, timeout, together.check):
                 missing = self._missing()
                 raise missing_ranks(what, missing, timeout, together.places(missing))
 
-    def _together(self, what: str, *, blocking: bool = True) -> Together:
+    def _together(self, what: str, *, blocking: bool = True) -> WatchedBlock:
         refuse_forked_process(what)
         self.turn += 1
-        return Together(find_worker(), Occasion(what, self._name, self.turn), self._ranks, blocking=blocking)
+        return WatchedBlock(find_worker(), CollectiveEntry(what, self._name, self.turn), self._ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
@@ -202,7 +202,7 @@ class MPI(HostCollectives):
         return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank that holds it
 
 
-class _Compiled:
+class Sections:
     """The sections of compiled programs, over a communicator of their own: they run beside Python's operations.
 
     A section begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of mpi4jax's
@@ -211,18 +211,18 @@ class _Compiled:
 
     def __init__(self, collectives: MPI):
         self.collectives = collectives.duplicate()
-        self._inside: Together | None = None
+        self._inside: WatchedBlock | None = None
 
     def agree(self, what: str, timeout: float) -> np.ndarray:
         Agreeing(self.collectives, f"compiled {what}")(timeout)
         return np.ones(MET.shape, MET.dtype)
 
-    def enter(self, what: str, timeout: float) -> Later | None:
+    def enter(self, what: str, timeout: float) -> Deferred | None:
         """Begin a section. Ranks that are in step meet at once, which costs less than a wait on another thread."""
         self.leave()  # a program that failed did not end its section
         agreeing = Agreeing(self.collectives, f"compiled {what}")
         if not agreeing.meeting.completes_within(AT_ONCE):
-            return Later(functools.partial(self._entered, what, agreeing, timeout))
+            return Deferred(functools.partial(self._entered, what, agreeing, timeout))
         self._entered(what, agreeing, timeout)
         return None
 

@@ -70,7 +70,7 @@ class Roll(NamedTuple):
         return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
 
 
-class Call(NamedTuple):
+class RollCall(NamedTuple):
     """The words of all ranks, which match. ``leader``: the lowest rank still active; None if all have joined."""
 
     rolls: tuple[Roll, ...]
@@ -92,7 +92,7 @@ def unpack(word: bytes) -> Roll:
     return Roll(Act(act), step, bucket, fault, digest, Joining(joining))
 
 
-def call(words: Sequence[bytes]) -> Call:
+def read_words(words: Sequence[bytes]) -> RollCall:
     """Read the words of all ranks.
 
     Raises:
@@ -106,11 +106,11 @@ def call(words: Sequence[bytes]) -> Call:
         first = rolls[active[0]]
         for rank in active:
             if _place(rolls[rank]) != _place(first):
-                raise apart(active[0], first, rank, rolls[rank])
+                raise disagreement(active[0], first, rank, rolls[rank])
         joined = next((rank for rank, roll in enumerate(rolls) if roll.act is Act.SHADOW), None)
         if joined is not None and first.act in (Act.BROADCAST, Act.VERIFY):
-            raise apart(active[0], first, joined, rolls[joined])
-    return Call(rolls, active)
+            raise disagreement(active[0], first, joined, rolls[joined])
+    return RollCall(rolls, active)
 
 
 def _require_same_block(rolls: Sequence[Roll]) -> None:
@@ -135,7 +135,7 @@ def meet_with_trees(rolls: Iterable[Roll]) -> bool:
     return begins or len({(roll.act, roll.bucket) for roll in found}) == 1
 
 
-def apart(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
+def disagreement(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
     return _come_apart(f"rank {first} {its}, rank {other} {theirs}", other)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc.current import left_behind
-from jdistgrad.rpc.members.watchdog import Engagement, Occasion as Occasion
+from jdistgrad.rpc.current import fork_error
+from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
 from jdistgrad.rpc.worker import current_worker
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
@@ -24,7 +24,7 @@ class Seat:
     check: Callable[[], None]
 
 
-class Together:
+class WatchedBlock:
     """A block in which a worker takes part in a collective with others of its world, and its watchdog knows.
 
     Arguments:
@@ -34,31 +34,31 @@ class Together:
       blocking: whether the block is inside MPI, where only the end of the job ends a wait.
     """
 
-    __slots__ = ("_blocking", "_engagement", "_occasion", "_ranks", "_worker")
+    __slots__ = ("_blocking", "_entry", "_participation", "_ranks", "_worker")
 
-    def __init__(self, worker: Any, occasion: Occasion, ranks: Sequence[int], *, blocking: bool):
-        self._worker, self._occasion, self._ranks, self._blocking = worker, occasion, ranks, blocking
-        self._engagement: Engagement | None = None
+    def __init__(self, worker: Any, entry: CollectiveEntry, ranks: Sequence[int], *, blocking: bool):
+        self._worker, self._entry, self._ranks, self._blocking = worker, entry, ranks, blocking
+        self._participation: Participation | None = None
 
-    def __enter__(self) -> "Together":
+    def __enter__(self) -> "WatchedBlock":
         if self._worker is not None and len(self._ranks) > 1:
-            self._engagement = self._worker.watchdog.begin(self._occasion, self._ranks, blocking=self._blocking)
+            self._participation = self._worker.watchdog.begin(self._entry, self._ranks, blocking=self._blocking)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._engagement is not None:
-            self._worker.watchdog.end(self._engagement)
+        if self._participation is not None:
+            self._worker.watchdog.end(self._participation)
 
     def check(self) -> None:
         """Raise if a participant will never come."""
-        if self._engagement is not None:
-            self._engagement.check()
+        if self._participation is not None:
+            self._participation.check()
 
     def places(self, missing: Sequence[int]) -> dict[int, str]:
         """Return where the missing ranks (of the group) are in their programs, as far as they still answer."""
         if self._worker is None:
             return {}
-        found = self._worker.watchdog.ask([self._ranks[one] for one in missing], self._occasion)
+        found = self._worker.watchdog.ask([self._ranks[one] for one in missing], self._entry)
         return {one: found[self._ranks[one]].place for one in missing if self._ranks[one] in found}
 
 
@@ -80,7 +80,7 @@ def seat() -> Seat:
 
 def refuse_forked_process(what: str) -> None:
     """Raise NotInitializedError in a process forked from a worker's, where MPI belongs to the parent."""
-    why = left_behind()
+    why = fork_error()
     if why is not None:
         raise errors.NotInitializedError(f"{what}: {why}")
 

@@ -67,6 +67,6 @@ def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
     )
 
 
-def remembered(new: jax.Array, otherwise: Any = 0) -> jax.Array:
+def finite_or(new: jax.Array, otherwise: Any = 0) -> jax.Array:
     """Return a hook's new state with ``otherwise`` for NaN and infinity, which would stay after a skipped step."""
     return jnp.where(jnp.isfinite(new), new, otherwise)

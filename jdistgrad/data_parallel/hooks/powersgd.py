@@ -14,7 +14,7 @@ import numpy as np
 from jdistgrad.data_parallel.buckets.bucket import Bucket, Slot
 from jdistgrad.data_parallel.buckets.host_arrays import is_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.hooks.base import Hook, remembered
+from jdistgrad.data_parallel.hooks.base import Hook, finite_or
 
 
 def powersgd(
@@ -44,7 +44,7 @@ def powersgd(
         step = state["step"]
         if not small:
             return collectives.allreduce(bucket.flat / bucket.divisor), {**state, "step": step + 1}
-        compress = _Compressed(bucket, small, collectives, error_feedback, warm_start)
+        compress = _Compressed(bucket, small, collectives, feedback=error_feedback, warm=warm_start)
         state = {**state, "error": collectives.localize(state["error"])}
         if is_traced(state):
             return jax.lax.cond(step < start, compress.plainly, compress.by_factors, state)
@@ -57,7 +57,7 @@ def powersgd(
 class _Compressed:
     """A bucket's step: the plain average, or the average by factors."""
 
-    def __init__(self, bucket: Bucket, matrices: list[Slot], collectives: Collectives, feedback: bool, warm: bool):
+    def __init__(self, bucket: Bucket, matrices: list[Slot], collectives: Collectives, *, feedback: bool, warm: bool):
         self._bucket, self._matrices, self._collectives = bucket, matrices, collectives
         self._feedback, self._warm = feedback, warm
 
@@ -76,8 +76,8 @@ class _Compressed:
             averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
             factors[str(slot.index)] = state["q"][str(slot.index)]
             if self._warm:
-                factors[str(slot.index)] = remembered(right, otherwise=factors[str(slot.index)])
-        error = remembered(wanted - self._flat(sent)) if self._feedback else state["error"]
+                factors[str(slot.index)] = finite_or(right, otherwise=factors[str(slot.index)])
+        error = finite_or(wanted - self._flat(sent)) if self._feedback else state["error"]
         return self._flat(averaged), {"step": state["step"] + 1, "error": error, "q": factors}
 
     def _rest(self, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:

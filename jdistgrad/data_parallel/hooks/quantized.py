@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.hooks.base import Hook, remembered
+from jdistgrad.data_parallel.hooks.base import Hook, finite_or
 
 BLOCK = 1024
 
@@ -42,7 +42,7 @@ def _quantize(wanted: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.
     scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0) / 127
     small = jnp.round(blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
     sent = (small * scales).reshape(-1)[: wanted.size]
-    return small, scales, remembered(wanted - sent.astype(wanted.dtype))
+    return small, scales, finite_or(wanted - sent.astype(wanted.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=2)

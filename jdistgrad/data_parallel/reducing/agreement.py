@@ -73,10 +73,10 @@ def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gath
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):
         if len({its[place] for its in digests}) > 1:
-            _tell(leaf, gather(arrays[place]))
+            _raise_difference(leaf, gather(arrays[place]))
 
 
-def _tell(leaf: Leaf, values: Sequence[np.ndarray]) -> None:
+def _raise_difference(leaf: Leaf, values: Sequence[np.ndarray]) -> None:
     first = values[0].reshape(-1)
     for rank, value in enumerate(values):
         other = value.reshape(-1)

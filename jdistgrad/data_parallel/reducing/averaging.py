@@ -12,10 +12,10 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
 from jdistgrad.data_parallel.buckets.leaves import is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
-from jdistgrad.data_parallel.reducing.memory import Scratch, blank, host_device, writable
+from jdistgrad.data_parallel.reducing.memory import Scratch, empty_like, host_device, writable
 
 
-def plainly(
+def average_in_chunks(
     bucket: Bucket,
     gradients: Sequence[jax.Array],
     divisor: float,
@@ -32,7 +32,7 @@ def plainly(
         for g, v in zip(gradients, seen, strict=True)
     ]
     own = [view.reshape(-1) for view in seen]
-    results = gradients if overwrite else blank(gradients, here)
+    results = gradients if overwrite else empty_like(gradients, here)
     into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
     _average_parts(bucket, own, into, divisor, all_, scratch)
     each = zip(results, into, here, strict=True)
@@ -58,7 +58,7 @@ def _average_parts(
 
 
 def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
-    """Take part in ``plainly`` with zeros: this rank has no gradients."""
+    """Take part in ``average_in_chunks`` with zeros: this rank has no gradients."""
     for size, _ in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
         flat[:] = 0

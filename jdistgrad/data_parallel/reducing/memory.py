@@ -30,7 +30,7 @@ def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
     return np.frombuffer(memoryview(memory), like.dtype)
 
 
-def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
+def empty_like(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
     """Return new arrays to write to, with the shapes, dtypes and devices of given arrays.
 
     Arguments:
@@ -38,9 +38,8 @@ def blank(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
     """
     if None not in devices and len(set(devices)) == 1:
         return jax.block_until_ready(_zeros(list(like)))
-    return [
-        array if device is None else blank([array], [device])[0] for array, device in zip(like, devices, strict=True)
-    ]
+    each = zip(like, devices, strict=True)
+    return [array if device is None else empty_like([array], [device])[0] for array, device in each]
 
 
 @functools.partial(jax.jit, keep_unused=True)  # the unused arguments determine the device

@@ -15,11 +15,11 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import is_sparse
 from jdistgrad.data_parallel.collectives import roll_call
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.roll_call import Act, Call, Joining, Roll
+from jdistgrad.data_parallel.collectives.roll_call import Act, Joining, Roll, RollCall
 from jdistgrad.data_parallel.reducing import averaging
 from jdistgrad.data_parallel.reducing.agreement import Terms, require_agreement, require_same_bits
 from jdistgrad.data_parallel.reducing.memory import Scratch
-from jdistgrad.data_parallel.reducing.settings import Handling, Plan, Rules
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.reducing.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.reducing.statistics import Clock, Span
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
@@ -30,7 +30,7 @@ class Reducer:
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
         self.collectives, self.rules = collectives, rules
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, BucketPlan] = {}
         self.states: dict[int, dict[int, Any]] = {}
         self.joining = Joining.NONE
         self.step = 0
@@ -42,11 +42,11 @@ class Reducer:
 
     # Meeting.
 
-    def _meet(self, mine: Roll, terms: Terms | None = None) -> Call:
+    def _meet(self, mine: Roll, terms: Terms | None = None) -> RollCall:
         """Hold a roll call with this rank's word. ``terms``: those of the tree that this rank comes with."""
         with self._breaking():
             while self._announced:
-                roll_call.call(self._announced.pop(0)(self.rules.timeout))
+                roll_call.read_words(self._announced.pop(0)(self.rules.timeout))
             words = self._announce(mine)(self.rules.timeout)
         try:
             self._require_same_terms(words, terms)
@@ -56,7 +56,7 @@ class Reducer:
             )  # ranks that continue must continue from the same step
             raise
         with self._breaking():
-            call = roll_call.call(words)
+            call = roll_call.read_words(words)
         self.last_active = call.active or self.last_active
         return call
 
@@ -99,20 +99,20 @@ class Reducer:
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
 
-    def _here(self, act: Act, bucket: int = 0, digest: int = 0) -> Roll:
+    def _roll(self, act: Act, bucket: int = 0, digest: int = 0) -> Roll:
         """Return this rank's word for an action that has no handling of its own."""
         return Roll(act, self.step, bucket, 0, digest, self.joining)
 
     # The operations.
 
-    def agree(self, terms: Terms, order: Sequence[int] | None) -> Plan:
+    def agree(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
         """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ."""
         digest = terms.digest()
         if digest in self.plans:
             return self.plans[digest]
-        return self._share_plan(self._meet(self._here(Act.AGREE, digest=digest), terms), terms, order)
+        return self._share_plan(self._meet(self._roll(Act.AGREE, digest=digest), terms), terms, order)
 
-    def _share_plan(self, call: Call, terms: Terms | None, order: Sequence[int] | None) -> Plan:
+    def _share_plan(self, call: RollCall, terms: Terms | None, order: Sequence[int] | None) -> BucketPlan:
         """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
 
         Raises:
@@ -128,7 +128,7 @@ class Reducer:
         self.plans[plan.digest] = plan
         return plan
 
-    def average(self, plan: Plan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
+    def average(self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
         """Average one bucket of a plan over all ranks."""
         bucket = plan.buckets[number]
         with self._telling(handling.step, number):
@@ -148,7 +148,7 @@ class Reducer:
         if bucket.sparse:
             return [self._averaged_rows(bucket, gradients[0], divisor)]
         if handling.hook is None:
-            return averaging.plainly(
+            return averaging.average_in_chunks(
                 bucket, gradients, divisor, self.collectives, self._scratch, overwrite=handling.overwrite
             )
         if bucket.index not in handling.states:
@@ -158,7 +158,7 @@ class Reducer:
         )
         return averaged
 
-    def usual(self, plan: Plan, act: Act) -> Handling:
+    def default_handling(self, plan: BucketPlan, act: Act) -> Handling:
         """Return the default handling of gradients: by the hook of the rules, with states kept for each plan.
 
         Gradients that were given to be averaged are not overwritten.
@@ -175,7 +175,7 @@ class Reducer:
             return jax.device_put(table, gradient.sharding)
         return reduce_sparse(gradient, slot.shape, bucket.dtype, divisor, self.collectives)
 
-    def _require_finite(self, call: Call, bucket: Bucket) -> None:
+    def _require_finite(self, call: RollCall, bucket: Bucket) -> None:
         for rank in call.active:
             if call.rolls[rank].fault:
                 slot = bucket.slots[call.rolls[rank].fault - 1]
@@ -188,7 +188,7 @@ class Reducer:
 
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Return which parameters any rank used. Ranks that have joined used none."""
-        self._meet(self._here(Act.USED, len(used)))
+        self._meet(self._roll(Act.USED, len(used)))
         return self._share_used(np.array(used, np.uint8))
 
     def _share_used(self, used: np.ndarray) -> np.ndarray:
@@ -197,14 +197,14 @@ class Reducer:
 
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """Overwrite this rank's leaves with the root's."""
-        self._meet(self._here(Act.BROADCAST, root, terms.digest()), terms)
+        self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
         """Compare the leaves of all ranks."""
-        self._meet(self._here(Act.VERIFY, digest=terms.digest()), terms)
+        self._meet(self._roll(Act.VERIFY, digest=terms.digest()), terms)
         require_same_bits(terms.leaves, memories, self.collectives.gather_objects)
 
     # Joining.
@@ -215,7 +215,7 @@ class Reducer:
         A bucket that is not finite does not end the shadowing: the others raise the error, and may go on.
         """
         while True:
-            call = self._meet(self._here(Act.SHADOW))
+            call = self._meet(self._roll(Act.SHADOW))
             if call.leader is None:
                 self.joining = Joining.NONE
                 return max(self.last_active)
@@ -229,9 +229,9 @@ class Reducer:
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.bucket, np.uint8))
             elif lead.act is not Act.FAILED:  # after a failure, which the others raise, they may go on
-                raise roll_call.apart(self.collectives.rank, self._here(Act.SHADOW), call.leader, lead)
+                raise roll_call.disagreement(self.collectives.rank, self._roll(Act.SHADOW), call.leader, lead)
 
-    def _shadow_bucket(self, plan: Plan, number: int, call: Call) -> None:
+    def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall) -> None:
         bucket = plan.buckets[number]
         if any(roll.fault for roll in call.rolls):
             return
@@ -241,4 +241,4 @@ class Reducer:
             reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(bucket, nothing, self.usual(plan, Act.REDUCE), call.divisor)
+            self._averaged(bucket, nothing, self.default_handling(plan, Act.REDUCE), call.divisor)

@@ -16,7 +16,7 @@ from jdistgrad.errors import LeafError
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """The buckets that the ranks have agreed on for one tree of gradients."""
 
     terms: Terms
@@ -95,12 +95,12 @@ class Rules:
     def travels_as_rows(self, leaf: Leaf) -> bool:
         return leaf.sparse > 0 or leaf.path in self.sparse
 
-    def plan(self, terms: Terms, order: Sequence[int] | None) -> Plan:
+    def plan(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
         """Plan a tree's buckets: the same plan on every rank that has the same terms and order."""
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
         walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last gradients come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
-        return Plan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
+        return BucketPlan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
 
 
 @dataclasses.dataclass

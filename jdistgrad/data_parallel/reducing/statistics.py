@@ -57,7 +57,7 @@ class Clock:
 
 def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
     """Return the statistics after one more step, and report the step to the timeline."""
-    told = dataclasses.replace(
+    updated = dataclasses.replace(
         before,
         rank=rank,
         size=size,
@@ -70,19 +70,19 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         **sizes(plan.buckets),
         **times(clock),
     )
-    if events.sink is not None and told.spans:
-        tell(told, backward=clock.backward)
-    return told
+    if events.sink is not None and updated.spans:
+        report_to_timeline(updated, backward=clock.backward)
+    return updated
 
 
-def tell(told: Statistics, *, backward: bool) -> None:
+def report_to_timeline(updated: Statistics, *, backward: bool) -> None:
     """Report a step to the timeline: the backward pass, and each bucket from the arrival of all ranks to its end."""
-    computed = max(span.ready for span in told.spans)
+    computed = max(span.ready for span in updated.spans)
     if backward:
-        events.pass_on(Event(events.PIECE, told.rank, "", "backward", computed - told.compute, computed, {}))
-    for span in told.spans:
-        details = {"bytes": told.bucket_sizes[span.bucket], "waited": span.met - span.ready}
-        events.pass_on(Event(events.BUCKET, told.rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
+        events.pass_on(Event(events.PIECE, updated.rank, "", "backward", computed - updated.compute, computed, {}))
+    for span in updated.spans:
+        details = {"bytes": updated.bucket_sizes[span.bucket], "waited": span.met - span.ready}
+        events.pass_on(Event(events.BUCKET, updated.rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
 
 
 def times(clock: Clock) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 
 
-class Inside:
+class CompiledAverage:
     """Averages as functions of gradients and the hook's states, which become part of a compiled program.
 
     Arguments:
@@ -60,7 +60,7 @@ class Inside:
         Arguments:
           what: "step" for a step's own gradients, "average" for given ones; all ranks must do the same.
         """
-        self._refuse_what_waits(joining)
+        self._refuse_what_waits(joining=joining)
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
@@ -69,7 +69,7 @@ class Inside:
             )
         return self.average_with(gradients, states, what)[0]
 
-    def _refuse_what_waits(self, joining: bool) -> None:
+    def _refuse_what_waits(self, *, joining: bool) -> None:
         rules = self._rules
         for asked, name in (
             (joining, "join"),
@@ -95,12 +95,12 @@ class Inside:
             raise _sparse(bucket)
         summed = [all_.is_summed(gradient) for gradient in own]
         if any(summed):
-            return self._rest_of(bucket, own, summed), state
+            return self._average_partly_summed(bucket, own, summed), state
         hook, before = (plain_average(), ()) if bucket.sparse else (self._hook, state)
         flat, after = hooks.reduce(hook, bucket.filled(join_flat(own), all_.size), before, all_)
         return bucket.views(flat), state if bucket.sparse else after
 
-    def _rest_of(self, bucket: Bucket, own: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
+    def _average_partly_summed(self, bucket: Bucket, own: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
         """Average a bucket of which JAX has summed some gradients (of replicated parameters): only divide these."""
         if self._rules.hook is not None:
             slot = bucket.slots[summed.index(True)]

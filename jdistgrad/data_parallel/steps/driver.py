@@ -1,4 +1,4 @@
-"""Steps driven from Python, in pieces or whole, and reduced by a thread of their own."""
+"""Steps driven from Python, in segments or whole, and reduced by a thread of their own."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
 from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.settings import Plan, Rules
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Rules
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Statistics, after_step
 from jdistgrad.data_parallel.steps.join import Join
@@ -35,7 +35,7 @@ class Driver:
         twin.timeout = rules.timeout
         self._rules, self._reducer = rules, Reducer(twin, rules)
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, BucketPlan] = {}
         self._usage = Usage()
         self.statistics = Statistics(hook=rules.hook_name)
         self.used: Any = None
@@ -69,7 +69,7 @@ class Driver:
         """Take a step; return the value, and the averaged gradients."""
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
         reduction = self._begin(program.plan)
-        with _whole(reduction):
+        with _abandon_on_error(reduction):
             results = program.run(args, kwargs, reduction.launch)
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
@@ -91,9 +91,9 @@ class Driver:
         reduction = self._begin(plan, Act.AVERAGE, hook=hook, states=current)
         return self._average(plan, gradients, reduction), [current[number] for number in range(len(states))]
 
-    def _average(self, plan: Plan, gradients: Any, reduction: Reduction) -> Any:
+    def _average(self, plan: BucketPlan, gradients: Any, reduction: Reduction) -> Any:
         leaves, structure = flatten(gradients)
-        with _whole(reduction):
+        with _abandon_on_error(reduction):
             reduction.launch([_as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
         return self._end(plan, structure, reduction)
 
@@ -105,12 +105,12 @@ class Driver:
         """Return the buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: Plan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
+    def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
         self._reducer.step += 1
-        handling = dataclasses.replace(self._reducer.usual(plan, act), **unusual)
+        handling = dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
         return Reduction(self._reducer, self._thread, plan, handling)
 
-    def _end(self, plan: Plan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
+    def _end(self, plan: BucketPlan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
         averaged = reduction.finish()
         unused: list[str] = []
         if self._rules.find_unused_parameters:
@@ -123,18 +123,18 @@ class Driver:
 
     # Agreement.
 
-    def _agree_on_model(self, traced: Traced) -> Plan:
+    def _agree_on_model(self, traced: Traced) -> BucketPlan:
         self._rules.require_sparse_paths(traced.like)
         return self._agree(traced.like, traced.order)
 
-    def _plan_for(self, tree: Any) -> Plan:
+    def _plan_for(self, tree: Any) -> BucketPlan:
         leaves, structure = flatten(tree)
         key = structure, settings(), tuple(map(_kind, leaves))
         if key not in self._plans:
             self._plans[key] = self._agree(tree, None)
         return self._plans[key]
 
-    def _agree(self, tree: Any, order: Sequence[int] | None) -> Plan:
+    def _agree(self, tree: Any, order: Sequence[int] | None) -> BucketPlan:
         plan = self._thread.run(self._reducer.agree, self._rules.terms(tree), order)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
@@ -154,7 +154,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def _whole(reduction: Reduction) -> Iterator[None]:
+def _abandon_on_error(reduction: Reduction) -> Iterator[None]:
     """Open a block in which all gradients of a step come; if the block fails, announce that to the other ranks."""
     try:
         yield

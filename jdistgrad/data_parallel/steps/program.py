@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
-from jdistgrad.data_parallel.reducing.settings import Plan
+from jdistgrad.data_parallel.reducing.settings import BucketPlan
 from jdistgrad.data_parallel.steps import trace
-from jdistgrad.data_parallel.steps.pieces import Staged
+from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.data_parallel.steps.thread import settings
 from jdistgrad.errors import CollectiveError
 
@@ -24,13 +24,13 @@ class Traced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class LossProgram:
     """A compiled step."""
 
-    plan: Plan
+    plan: BucketPlan
     structure: Any
     used: tuple[bool, ...]
-    staged: Staged
+    staged: Segmented
     results: Any
 
     def run(self, args: tuple, kwargs: dict, computed: Callable[[list[jax.Array]], None]) -> Any:
@@ -41,20 +41,20 @@ class Program:
 class Programs:
     """The compiled steps of one loss, by the shapes of its arguments."""
 
-    def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool):
+    def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool):
         self._loss, self._has_aux = loss, has_aux
         self._argnums = (
             tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
         )
-        self._found: dict[Any, Program] = {}
+        self._found: dict[Any, LossProgram] = {}
         self._usage: dict[Any, tuple[Any, tuple[bool, ...]]] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
 
-    def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], Plan], *, overlap: bool) -> Program:
+    def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], BucketPlan], *, overlap: bool) -> LossProgram:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, overlap, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            self._found[key] = self._make(self._trace(args, kwargs), agree, overlap)
+            self._found[key] = self._make(self._trace(args, kwargs), agree, overlap=overlap)
         return self._found[key]
 
     def usage(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[bool, ...]]:
@@ -68,7 +68,7 @@ class Programs:
 
     def _trace(self, args: tuple, kwargs: dict) -> trace.Trace:
         self._require_inexact(args)
-        traced = trace.trace(self._loss, self._argnums, self._has_aux, args, kwargs)
+        traced = trace.trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux)
         if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
             raise CollectiveError(
                 "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
@@ -76,14 +76,14 @@ class Programs:
             )
         return traced
 
-    def _make(self, traced: trace.Trace, agree: Callable[[Traced], Plan], overlap: bool) -> Program:
+    def _make(self, traced: trace.Trace, agree: Callable[[Traced], BucketPlan], *, overlap: bool) -> LossProgram:
         count = traced.gradients.num_leaves
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.closed.out_avals[:count]]
         like = jax.tree.unflatten(traced.gradients, avals)
         plan = agree(Traced(like, trace.readiness(traced.closed, count)))
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        staged = Staged(traced.closed, groups if overlap and groups else [plan.bucketed])
-        return Program(plan, traced.gradients, traced.used, staged, traced.results)
+        staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+        return LossProgram(plan, traced.gradients, traced.used, staged, traced.results)
 
     def _require_inexact(self, args: tuple) -> None:
         numbers = self._argnums

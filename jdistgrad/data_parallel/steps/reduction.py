@@ -10,7 +10,7 @@ import jax
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
 from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.settings import Handling, Plan
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
@@ -56,7 +56,7 @@ class Reduction:
     Unless ``handling`` says otherwise, the gradients are overwritten: each must be an array that nobody else holds.
     """
 
-    def __init__(self, reducer: Reducer, thread: Communication, plan: Plan, handling: Handling):
+    def __init__(self, reducer: Reducer, thread: Communication, plan: BucketPlan, handling: Handling):
         self.handling = handling
         self._reducer, self._thread, self._plan = reducer, thread, plan
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)

@@ -19,7 +19,7 @@ class Trace(NamedTuple):
     used: tuple[bool, ...]
 
 
-def trace(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple, kwargs: dict) -> Trace:
+def trace(loss: Callable[..., Any], argnums: int | Sequence[int], args: tuple, kwargs: dict, *, has_aux: bool) -> Trace:
     """Trace a loss's value and gradients, with jitted functions inlined."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}

@@ -63,25 +63,25 @@ class Closing:
         now = time.monotonic()
         self.gave_up, self._patience = None, Patience(SPEAK_SECONDS if speaks else math.inf, now)
         deadline = now + timeout
-        self._want_to_close(True)
+        self._want_to_close(wanted=True)
         try:
             if self._mailbox.rank == COORDINATOR:
                 self._conduct(deadline, timeout)
             self._wait(self._told_to_close, deadline, timeout)
         except errors.CallTimeoutError as error:
-            self._want_to_close(False)
+            self._want_to_close(wanted=False)
             self.gave_up = str(error)
             raise
 
-    def _want_to_close(self, wanted: bool) -> None:
+    def _want_to_close(self, *, wanted: bool) -> None:
         self._wants_to_close = wanted
-        self._mailbox.transport.serve_only(wanted)
+        self._mailbox.transport.serve_only(only=wanted)
 
     def _conduct(self, deadline: float, timeout: float) -> None:
         pause = FIRST_PAUSE
         while not self._survey_once(deadline, timeout):
             self._check(deadline, timeout)
-            self._look_around()
+            self._log_wait()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._tell_all(Kind.CLOSE)
@@ -108,11 +108,11 @@ class Closing:
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
         while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
             self._check(deadline, timeout)
-            self._look_around()
+            self._log_wait()
 
     # Messages about a long wait.
 
-    def _look_around(self) -> None:
+    def _log_wait(self) -> None:
         """Warn, now and then, of what the shutdown waits for; only the lowest rank in ``shutdown`` does so."""
         now, mailbox = time.monotonic(), self._mailbox
         if not self._patience.wants_to_look(now):

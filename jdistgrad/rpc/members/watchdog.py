@@ -28,7 +28,7 @@ CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in differe
 
 
 @dataclasses.dataclass(frozen=True)
-class Occasion:
+class CollectiveEntry:
     """A collective. Workers are in the same one if group and turn are equal; ``what`` is each worker's description."""
 
     what: str = dataclasses.field(compare=False)
@@ -37,17 +37,17 @@ class Occasion:
 
 
 @dataclasses.dataclass(eq=False)
-class Engagement:
+class Participation:
     """A collective that this worker is in. ``blocking``: it waits inside MPI, and only the end of the job ends that."""
 
-    occasion: Occasion
+    entry: CollectiveEntry
     peers: frozenset[int]
     blocking: bool
     since: float = dataclasses.field(default_factory=time.monotonic)
     asked: float = 0.0
     error: errors.DistgradError | None = None
     elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # since when, by peer
-    crossed: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # by peer: and since when
+    deadlocked: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # by peer: and since when
 
     def check(self) -> None:
         """Raise if a participant will never come."""
@@ -56,7 +56,7 @@ class Engagement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whereabouts:
+class Location:
     """A worker's answer to the question where it is.
 
     Attributes:
@@ -69,10 +69,12 @@ class Whereabouts:
     there: bool
     closing: bool
     place: str
-    awaits: frozenset[Occasion]
+    awaits: frozenset[CollectiveEntry]
 
 
-Crossing = tuple[frozenset[Occasion], str, str]  # collectives where a peer awaits this worker, and both workers' lines
+Crossing = tuple[
+    frozenset[CollectiveEntry], str, str
+]  # collectives where a peer awaits this worker, and both workers' lines
 
 
 class Watchdog:
@@ -84,11 +86,11 @@ class Watchdog:
 
     def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool]):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
-        self._engaged: dict[int, Engagement] = {}
+        self._engaged: dict[int, Participation] = {}
 
-    def begin(self, occasion: Occasion, peers: Collection[int], *, blocking: bool) -> Engagement:
+    def begin(self, entry: CollectiveEntry, peers: Collection[int], *, blocking: bool) -> Participation:
         """Register a collective with other workers, until ``end``. Raises if one of them is already lost."""
-        one = Engagement(occasion, frozenset(peers) - {self._mailbox.rank}, blocking)
+        one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking)
         self._engaged[id(one)] = one
         if self._peers.lost:
             for peer, why in list(self._peers.lost.items()):
@@ -98,8 +100,8 @@ class Watchdog:
             one.check()
         return one
 
-    def end(self, engagement: Engagement) -> None:
-        self._engaged.pop(id(engagement), None)
+    def end(self, participation: Participation) -> None:
+        self._engaged.pop(id(participation), None)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker waiting."""
@@ -111,9 +113,9 @@ class Watchdog:
             if peer in one.peers:
                 self._give_up(one, peer, why)
 
-    def _give_up(self, one: Engagement, peer: int, why: str) -> None:
+    def _give_up(self, one: Participation, peer: int, why: str) -> None:
         mailbox = self._mailbox
-        text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({one.occasion.what}): {why}"
+        text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({one.entry.what}): {why}"
         if one.blocking:
             mailbox.process.end_job(text)
         elif one.error is None:
@@ -126,18 +128,18 @@ class Watchdog:
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
 
-    def _ask(self, one: Engagement) -> None:
-        for peer, found in self.ask(one.peers, one.occasion).items():
+    def _ask(self, one: Participation) -> None:
+        for peer, found in self.ask(one.peers, one.entry).items():
             if found.there:
                 one.elsewhere.pop(peer, None)
-                one.crossed.pop(peer, None)
+                one.deadlocked.pop(peer, None)
                 continue
             reason = self._reason(one, peer, found)
             if reason is not None and one.error is None and id(one) in self._engaged:
-                self._tell_those_crossed(one)
+                self._tell_deadlocked(one)
                 self._give_up(one, peer, reason)
 
-    def _reason(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
+    def _reason(self, one: Participation, peer: int, found: Location) -> str | None:
         """Return why a worker that is elsewhere will not come, or None if it still may.
 
         A worker that has passed on much data may leave a blocking collective long before the others do.
@@ -150,71 +152,71 @@ class Watchdog:
         if found.closing:
             gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
             return gone if away >= ASK_SECONDS else None
-        return self._crossed(one, peer, found)
+        return self._deadlock(one, peer, found)
 
-    def _crossed(self, one: Engagement, peer: int, found: Whereabouts) -> str | None:
+    def _deadlock(self, one: Participation, peer: int, found: Location) -> str | None:
         """Return why two workers that wait for each other never meet, or None if one may still come to the other.
 
         A thread of theirs that still computes may come: then the line that it is in changes, if only now and then.
         """
-        here = {each.occasion for each in list(self._engaged.values())}
+        here = {each.entry for each in list(self._engaged.values())}
         crossing = found.awaits - here, found.place, where(self._mailbox.home)
-        before, since = one.crossed.get(peer, (None, 0.0))
+        before, since = one.deadlocked.get(peer, (None, 0.0))
         now = time.monotonic()
         if crossing != before:
-            one.crossed[peer] = crossing, now
+            one.deadlocked[peer] = crossing, now
             return None
         if not crossing[0] or now - since < CROSSED_SECONDS:
             return None
         return self._waits_elsewhere(peer, crossing[0], found.place)
 
-    def _waits_elsewhere(self, peer: int, awaited: Collection[Occasion], place: str) -> str:
+    def _waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (
             f"{self._mailbox.directory.workers[peer]} will not come, it waits for this worker elsewhere "
             f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
             "DataParallels and collectives in one order."
         )
 
-    def _tell_those_crossed(self, one: Engagement) -> None:
+    def _tell_deadlocked(self, one: Participation) -> None:
         """Tell each peer that waits in vain for this worker: when the peer asks, this worker will be somewhere else."""
         place = where(self._mailbox.home)
         with within(None):
-            for peer, ((awaited, _, _), _) in one.crossed.items():
+            for peer, ((awaited, _, _), _) in one.deadlocked.items():
                 if awaited:
-                    args = self._mailbox.rank, one.occasion, awaited, place
-                    self._caller.rpc_async(peer, crossed, args, {}, ANSWER_SECONDS)
+                    args = self._mailbox.rank, one.entry, awaited, place
+                    self._caller.rpc_async(peer, deadlocked, args, {}, ANSWER_SECONDS)
 
-    def told_crossed(self, peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
+    def end_deadlocked(self, peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
         for one in list(self._engaged.values()):
-            if one.occasion in mine and one.error is None:
-                self._tell_those_crossed(one)
-                self._give_up(one, peer, self._waits_elsewhere(peer, [occasion], place))
+            if one.entry in mine and one.error is None:
+                self._tell_deadlocked(one)
+                self._give_up(one, peer, self._waits_elsewhere(peer, [entry], place))
 
-    def ask(self, peers: Collection[int], occasion: Occasion) -> dict[int, Whereabouts]:
+    def ask(self, peers: Collection[int], entry: CollectiveEntry) -> dict[int, Location]:
         """Return where the peers are, as far as they answer."""
         with within(None):
             asked = {
-                peer: self._caller.rpc_async(peer, whereabouts, (self._mailbox.rank, occasion), {}, ANSWER_SECONDS)
+                peer: self._caller.rpc_async(peer, location, (self._mailbox.rank, entry), {}, ANSWER_SECONDS)
                 for peer in peers
                 if peer not in self._peers.lost
             }
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
-    def whereabouts(self, asker: int, occasion: Occasion) -> Whereabouts:
+    def location(self, asker: int, entry: CollectiveEntry) -> Location:
         shared = [one for one in list(self._engaged.values()) if asker in one.peers]
-        awaits = frozenset(one.occasion for one in shared if not one.blocking)
-        there = any(one.occasion == occasion for one in shared)
-        return Whereabouts(there, self._closing(), where(self._mailbox.home), awaits)
+        awaits = frozenset(one.entry for one in shared if not one.blocking)
+        there = any(one.entry == entry for one in shared)
+        return Location(there, self._closing(), where(self._mailbox.home), awaits)
 
 
-def whereabouts(asker: int, occasion: Occasion) -> Whereabouts:
+def location(asker: int, entry: CollectiveEntry) -> Location:
     """Return where this worker is. Served by every worker."""
-    return current_part(Watchdog).whereabouts(asker, occasion)
+    return current_part(Watchdog).location(asker, entry)
 
 
-def crossed(peer: int, occasion: Occasion, mine: Collection[Occasion], place: str) -> None:
+def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
     """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
-    current_part(Watchdog).told_crossed(peer, occasion, mine, place)
+    current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
 
 
 def where(thread: int) -> str:

@@ -25,7 +25,7 @@ class Key(NamedTuple):
     world: str
 
 
-class Missing:
+class MissingClaim:
     """A placeholder for the claim of a reference that is not held here, or belongs to no open world."""
 
     def __init__(self, key: Any):

@@ -47,7 +47,7 @@ class Releasing:
         finally:
             self._mailbox.work.served()
 
-    def die(self, freed: list[Any]) -> None:
+    def destroy(self, freed: list[Any]) -> None:
         """Destroy freed values. The worker stays busy until references inside them have returned their weight."""
         freed.clear()
         self._mailbox.work.served()

@@ -10,12 +10,12 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.calls.caller import Caller
-from jdistgrad.rpc.current import left_behind
+from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import in_messages
-from jdistgrad.rpc.references.claims import Claim, Key, Missing, RuntimeKey, StandIn
+from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
 from jdistgrad.rpc.references.methods import ByReference, MethodCaller
 from jdistgrad.rpc.references.table import References
 from jdistgrad.wire import ids
@@ -48,8 +48,8 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T):
         references = current_part(References)
-        boundary = traced_hook.boundary_for(value)
-        made = self if boundary is None else boundary.own(value)
+        handler = traced_hook.handler_for(value)
+        made = self if handler is None else handler.own(value)
         self._claim = references.own(value) if made is self else made._claim
         self.handle: Any = HANDLE if made is self else made.handle
         self.token: Any = None if made is self else made.token
@@ -88,9 +88,9 @@ class RRef(Generic[T]):
           Exception: the function of ``remote`` raised it.
         """
         self._home("to_here")
-        boundary = traced_hook.boundary_for(self)
-        if boundary is not None:
-            return boundary.fetch(self, timeout)
+        handler = traced_hook.handler_for(self)
+        if handler is not None:
+            return handler.fetch(self, timeout)
         return self.value_future(timeout).result()
 
     def local_value(self) -> T:
@@ -137,7 +137,7 @@ class RRef(Generic[T]):
         mailbox, world = find_mailbox(), self._claim.key.world
         if mailbox is None or world not in (None, mailbox.world):
             again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
-            why = left_behind() or f"{self} belongs to a world that has been shut down. Make the value {again}."
+            why = fork_error() or f"{self} belongs to a world that has been shut down. Make the value {again}."
             raise StaleReferenceError(f"{what}: {why}")
         return mailbox
 
@@ -185,7 +185,7 @@ class RRef(Generic[T]):
         return _arrived, (in_messages.ship(self._claim),)
 
 
-def made_when_run(owner: int, results: Any, handle: Any, token: Any) -> RRef:
+def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef:
     """Return a reference to a value that staged code will make, or has made if the token is known."""
     return _unflatten(RuntimeKey(owner, results), (handle, token))
 
@@ -204,11 +204,11 @@ def _unflatten(key: Any, children: Any) -> RRef:
         (identifier,) = ids.from_token(token)
         key, token = Key(identifier, key.owner, "" if mailbox is None else mailbox.world), None
     claim = None if mailbox is None or not isinstance(key, Key) else mailbox.part(References).find(key)
-    return RRef._of(claim or Missing(key), handle, token)
+    return RRef._of(claim or MissingClaim(key), handle, token)
 
 
 jax.tree_util.register_pytree_node(RRef, _flatten, _unflatten)
-trees.WHOLE.add(RRef)
+trees.OPAQUE.add(RRef)
 
 
 def _arrived(number: int) -> RRef:
@@ -227,7 +227,7 @@ def by_reference(rref: RRef) -> Any:
     return ByReference(rref)
 
 
-def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
+def _handler_for(function: Any, args: tuple, kwargs: dict) -> Any:
     """Return the handler that takes over a call on traced values, or None.
 
     Raises EncodingError if a function holds a traced value, because no derivative would see it.
@@ -238,24 +238,24 @@ def _boundary_for(function: Any, args: tuple, kwargs: dict) -> Any:
     if traced_hook.holds_traced(functions):
         what = f"cannot call {describe(function)}: it, or a function among its arguments, holds an array"
         raise traced_hook.refuse_traced(what)
-    return traced_hook.boundary_for(args, kwargs)
+    return traced_hook.handler_for(args, kwargs)
 
 
 def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker and wait for its result."""
-    caller, boundary = current_part(Caller), _boundary_for(function, args, kwargs)
-    return (boundary or caller).rpc_sync(to, function, args, kwargs, timeout)
+    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    return (handler or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
     """Call a function on a worker and return a future of its result."""
-    caller, boundary = current_part(Caller), _boundary_for(function, args, kwargs)
-    return (boundary or caller).rpc_async(to, function, args, kwargs, timeout)
+    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
     """Run a function on a worker and return a reference to its result."""
-    references, boundary = current_part(References), _boundary_for(function, args, kwargs)
-    if boundary is not None:
-        return boundary.remote(to, function, args, kwargs, timeout)
+    references, handler = current_part(References), _handler_for(function, args, kwargs)
+    if handler is not None:
+        return handler.remote(to, function, args, kwargs, timeout)
     return RRef._of(references.call_remote(to, function, args, kwargs, timeout))

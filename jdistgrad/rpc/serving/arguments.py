@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jdistgrad.rpc import trees
@@ -24,18 +25,24 @@ def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             fetched[leaf] = leaf.value_future(math.inf)
         return leaf
 
-    def finish(leaf: Any) -> Any:
+    return with_values(trees.map_leaves(start, (args, kwargs)), lambda rref: fetched[rref].result())
+
+
+def with_values(tree: Any, value_of: Callable[[RRef], Any]) -> Any:
+    """Replace the references in a tree by their values, and references that were passed as such by themselves."""
+
+    def deliver(leaf: Any) -> Any:
         if isinstance(leaf, RRef):
-            return fetched[leaf].result()
+            return value_of(leaf)
         return leaf.rref if isinstance(leaf, ByReference) else leaf
 
-    return trees.map_leaves(finish, trees.map_leaves(start, (args, kwargs)))
+    return trees.map_leaves(deliver, tree)
 
 
-def standing_in(leaf: Any) -> Any:
+def replace_unmade(leaf: Any) -> Any:
     """Replace a reference whose value does not exist yet by a stand-in, in a call that only requests shapes."""
     if isinstance(leaf, ByReference):
-        return ByReference(standing_in(leaf.rref))
+        return ByReference(replace_unmade(leaf.rref))
     if isinstance(leaf, RRef) and leaf.token is not None:
         key: Any = leaf._claim.key
         return RRef._of(StandIn(key.owner, *key.results.known))

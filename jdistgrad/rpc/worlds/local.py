@@ -85,12 +85,12 @@ class LocalWorkers:
         ]
         for server in self._servers:
             server.start()
-        self._worker = open_local(hub, 0, None, timeout, False)
+        self._worker = open_local(hub, 0, None, timeout, allow_code=False)
         current.bind_process(self._worker)
 
     @staticmethod
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
-        worker = open_local(hub, rank, None, timeout, False)
+        worker = open_local(hub, rank, None, timeout, allow_code=False)
         try:
             worker.closing.run(float("inf"), speaks=False)
         except errors.WorkerLostError:

@@ -24,7 +24,7 @@ THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for 
 
 
 def refuse_second_world(what: str) -> None:
-    why = current.left_behind()
+    why = current.fork_error()
     if why is not None:
         raise errors.WorldError(f"{what}: {why}")
     worker = find_worker()
@@ -34,14 +34,14 @@ def refuse_second_world(what: str) -> None:
         )
 
 
-def open_local(hub: Hub, rank: int, name: str | None, timeout: float, allow_code: bool) -> Worker:
-    meeting = hub.next_meeting(rank)
-    hellos = meeting.gather(rank, _hello(name, rank, {likeness.CODE: str(allow_code)}), timeout)
-    transport, device = LocalTransport(meeting, rank), devices.device_of_local_worker(rank)
-    return _open(hellos, rank, transport, allow_code, timeout, THREADS, device)
+def open_local(hub: Hub, rank: int, name: str | None, timeout: float, *, allow_code: bool) -> Worker:
+    world = hub.next_world(rank)
+    hellos = world.gather(rank, _hello(name, rank, {likeness.CODE: str(allow_code)}), timeout)
+    transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
+    return _open(hellos, rank, transport, timeout, THREADS, device, allow_code=allow_code)
 
 
-def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
+def open_mpi(name: str | None, timeout: float, *, allow_code: bool) -> Worker:
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
@@ -57,7 +57,7 @@ def open_mpi(name: str | None, timeout: float, allow_code: bool) -> Worker:
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
     hellos = mpi_rendezvous.gather(comm, _hello(name, comm.rank, facts), timeout)
     transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout), Codec(allow_code=allow_code))
-    worker = _open(hellos, comm.rank, transport, allow_code, timeout, Process(abort_job, mpi_exit.report))
+    worker = _open(hellos, comm.rank, transport, timeout, Process(abort_job, mpi_exit.report), allow_code=allow_code)
     mpi_exit.joined(worker)
     return worker
 
@@ -100,10 +100,11 @@ def _open(
     hellos: list[Hello],
     rank: int,
     transport: Transport,
-    allow_code: bool,
     timeout: float,
     process: Process,
     device: Any = None,
+    *,
+    allow_code: bool,
 ) -> Worker:
     codec, directory = Codec(allow_code=allow_code), agree(hellos)
     worker = Worker(hellos[0].world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)

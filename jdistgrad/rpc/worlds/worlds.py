@@ -28,7 +28,7 @@ _seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("
 
 def take_seat(hub: Hub, rank: int) -> None:
     """Let ``init`` in this thread join a local world."""
-    current.seat_thread()
+    current.detach_thread()
     _seat.set((hub, rank))
 
 
@@ -66,13 +66,13 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     name = None if name is None else checked_name(name)
     seat = _seat.get()
     if seat is not None:
-        worker = open_local(*seat, name, seconds, allow_code)
+        worker = open_local(*seat, name, seconds, allow_code=allow_code)
         current.bind_thread(worker)
     elif launcher_env.launched():
-        worker = open_mpi(name, seconds, allow_code)
+        worker = open_mpi(name, seconds, allow_code=allow_code)
         current.bind_process(worker)
     else:
-        worker = open_local(Hub(1), 0, name, seconds, allow_code)
+        worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
         current.bind_process(worker)
     return worker.info
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.callee.bundle import Made
+from jdistgrad.autograd.callee.bundle import StopOutput
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import cut
@@ -42,15 +42,15 @@ def test_what_follows_on_one_worker_goes_together():
 
     assert bundles(step, X) == [["sin", "cos", "tanh"]]
     bundle = members(step, X)
-    assert [member.sources for member in bundle.members] == [(0,), (Made(0, 0),), (Made(1, 0),)]
-    assert bundle.wanted == (Made(2, 0),)  # the others stay where they are made
+    assert [member.sources for member in bundle.members] == [(0,), (StopOutput(0, 0),), (StopOutput(1, 0),)]
+    assert bundle.wanted == (StopOutput(2, 0),)  # the others stay where they are made
 
 
 def test_what_was_known_at_the_start_can_be_used_on_the_way():
     def step(x, y):
         return call(1, jnp.add, call(1, jnp.sin, x), y)
 
-    assert [member.sources for member in members(step, X, X).members] == [(0,), (Made(0, 0), 1)]
+    assert [member.sources for member in members(step, X, X).members] == [(0,), (StopOutput(0, 0), 1)]
 
 
 def test_a_computation_in_between_is_made_here():
@@ -139,9 +139,9 @@ def test_all_that_is_made_stays_in_order():
 
     plan = cut(jax.make_jaxpr(step)(X))
     known = set(plan.inputs)
-    for node in plan.nodes:
-        assert {atom for atom in node.inputs if isinstance(atom, int)} <= known
-        known.update(node.outputs)
+    for unit in plan.units:
+        assert {atom for atom in unit.inputs if isinstance(atom, int)} <= known
+        known.update(unit.outputs)
 
 
 def test_a_row_does_not_wait_until_an_array_is_no_longer_weakly_typed():
@@ -149,6 +149,6 @@ def test_a_row_does_not_wait_until_an_array_is_no_longer_weakly_typed():
         return call(1, jnp.sin, jax.lax.convert_element_type(x, jnp.float32))
 
     plan = cut(jax.make_jaxpr(step)(jnp.full(3, 2.0)))
-    assert next(node.inputs for node in plan.nodes if node.operation) == plan.inputs
+    assert next(unit.inputs for unit in plan.units if unit.operation) == plan.inputs
     scalar = cut(jax.make_jaxpr(step)(jnp.asarray(2.0)))  # a weak number decides of what type a product is
-    assert next(node.inputs for node in scalar.nodes if node.operation) != scalar.inputs
+    assert next(unit.inputs for unit in scalar.units if unit.operation) != scalar.inputs

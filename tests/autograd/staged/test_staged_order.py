@@ -28,7 +28,7 @@ def held_until_pulled(x):
 
 
 def pulls_sent():
-    return sum(link.backward for link in current_scope().content(Tape).links)
+    return sum(link.backward for link in current_scope().content(Tape).links.all())
 
 
 RELEASED = threading.Event()

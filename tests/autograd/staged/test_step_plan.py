@@ -37,11 +37,11 @@ def plan_of(fun, *args):
 
 def names(plan):
     """The nodes; those that only copy what was answered, for whoever gets it, are left out."""
-    return [str(node.operation) if node.operation else "piece" for node in plan.nodes if not copies(node)]
+    return [str(unit.operation) if unit.operation else "piece" for unit in plan.units if not copies(unit)]
 
 
-def copies(node):
-    return not node.operation and {equation.eqn.primitive.name for equation in node.equations} == {"copy"}
+def copies(unit):
+    return not unit.operation and {equation.eqn.primitive.name for equation in unit.equations} == {"copy"}
 
 
 def test_a_step_without_messages_is_one_piece():
@@ -60,13 +60,13 @@ def test_what_a_message_needs_is_computed_before_the_rest():
 
     plan = plan_of(step, 1.0)
     assert names(plan)[:2] == ["piece", "a"]
-    assert [equation.eqn.primitive.name for equation in plan.nodes[0].equations] == ["mul"]
+    assert [equation.eqn.primitive.name for equation in plan.units[0].equations] == ["mul"]
 
 
 def test_independent_messages_do_not_wait_for_each_other():
     plan = plan_of(lambda x: send("a", x) + send("b", x) + send("c", send("a2", x)), 1.0)
-    free = [node for node in plan.nodes if node.operation and set(node.inputs) <= set(plan.inputs)]
-    assert sorted(str(node.operation) for node in free) == ["a", "a2", "b"]
+    free = [unit for unit in plan.units if unit.operation and set(unit.inputs) <= set(plan.inputs)]
+    assert sorted(str(unit.operation) for unit in free) == ["a", "a2", "b"]
 
 
 def test_unused_messages_are_not_sent():
@@ -100,9 +100,9 @@ def test_every_node_comes_after_those_it_needs():
 
     plan = plan_of(step, np.ones(3, np.float32))
     known = set(plan.inputs)
-    for node in plan.nodes:
-        assert {atom for atom in node.inputs if isinstance(atom, int)} <= known
-        known.update(node.outputs)
+    for unit in plan.units:
+        assert {atom for atom in unit.inputs if isinstance(atom, int)} <= known
+        known.update(unit.outputs)
 
 
 def test_what_can_be_computed_meanwhile_does_not_wait():
@@ -112,8 +112,8 @@ def test_what_can_be_computed_meanwhile_does_not_wait():
     def step(x):
         return send("a", x) + (jnp.asarray(matrix) @ jnp.asarray(matrix))[0]
 
-    pieces = [node for node in plan_of(step, matrix[0]).nodes if node.operation is None]
-    assert any(not node.inputs for node in pieces)
+    pieces = [unit for unit in plan_of(step, matrix[0]).units if unit.operation is None]
+    assert any(not unit.inputs for unit in pieces)
 
 
 def test_messages_of_constants():
@@ -128,8 +128,8 @@ def test_a_plan_can_be_read():
 
 def operands(plan):
     """What the first message is given: inputs of the step, by number."""
-    node = next(node for node in plan.nodes if node.operation)
-    return [plan.inputs.index(atom) for atom in node.inputs if isinstance(atom, int) and atom in plan.inputs]
+    unit = next(unit for unit in plan.units if unit.operation)
+    return [plan.inputs.index(atom) for atom in unit.inputs if isinstance(atom, int) and atom in plan.inputs]
 
 
 def test_nothing_is_multiplied_by_one_before_a_message():
@@ -162,11 +162,11 @@ def test_small_answers_that_the_step_returns_are_copied_beside_what_is_computed_
         return first, first.sum(), second
 
     plan = plan_of(step, X)
-    pieces = [[one.eqn.primitive.name for one in node.equations] for node in plan.nodes if not node.operation]
+    pieces = [[one.eqn.primitive.name for one in unit.equations] for unit in plan.units if not unit.operation]
     assert sorted(pieces) == [["copy"], ["reduce_sum", "copy"]]
-    assert not {atom for node in plan.nodes if node.operation for atom in node.outputs}.intersection(plan.outputs)
+    assert not {atom for unit in plan.units if unit.operation for atom in unit.outputs}.intersection(plan.outputs)
 
 
 def test_large_answers_are_returned_as_they_come():
     plan = plan_of(lambda x: send("a", x), jax.ShapeDtypeStruct((1 << 14,), np.float32))
-    assert plan.outputs == plan.nodes[0].outputs
+    assert plan.outputs == plan.units[0].outputs

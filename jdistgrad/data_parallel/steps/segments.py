@@ -1,10 +1,10 @@
-"""The backward pass in pieces: each piece computes one bucket's gradients, as far as earlier pieces have not.
+"""The backward pass in segments: each segment computes one bucket's gradients, as far as earlier segments have not.
 
-XLA compiles a piece as a whole, so gradients become ready piece by piece. A cut costs the fusions that XLA could have
-made across it, and a dispatch.
+XLA compiles a segment as a whole, so gradients become ready segment by segment. A cut costs the fusions that XLA could
+have made across it, and a dispatch.
 
 Gradients are later reduced in place. So each must be an array of its own that nothing else reads: a gradient that is an
-input, that later pieces need or that is an output twice is copied.
+input, that later segments need or that is an output twice is copied.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jdistgrad import jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Segment:
     """Equations that run together. ``inputs``: the variables they need; ``kept``: their variables that others need."""
 
     run: Callable[..., tuple[list[Any], list[Any]]]
@@ -28,12 +28,12 @@ class Piece:
     last_uses: tuple[Any, ...]
 
 
-class Staged:
-    """A traced step, cut into pieces.
+class Segmented:
+    """A traced step, cut into segments.
 
     Arguments:
       closed: the step's jaxpr; its first ``sum(map(len, groups))`` outputs are the gradients.
-      groups: the leaves of each piece, in order.
+      groups: the leaves of each segment, in order.
     """
 
     def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
@@ -42,39 +42,39 @@ class Staged:
         self._consts = [jax.numpy.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
         self._results = self._jaxpr.outvars[sum(map(len, groups)) :]
         rest = [var for var in self._results if not isinstance(var, core.Literal)]
-        self.pieces = _cut(self._jaxpr, groups, rest)
+        self.segments = _cut(self._jaxpr, groups, rest)
 
     def __call__(self, args: Sequence[Any], computed: Callable[[list[jax.Array]], None]) -> list[Any]:
-        """Dispatch every piece, and call ``computed`` with its gradients, which may still be under way."""
+        """Dispatch every segment, and call ``computed`` with its gradients, which may still be under way."""
         values = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
-        for piece in self.pieces:
-            kept, gradients = piece.run(*[values[var] for var in piece.inputs])
-            values.update(zip(piece.kept, kept, strict=True))
-            for var in piece.last_uses:
+        for segment in self.segments:
+            kept, gradients = segment.run(*[values[var] for var in segment.inputs])
+            values.update(zip(segment.kept, kept, strict=True))
+            for var in segment.last_uses:
                 del values[var]
             computed(gradients)
         return [jaxprs.read(values, var) for var in self._results]
 
 
-def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[Piece]:
+def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[Segment]:
     owner = _assign(jaxpr, groups, rest)
     equations: list[list[Any]] = [[] for _ in groups]
-    for equation, piece in zip(jaxpr.eqns, owner, strict=True):
-        if piece is not None:
-            equations[piece].append(equation)
+    for equation, segment in zip(jaxpr.eqns, owner, strict=True):
+        if segment is not None:
+            equations[segment].append(equation)
     needs = [_free(part, [jaxpr.outvars[k] for k in group]) for part, group in zip(equations, groups, strict=True)]
     needs[0] += [var for var in dict.fromkeys(rest) if var in _inputs(jaxpr) and var not in needs[0]]
     last = {var: k for k, need in enumerate(needs) for var in need}
     keep = set(rest)
-    pieces = []
+    segments = []
     for k, (part, group) in enumerate(zip(equations, groups, strict=True)):
         made = {var for equation in part for var in equation.outvars}
         kept = tuple(var for var in dict.fromkeys(v for need in needs[k + 1 :] for v in need) if var in made)
         kept += tuple(var for var in dict.fromkeys(rest) if var in made and var not in kept)
         dying = tuple(var for var in needs[k] if last[var] == k and var not in keep)
         outputs = [jaxpr.outvars[leaf] for leaf in group]
-        pieces.append(Piece(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
-    return pieces
+        segments.append(Segment(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
+    return segments
 
 
 def _eager() -> bool:
@@ -88,26 +88,26 @@ def _inputs(jaxpr: Any) -> set[Any]:
 
 
 def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[int | None]:
-    """Return each equation's piece: the first that needs it. Equations with effects all run, in their order."""
+    """Return each equation's segment: the first that needs it. Equations with effects all run, in their order."""
     maker = {var: k for k, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
     effectful = [k for k, equation in enumerate(jaxpr.eqns) if equation.effects]
     before = dict(zip(effectful[1:], effectful, strict=False))
     owner: list[int | None] = [None] * len(jaxpr.eqns)
 
-    def claim(piece: int, wanted: list[int]) -> None:
+    def claim(segment: int, wanted: list[int]) -> None:
         while wanted:
             number = wanted.pop()
             if owner[number] is None:
-                owner[number] = piece
+                owner[number] = segment
                 wanted += [
                     maker[v] for v in jaxpr.eqns[number].invars if not isinstance(v, core.Literal) and v in maker
                 ]
                 wanted += [before[number]] if number in before else []
 
     claim(0, [maker[var] for var in rest if var in maker])
-    for piece, group in enumerate(groups):
+    for segment, group in enumerate(groups):
         outputs = [jaxpr.outvars[leaf] for leaf in group]
-        claim(piece, [maker[var] for var in outputs if not isinstance(var, core.Literal) and var in maker])
+        claim(segment, [maker[var] for var in outputs if not isinstance(var, core.Literal) and var in maker])
     claim(len(groups) - 1, effectful)
     return owner
 
@@ -124,7 +124,7 @@ def _compiled(
 ) -> Callable[..., Any]:
     shared = {*inputs, *kept}
 
-    def piece(*args: Any) -> tuple[list[Any], list[Any]]:
+    def segment(*args: Any) -> tuple[list[Any], list[Any]]:
         values = dict(zip(inputs, args, strict=True))
         jaxprs.run(equations, values)
         taken, gradients = set(shared), []
@@ -136,4 +136,4 @@ def _compiled(
                 taken.add(var)
         return [values[var] for var in kept], gradients
 
-    return jax.jit(piece)
+    return jax.jit(segment)

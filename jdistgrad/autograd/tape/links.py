@@ -1,0 +1,100 @@
+"""Links: the crossings of the wire that a worker notes on its tape, for a picture of the graph."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+from jdistgrad.autograd.tape import program_order
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.ids import spell, worker_of
+
+_serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
+
+
+@contextlib.contextmanager
+def serving(message: int, place: program_order.Place) -> Iterator[None]:
+    """Mark a block as serving this message, at the message's place in the program's order."""
+    token = _serving.set(message)
+    try:
+        with program_order.at(place):
+            yield
+    finally:
+        _serving.reset(token)
+
+
+def cause() -> int | None:
+    """Return the id of the message being served here, or None."""
+    return _serving.get()
+
+
+def next_message() -> int:
+    """Draw a new message id of this worker."""
+    return current_worker().messages.next()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """A crossing of the wire as its sender knows it: a send/recv pair. A message may have carried several."""
+
+    message: int
+    source: int
+    target: int
+    what: str
+    backward: bool = False
+    caused_by: int | None = None  # the call that this worker was serving
+    answers: int | None = None  # the call, if the crossing carries its results
+    reference: int | None = None  # the reference, if the crossing carries its value or gradient
+
+
+class Links:
+    """The links of one worker in a context. Making a link takes time, so most are made when somebody reads them."""
+
+    def __init__(self) -> None:
+        self._links: list[Link | Callable[[], list[Link]]] = []
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Link]:
+        """Return the links of everything this worker sent."""
+        with self._lock:
+            count = len(self._links)  # other threads may append meanwhile
+            made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
+            self._links[:count] = found = [link for links in made for link in links]
+            return list(found)
+
+    def add(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
+        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
+
+    def add_later(self, links: Callable[[], list[Link]]) -> None:
+        """Note a function that makes links when they are read."""
+        self._links.append(links)
+
+    def add_answer(self, call: int, what: str) -> None:
+        """Note that the results of a call go back to its caller."""
+        self._links.append(answer(next_message(), call, what))
+
+    def add_fetched(self, reference: int, owner: int) -> None:
+        """Note that a value has come from its owner. The receiver notes the link: the owner does not know of it."""
+        here = current_worker().rank
+        if owner != here:
+            self.add_later(functools.partial(_of_value, next_message(), owner, here, _serving.get(), reference))
+
+    def add_gradient(self, number: int, owner: int, reference: int) -> None:
+        """Note that a contribution goes to the owner of its value."""
+        here = current_worker().rank
+        self.add_later(functools.partial(_of_gradient, number, here, owner, _serving.get(), reference))
+
+
+def answer(message: int, call: int, what: str) -> Link:
+    return Link(message, current_worker().rank, worker_of(call), what, caused_by=call, answers=call)
+
+
+def _of_value(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
+    return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=cause, reference=reference)]
+
+
+def _of_gradient(number: int, here: int, owner: int, cause: int | None, reference: int) -> list[Link]:
+    what = f"gradient of {spell(reference)}"
+    return [Link(number, here, owner, what, backward=True, caused_by=cause, reference=reference)]
