@@ -22,7 +22,7 @@ class ThreadPool:
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
-        self._idle: collections.deque[queue.SimpleQueue] = collections.deque()
+        self._idle: collections.deque[queue.SimpleQueue[Any]] = collections.deque()
         self._count = itertools.count()
         self._closed = False
 
@@ -39,13 +39,13 @@ class ThreadPool:
         while self._idle:
             self._idle.pop().put(None)
 
-    def _spawn(self) -> queue.SimpleQueue:
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
+    def _spawn(self) -> queue.SimpleQueue[Any]:
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
         threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
         return inbox
 
-    def _work(self, inbox: queue.SimpleQueue) -> None:
+    def _work(self, inbox: queue.SimpleQueue[Any]) -> None:
         self._enter()
         while (task := inbox.get()) is not None:
             try:

@@ -111,7 +111,7 @@ def find_context(which: Any) -> Context:
     raise TypeError(f"expected a context (or its id), not a {type(which).__name__}: {which!r}")
 
 
-def get_gradients(ctx: Context | int) -> dict[RRef, Any]:
+def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
     """Return the gradients that a context holds on this worker, for values that this worker owns.
 
     Arguments:

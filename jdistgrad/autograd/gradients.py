@@ -25,7 +25,7 @@ class RemoteGradient:
     To JAX a RemoteGradient is a pytree with one leaf: the sum of the marks of its contributions.
     """
 
-    def __init__(self, rref: RRef, marks: Any, scope: Scope | None, lease: Any = None):
+    def __init__(self, rref: RRef[Any], marks: Any, scope: Scope | None, lease: Any = None):
         self.rref, self.marks = rref, marks
         self._scope, self.lease = scope, lease
 

@@ -14,6 +14,7 @@ from jdistgrad.autograd.values.holes import is_array, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook
+from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.rref import RRef, staged_reference
 from jdistgrad.rpc.references.weights import WHOLE
@@ -24,23 +25,23 @@ from jdistgrad.wire.ids import as_token
 class TracedCalls:
     """The ``TracedCallHandler`` to which rpc hands over traced calls."""
 
-    def rpc_sync(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+    def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
         function, args, kwargs = plain(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         operation = Call(peer.rank, function, arguments, results, timeout, where=where())
         return results.rebuild(rules.call(operation)(*operands))
 
-    def rpc_async(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+    def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Make the call at once and return a future that is done. The staged step sends calls out together."""
-        future: concurrent.futures.Future = concurrent.futures.Future()
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
             future.set_result(self.rpc_sync(to, function, args, kwargs, timeout))
         except Exception as error:
             future.set_exception(error)
         return future
 
-    def remote(self, to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+    def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
         peer, results = current_worker().directory.find(to), Results()
         function, args, kwargs = plain(function, args, kwargs)
         arguments, operands = split((args, kwargs))
@@ -51,7 +52,7 @@ class TracedCalls:
             return RRef._of(operation.made.pop(), handle)
         return staged_reference(peer.rank, results, handle, token)
 
-    def fetch(self, rref: RRef, timeout: float | None) -> Any:
+    def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
         children, structure = jax.tree.flatten(rref)
         key: Any = rref._claim.key
         results = Results() if rref.token is None else key.results
@@ -61,7 +62,7 @@ class TracedCalls:
         operation = Fetch(structure, results, timeout)
         return results.rebuild(rules.fetch(operation, rref.owner.rank, token)(*children))
 
-    def own(self, value: Any) -> RRef:
+    def own(self, value: Any) -> RRef[Any]:
         worker = current_worker()
         layout, operands = split(value, is_array)
         claim = worker.references.claim_new(worker.rank)

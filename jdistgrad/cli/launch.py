@@ -109,7 +109,7 @@ def run(n: int, program: Sequence[str]) -> int:
     return attend(command(n, program), env=environment(n)).returncode
 
 
-def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run a job's command, as ``subprocess.run`` would, but let the job end whenever and however this process does.
 
     Raises:
@@ -128,7 +128,7 @@ def attend(command: Sequence[str], *, timeout: float | None = None, **options: A
 
 
 @contextlib.contextmanager
-def passing_on(job: subprocess.Popen) -> Iterator[None]:
+def passing_on(job: subprocess.Popen[Any]) -> Iterator[None]:
     """A block in which signals that would end this process end a job instead: it would be left behind, running."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield

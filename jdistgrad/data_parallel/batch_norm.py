@@ -51,7 +51,7 @@ class SyncBatchNorm(nn.Module):
     epsilon: float = 1e-5
     dtype: Any = None
 
-    @nn.compact
+    @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         shape = (x.shape[-1],)

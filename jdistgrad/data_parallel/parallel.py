@@ -160,7 +160,7 @@ class DataParallel:
         driver = self._driver_of(gradients)
         return driver.average(gradients) if driver else self._average_inside(gradients)
 
-    def average_in(self, ctx: Context | int, rrefs: Sequence[RRef]) -> None:
+    def average_in(self, ctx: Context | int, rrefs: Sequence[RRef[Any]]) -> None:
         """Average the gradients that a context holds for values of this worker, and write the averages back into it.
 
         For replicas that make remote calls: each has a context of its own. ``DistributedOptimizer.step(ctx)`` follows.

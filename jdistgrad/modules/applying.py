@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdistgrad.modules.blueprint import Blueprint
-from jdistgrad.rpc.functions import ServedFunction
+from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 
 Made = tuple[Any, Any]  # parameters, and the module's other arrays
@@ -25,11 +25,11 @@ class Apply(ServedFunction):
         self.blueprint, self.stateful = blueprint, stateful
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
-    def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
+    def init(self, rng: Any, args: Args) -> Made:
         """Return new parameters and other arrays."""
         raise NotImplementedError
 
-    def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return the module's result."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ def apply_of(kind: Any, blueprint: Any, stateful: bool) -> Apply:  # noqa: FBT00
     return kind(blueprint, stateful=stateful)
 
 
-def make(apply: Apply, rng: Any, args: tuple[Any, ...]) -> tuple[RRef, RRef | None]:
+def make(apply: Apply, rng: Any, args: Args) -> tuple[RRef[Any], RRef[Any] | None]:
     """Make a module on its owner; return references to its parameters and, if there are any, to its other arrays."""
     parameters, state = apply.init(rng, args)
     return RRef(parameters), RRef(state) if jax.tree.leaves(state) else None

@@ -9,13 +9,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jdistgrad.rpc.functions import Args
+
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
     """A call that makes an object. Arguments may be blueprints themselves."""
 
     make: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    args: Args = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> Any:

@@ -8,6 +8,7 @@ import jax
 from jdistgrad.rpc import api
 from jdistgrad.rpc.calls.caller import Target
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.references.rref import RRef
 
@@ -44,7 +45,7 @@ class RemoteFunction:
     def __init__(
         self,
         to: Target,
-        init: Callable[..., Any] | RRef,
+        init: Callable[..., Any] | RRef[Any],
         apply: Callable[..., Any],
         *,
         args: Sequence[Any] = (),
@@ -72,15 +73,15 @@ class RemoteFunction:
         """Run the function without waiting; return a future of the result."""
         return api.rpc_async(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
-    def remote(self, *args: Any, **kwargs: Any) -> RRef:
+    def remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Run the function and leave the result on the owner; return a reference to the result."""
         return api.remote(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
-    def with_parameters(self, parameters: RRef) -> "RemoteFunction":
+    def with_parameters(self, parameters: RRef[Any]) -> "RemoteFunction":
         """Return the same function with other parameters: restored ones, or the parameters of another worker."""
         return self.tree_unflatten((self.apply, self.timeout), (parameters, self.state))
 
-    def _arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _arguments(self, args: Args) -> tuple[Any, ...]:
         if self.state is None:
             return self.parameters, *args
         return self.parameters, jax.tree.map(jax.lax.stop_gradient, self.state), *args
@@ -98,6 +99,6 @@ class RemoteFunction:
         return f"{type(self).__name__}({getattr(self.apply, 'label', self.apply)}, parameters={self.parameters})"
 
 
-def make_parameters(init: Callable[..., Any], args: tuple[Any, ...]) -> RRef:
+def make_parameters(init: Callable[..., Any], args: Args) -> RRef[Any]:
     """Make parameters on their owner; return a reference to them."""
     return RRef(init(*args))

@@ -11,6 +11,7 @@ from flax import linen
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.applying import Apply, Made
 from jdistgrad.modules.blueprint import Blueprint, blueprint
+from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class LinenApply(Apply):
@@ -20,14 +21,14 @@ class LinenApply(Apply):
     def module(self) -> linen.Module:
         return self.blueprint.build()
 
-    def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
+    def init(self, rng: Any, args: Args) -> Made:
         """Initialize the module, compiled as a whole if all arguments are arrays: op by op takes twice as long."""
         key = jax.random.key(rng) if isinstance(rng, int) else rng
         init = jax.jit(self.module.init) if all(map(is_array, jax.tree.leaves(args))) else self.module.init
         variables = dict(init(key, *args))
         return variables.pop("params", {}), variables
 
-    def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
         return self.module.apply({"params": parameters, **state}, *args, **kwargs)
 
 
@@ -41,7 +42,7 @@ def take_apart(value: Any) -> Blueprint | None:
     return Blueprint(type(value), (), tuple((name, one) for name, one in given if one is not defaults[name]))
 
 
-def require_arguments(module: linen.Module, args: tuple[Any, ...]) -> None:
+def require_arguments(module: linen.Module, args: Args) -> None:
     """Raise TypeError if a module cannot be called with its example arguments."""
     try:
         inspect.signature(type(module).__call__).bind(module, *args)

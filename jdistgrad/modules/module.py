@@ -9,6 +9,7 @@ from jdistgrad.modules.applying import Apply, apply_of, make
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
 from jdistgrad.rpc.calls.caller import Target
+from jdistgrad.rpc.functions import Args
 
 
 @jax.tree_util.register_pytree_node_class
@@ -54,7 +55,7 @@ class RemoteModule(RemoteFunction):
         self._consist_of(parameters, state, apply.with_state(stateful=state is not None), timeout)
 
 
-def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
+def _apply_for(module: Any, args: Args) -> Apply:
     kind, blueprint = _described(module, args)
     try:
         hash(blueprint)
@@ -66,7 +67,7 @@ def _apply_for(module: Any, args: tuple[Any, ...]) -> Apply:
     return apply_of(kind, blueprint, False)  # noqa: FBT003
 
 
-def _described(module: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _described(module: Any, args: Args) -> tuple[Any, Any]:
     """Return the ``Apply`` class and blueprint of a module. Only here is flax imported: that is slow."""
     from flax import linen as flax_linen, nnx as flax_nnx
 

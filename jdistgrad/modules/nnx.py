@@ -9,17 +9,18 @@ from flax import nnx
 
 from jdistgrad.modules.applying import Apply, Made
 from jdistgrad.modules.blueprint import Blueprint, blueprint
+from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class NnxApply(Apply):
     """A call of the module: the parameters are its ``nnx.Param``, the state is its other variables, as plain dicts."""
 
-    def init(self, rng: Any, args: tuple[Any, ...]) -> Made:
+    def init(self, rng: Any, args: Args) -> Made:
         """Make the module and return its variables. The arguments are not needed."""
         _, parameters, state = nnx.split(self._make(rng), nnx.Param, ...)
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
-    def run(self, parameters: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
         graph, *templates = self._parts
         filled = [_filled(one, values) for one, values in zip(templates, (parameters, state), strict=True)]
         return nnx.merge(graph, *filled)(*args, **kwargs)

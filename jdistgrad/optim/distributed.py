@@ -41,7 +41,7 @@ class DistributedOptimizer:
     def __init__(
         self,
         tx: optax.GradientTransformation,
-        rrefs: Sequence[RRef],
+        rrefs: Sequence[RRef[Any]],
         *,
         max_global_norm: float | None = None,
         refuse_nan: bool = False,
@@ -124,7 +124,7 @@ class DistributedOptimizer:
         return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
 
 
-def _checked(rrefs: Sequence[RRef]) -> list[RRef]:
+def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if isinstance(rrefs, RRef):
         raise TypeError("DistributedOptimizer takes a list of RRefs: for a single one, [rref]")
     found = list(rrefs)
@@ -148,7 +148,7 @@ def _lists(state: Any) -> list[Sequence[Any]]:
     return [state["values"], state["states"]]
 
 
-def _all(futures: Sequence[concurrent.futures.Future]) -> list[Any]:
+def _all(futures: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
     """Wait for all futures; return their results, or raise the first failure."""
     failures = [future.exception() for future in futures]
     for failure in failures:

@@ -52,7 +52,7 @@ class Value(NamedTuple):
 class OwnedParameters:
     """The values of some references on their owner, and an optax transformation's state for these values."""
 
-    def __init__(self, packed: bytes, rrefs: Sequence[RRef]):
+    def __init__(self, packed: bytes, rrefs: Sequence[RRef[Any]]):
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
         transformation, values = cloudpickle.loads(packed), [Value.of(rref.local_value()) for rref in rrefs]

@@ -58,7 +58,8 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    return rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    future: CallFuture = rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return future
 
 
 def remote(
@@ -68,7 +69,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
-) -> RRef:
+) -> RRef[Any]:
     """Call a function on another worker and leave the result there. See ``rpc_sync``.
 
     Returns:

@@ -25,6 +25,6 @@ class Cached(Generic[T]):
 
 
 @functools.lru_cache(maxsize=4096)
-def from_cache(stream: bytes) -> Cached:
+def from_cache(stream: bytes) -> Cached[Any]:
     """Return the value that arrived, decoded only if it has not been seen before."""
     return Cached(pickle.loads(stream))

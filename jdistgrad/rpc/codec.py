@@ -148,7 +148,8 @@ class Codec:
 def code_of(value: type) -> bytes | None:
     """Return a class by value, or None if a part of it cannot be sent."""
     try:
-        return cloudpickle.dumps(value)
+        code: bytes = cloudpickle.dumps(value)
+        return code
     except Exception:  # whatever the reason: the class travels by its name alone
         return None
 

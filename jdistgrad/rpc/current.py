@@ -145,7 +145,7 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
 
 
 @contextlib.contextmanager
-def _setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+def _setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield

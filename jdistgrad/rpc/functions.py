@@ -12,6 +12,9 @@ from jdistgrad.errors import FunctionError
 
 JITTED = type(jax.jit(lambda: None))
 
+Args = tuple[Any, ...]  # of a call
+Kwargs = dict[str, Any]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _by_name: dict[str, Callable[..., Any]] = {}

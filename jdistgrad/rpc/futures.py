@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class Promise(concurrent.futures.Future):
+class Promise(concurrent.futures.Future[Any]):
     """The future of a value that users' code makes. Its base class ignores an exception that is false as a bool."""
 
     def result(self, timeout: float | None = None) -> Any:
@@ -21,7 +21,7 @@ class Promise(concurrent.futures.Future):
             error = None  # the traceback refers to this frame
 
 
-class CallFuture(concurrent.futures.Future):
+class CallFuture(concurrent.futures.Future[Any]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
@@ -29,7 +29,7 @@ class CallFuture(concurrent.futures.Future):
     completes it.
     """
 
-    def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future], float | None], None]):
+    def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
         super().__init__()
         self._wait_for = wait_for
         self._open: Callable[[], Any] | None = None
@@ -37,7 +37,7 @@ class CallFuture(concurrent.futures.Future):
         self._opening = threading.Lock()
         self._has_callbacks = False
 
-    def add_done_callback(self, fn: Callable[[concurrent.futures.Future], object]) -> None:
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
         super().add_done_callback(fn)

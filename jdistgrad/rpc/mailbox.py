@@ -101,7 +101,7 @@ class Mailbox:
             raise body
         return self._codec.decode(body) if isinstance(body, Parcel) else body
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed."""
         self.transport.wait_for(futures, timeout)
 

@@ -33,7 +33,8 @@ class Scope:
             self._check()
             if make not in self._contents:
                 self._contents[make] = make()
-            return self._contents[make]
+            content: T = self._contents[make]
+            return content
 
     def includes(self, peer: int) -> None:
         """Note that a call goes to this peer, which must then be told when the scope closes."""

@@ -18,7 +18,7 @@ from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtyp
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
-class ArrayBlock(list):
+class ArrayBlock(list[Any]):
     """A list of arrays that arrive as NumPy arrays.
 
     A list with a random key, a weakly typed scalar or an array spread over processes travels as an ordinary list.

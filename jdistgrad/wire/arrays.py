@@ -86,7 +86,8 @@ def reduce_jax(array: jax.Array) -> Reduction:
 
 
 def rebuild_key(data: jax.Array, impl: str) -> jax.Array:
-    return jax.random.wrap_key_data(data, impl=impl)
+    key: jax.Array = jax.random.wrap_key_data(data, impl=impl)
+    return key
 
 
 _rebuilding = threading.local()
@@ -138,7 +139,8 @@ _arrivals: dict[tuple[str, tuple[int, ...]], int] = {}
 def _small(host: np.ndarray, kind: tuple[str, tuple[int, ...]]) -> jax.Array:
     seen = _arrivals.get(kind, 0)
     if seen >= COMPILE_FROM:
-        return _identity(host)
+        array: jax.Array = _identity(host)
+        return array
     if seen or len(_arrivals) < KINDS_COUNTED:
         _arrivals[kind] = seen + 1
     return jnp.asarray(host)

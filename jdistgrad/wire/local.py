@@ -133,7 +133,7 @@ class LocalTransport:
         if task is not None:
             receiver.run(task)
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)

@@ -77,7 +77,7 @@ class MPITransport:
         )
         self._progress.start()
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         self._progress.wait_for(futures, timeout)
 
     def serve_only(self, *, only: bool) -> None:

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, nap, pause
@@ -81,7 +82,7 @@ class Progress:
 
     # Waiting for an answer, on any thread.
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures is done or the timeout has passed."""
         done = futures[0].done if len(futures) == 1 else lambda: any(future.done() for future in futures)
         if done():
@@ -99,7 +100,7 @@ class Progress:
                 else:
                     self._sleep(futures, deadline)
 
-    def _sleep(self, futures: Sequence[concurrent.futures.Future], deadline: float) -> None:
+    def _sleep(self, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
         """Sleep while another thread looks, until an answer has come or this thread is woken to look."""
         number = self._sleepers.enter()
         if self._baton.locked() and not self._stopped:  # else the looking thread may have left before ``enter``

@@ -59,6 +59,6 @@ def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
     sent = comm.isend(hello, 0, ROLL_TAG)
     if not poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
         return dict.fromkeys(range(1, comm.size), hello)
-    roster = comm.recv(source=0, tag=ROSTER_TAG)
+    roster: dict[int, Any] = comm.recv(source=0, tag=ROSTER_TAG)
     sent.wait()
     return roster

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jdistgrad.errors import WorldClosedError
 from jdistgrad.wire.message import Message
@@ -22,7 +22,7 @@ class Severed:
     def send(self, peer: int, message: Message, *, snapshot: bool = True) -> NoReturn:
         raise WorldClosedError(self._why)
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> NoReturn:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> NoReturn:
         raise WorldClosedError(self._why)
 
     def serve_only(self, *, only: bool) -> None:

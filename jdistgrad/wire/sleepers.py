@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-C was pressed
 
@@ -13,7 +14,7 @@ class Sleepers:
     """The sleeping threads. ``wake`` wakes the latest. A thread's entry is removed once, by the waker or the thread."""
 
     def __init__(self) -> None:
-        self._asleep: dict[int, concurrent.futures.Future] = {}
+        self._asleep: dict[int, concurrent.futures.Future[Any]] = {}
         self._numbers = itertools.count()
 
     def enter(self) -> int:
@@ -22,7 +23,7 @@ class Sleepers:
         self._asleep[number] = concurrent.futures.Future()
         return number
 
-    def sleep(self, number: int, futures: Sequence[concurrent.futures.Future], deadline: float) -> None:
+    def sleep(self, number: int, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
         """Return when a future is done, the deadline has passed or this entry was woken; now and then also earlier."""
         called = self._asleep.get(number)
         longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else float("inf")

@@ -54,7 +54,7 @@ class Transport(Protocol):
         not change until the message has been sent, and large arrays are not copied.
         """
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future], timeout: float | None) -> None:
+    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
 
         For a single future, this may return at once and leave the waiting to the future.

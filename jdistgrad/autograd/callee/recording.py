@@ -88,7 +88,7 @@ class Arguments:
         self._leaf_of: list[int] = []  # the leaf of each operand
         values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
         self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
-        holed, noted = [], set[RRef]()
+        holed, noted = [], set[RRef[Any]]()
         for number, leaf in enumerate(leaves):
             item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
             holed.append(self._take(number, leaf, item, lanes) if number in named else item)
@@ -108,14 +108,14 @@ class Arguments:
         self._leaf_of += [number] * len(operands)
         return layout.tree
 
-    def _wanted(self, leaf: Any, number: int) -> tuple[RRef | None, int]:
+    def _wanted(self, leaf: Any, number: int) -> tuple[RRef[Any] | None, int]:
         return leaf if isinstance(leaf, RRef) else None, self._leaf_of.count(number)
 
     def differentiate(self, function: Any) -> Differentiated:
         orders = named_among(self._leaf_of, self._orders)
         return differentiate(function, self.layout, self.operands, orders, references=self._references)
 
-    def _fetch(self, leaves: list[Any]) -> dict[RRef, Any]:
+    def _fetch(self, leaves: list[Any]) -> dict[RRef[Any], Any]:
         references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
         return {reference: future.result() for reference, future in references.items()}
 
@@ -160,7 +160,7 @@ class Recording:
     ) -> list[Any]:
         flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
         lanes = tuple(one.size for one in reversed(maps))
-        gradients: dict[RRef, list[Any]] = {}
+        gradients: dict[RRef[Any], list[Any]] = {}
         wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
         marks = np.full((*lanes, *HANDLE.shape), mark(pulled.number), HANDLE.dtype)
         found = [self._found(reference, part, marks, gradients) for reference, part in wanted]
@@ -171,10 +171,10 @@ class Recording:
 
     def _found(
         self,
-        reference: RRef | None,
+        reference: RRef[Any] | None,
         part: list[Any],
         marks: np.ndarray,
-        gradients: dict[RRef, list[Any]],
+        gradients: dict[RRef[Any], list[Any]],
     ) -> Any:
         """Return the cotangent of an array, or for a reference the marks of a contribution, whose leaves are gathered.
 

@@ -59,7 +59,7 @@ class Call:
         recorded, tag = self.recorded(function)
         return Started(self.send(recorded, operands), finish, [as_token(*tag)])
 
-    def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future:
+    def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future[Any]:
         args, kwargs = self.arguments.fill(operands)
         return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
 

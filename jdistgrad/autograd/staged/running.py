@@ -67,7 +67,7 @@ class Run:
         self._place = program_order.next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
-        self._under_way: dict[concurrent.futures.Future, list[tuple[int, Started]]] = {}
+        self._under_way: dict[concurrent.futures.Future[Any], list[tuple[int, Started]]] = {}
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready(number)
@@ -150,7 +150,7 @@ class Run:
         for future in futures:
             self._finish(future, self._under_way.pop(future))
 
-    def _finish(self, future: concurrent.futures.Future, asked: Sequence[tuple[int, Started]]) -> None:
+    def _finish(self, future: concurrent.futures.Future[Any], asked: Sequence[tuple[int, Started]]) -> None:
         with _explained(self._plan.units[asked[0][0]].operation):
             answer = future.result()
             outputs = [started.finish(answer) for _, started in asked]

@@ -29,20 +29,20 @@ def accept(kind: str, identifier: int, contribution: Contribution) -> None:
 
 def take(
     kind: str, identifier: int, marks: tuple[float, ...], lanes: tuple[int, ...], taken: int
-) -> concurrent.futures.Future:
+) -> concurrent.futures.Future[Any]:
     """Return a future of the sum of the contributions whose marks add up to ``marks``, done once all of them have come.
 
     Arguments:
       taken: the id under which the tape remembers the contributions, for derivatives of their sum.
     """
     tape = current_tape(lambda: "a gradient")
-    summed: concurrent.futures.Future = concurrent.futures.Future()
+    summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
     before = tape.taken_before(taken)
     if before is not None:
         summed.set_result(total(before, lanes))
         return summed
 
-    def add_up(contributions: concurrent.futures.Future) -> None:
+    def add_up(contributions: concurrent.futures.Future[Any]) -> None:
         try:
             found = contributions.result()
             tape.taken(taken, found)
@@ -83,11 +83,11 @@ def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
     return layout, [shape_of(one) for one in arrays]
 
 
-def arrays_of_value(identifier: int) -> concurrent.futures.Future:
+def arrays_of_value(identifier: int) -> concurrent.futures.Future[Any]:
     """Return a future of the arrays of a value owned here, done once the value has been made."""
-    arrays: concurrent.futures.Future = concurrent.futures.Future()
+    arrays: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def take_apart(value: concurrent.futures.Future) -> None:
+    def take_apart(value: concurrent.futures.Future[Any]) -> None:
         try:
             arrays.set_result(arrays_of(value.result()))
         except BaseException as error:

@@ -78,7 +78,7 @@ class Waiting:
 
     marks: Marks
     lanes: tuple[int, ...]
-    future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    future: concurrent.futures.Future[Any] = dataclasses.field(default_factory=concurrent.futures.Future)
 
     def among(self, found: list[Contribution]) -> list[Contribution] | None:
         """Return the take's contributions if all have come, else None. Others may belong to another backward pass."""
@@ -139,7 +139,9 @@ class Ledger:
             ready = self._complete(target)
         _finish(ready)
 
-    def take(self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = ()) -> concurrent.futures.Future:
+    def take(
+        self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = ()
+    ) -> concurrent.futures.Future[Any]:
         """Remove the contributions to a target whose marks have this sum; return a future of them, in order."""
         waiting = Waiting(tuple(marks), lanes)
         if not marks[0]:  # the derivative does not depend on the value: any contributions here belong to other takes

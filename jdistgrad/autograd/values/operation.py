@@ -21,7 +21,7 @@ TAG_SHAPE = jax.ShapeDtypeStruct((4,), np.uint32)
 class Started:
     """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others."""
 
-    future: concurrent.futures.Future
+    future: concurrent.futures.Future[Any]
     finish: Callable[[Any], list[Any]]
     known: Sequence[Any] = ()
 
@@ -58,7 +58,7 @@ class Operation(Protocol):
 
 
 def done(outputs: list[Any]) -> Started:
-    future: concurrent.futures.Future = concurrent.futures.Future()
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_result(outputs)
     return Started(future, list)
 

@@ -49,7 +49,7 @@ class Board:
         _require_one_kind(pinned)
         return [pinned[other][1] for other in range(self.size)]
 
-    def _wait(self, pinned: dict, what: str, timeout: float, check: Callable[[], None]) -> None:
+    def _wait(self, pinned: dict[int, tuple[str, Any]], what: str, timeout: float, check: Callable[[], None]) -> None:
         start = time.monotonic()
         while len(pinned) < self.size:
             check()

@@ -21,7 +21,7 @@ from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
-_made: "weakref.WeakKeyDictionary[Any, collections.Counter]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 

@@ -96,7 +96,7 @@ def times(clock: Clock) -> dict[str, Any]:
     }
 
 
-def sizes(buckets: Sequence) -> dict[str, Any]:
+def sizes(buckets: Sequence[Any]) -> dict[str, Any]:
     """Return a plan's part of the statistics: the size and the leaves of each bucket."""
     return {
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),

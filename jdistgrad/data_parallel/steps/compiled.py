@@ -16,6 +16,7 @@ from jdistgrad.data_parallel.hooks import average as plain_average, base as hook
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
+from jdistgrad.rpc.functions import Args
 
 
 class CompiledAverage:
@@ -115,7 +116,7 @@ class CompiledAverage:
         return [x if flag else self._collectives.allreduce(x) for x, flag in zip(shares, summed, strict=True)]
 
 
-def localized(collectives: Collectives, args: tuple, argnums: int | Sequence[int]) -> list[Any]:
+def localized(collectives: Collectives, args: Args, argnums: int | Sequence[int]) -> list[Any]:
     """Return the arguments; the differentiated arguments become this rank's own: see ``Mesh.localize``."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     chosen = {operator.index(number) % max(1, len(args)) for number in numbers}

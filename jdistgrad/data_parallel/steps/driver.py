@@ -25,6 +25,7 @@ from jdistgrad.data_parallel.steps.join import Join
 from jdistgrad.data_parallel.steps.program import Programs, Traced
 from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.data_parallel.steps.thread import Communication, settings
+from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class Driver:
@@ -65,7 +66,7 @@ class Driver:
 
     # Steps.
 
-    def step(self, programs: Programs, args: tuple, kwargs: dict, *, overlap: bool) -> tuple[Any, Any]:
+    def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         """Take a step; return the value, and the averaged gradients."""
         program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
         reduction = self._begin(program.plan)
@@ -73,7 +74,7 @@ class Driver:
             results = program.run(args, kwargs, reduction.launch)
         return results, self._end(program.plan, program.structure, reduction, program.used)
 
-    def local_step(self, programs: Programs, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
         if self._rules.find_unused_parameters:
             self._usage.note(*programs.usage(args, kwargs))

@@ -13,6 +13,7 @@ from jdistgrad.data_parallel.steps import trace
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.data_parallel.steps.thread import settings
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.functions import Args, Kwargs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class LossProgram:
     staged: Segmented
     results: Any
 
-    def run(self, args: tuple, kwargs: dict, computed: Callable[[list[jax.Array]], None]) -> Any:
+    def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
         """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
         return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), computed))
 
@@ -50,14 +51,14 @@ class Programs:
         self._usage: dict[Any, tuple[Any, tuple[bool, ...]]] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
 
-    def find(self, args: tuple, kwargs: dict, agree: Callable[[Traced], BucketPlan], *, overlap: bool) -> LossProgram:
+    def find(self, args: Args, kwargs: Kwargs, agree: Callable[[Traced], BucketPlan], *, overlap: bool) -> LossProgram:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, overlap, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
             self._found[key] = self._make(self._trace(args, kwargs), agree, overlap=overlap)
         return self._found[key]
 
-    def usage(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[bool, ...]]:
+    def usage(self, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[bool, ...]]:
         """Return the structure of the gradients, and for each leaf whether the loss depends on it."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, settings(), tuple(map(jax.typeof, leaves))
@@ -66,7 +67,7 @@ class Programs:
             self._usage[key] = traced.gradients, traced.used
         return self._usage[key]
 
-    def _trace(self, args: tuple, kwargs: dict) -> trace.Trace:
+    def _trace(self, args: Args, kwargs: Kwargs) -> trace.Trace:
         self._require_inexact(args)
         traced = trace.trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux)
         if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
@@ -85,7 +86,7 @@ class Programs:
         staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
         return LossProgram(plan, traced.gradients, traced.used, staged, traced.results)
 
-    def _require_inexact(self, args: tuple) -> None:
+    def _require_inexact(self, args: Args) -> None:
         numbers = self._argnums
         if max((numbers,) if isinstance(numbers, int) else numbers, default=0) >= len(args):
             raise TypeError(

@@ -60,7 +60,7 @@ class Reduction:
         self.handling = handling
         self._reducer, self._thread, self._plan = reducer, thread, plan
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
-        self._launched: list[concurrent.futures.Future] = []
+        self._launched: list[concurrent.futures.Future[Any]] = []
         self._failed = False
 
     @functools.cached_property

@@ -25,8 +25,8 @@ class Communication:
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
-        future: concurrent.futures.Future = concurrent.futures.Future()
+    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._tasks.put((future, settings(), function, args))
         return future
 

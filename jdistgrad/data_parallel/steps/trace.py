@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 from jdistgrad import jaxprs
+from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class Trace(NamedTuple):
@@ -19,7 +20,14 @@ class Trace(NamedTuple):
     used: tuple[bool, ...]
 
 
-def trace(loss: Callable[..., Any], argnums: int | Sequence[int], args: tuple, kwargs: dict, *, has_aux: bool) -> Trace:
+def trace(
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    has_aux: bool,
+) -> Trace:
     """Trace a loss's value and gradients, with jitted functions inlined."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}

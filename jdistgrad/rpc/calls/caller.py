@@ -13,7 +13,7 @@ from jdistgrad.rpc.calls.events import call_ended
 from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
@@ -38,7 +38,7 @@ class Caller:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def rpc_sync(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+    def rpc_sync(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         call = function, args, kwargs
         future = self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=False)
         try:
@@ -47,11 +47,11 @@ class Caller:
             future.cancel()
             raise
 
-    def rpc_async(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> CallFuture:
+    def rpc_async(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> CallFuture:
         call = function, args, kwargs
         return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
 
-    def cast(self, to: int, function: Any, args: tuple) -> None:
+    def cast(self, to: int, function: Any, args: Args) -> None:
         """Call a function on another worker, which sends no answer."""
         mailbox = self._mailbox
         mailbox.post(to, Message(Kind.CAST, mailbox.rank, mailbox.ids.next(), (function, args, {})))

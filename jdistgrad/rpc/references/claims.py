@@ -69,7 +69,7 @@ class Claim:
     def __init__(self, identifier: int, owner: int, weight: Weight, mailbox: Mailbox, drops: collections.deque[Drop]):
         self.id, self.owner, self.mailbox = identifier, owner, mailbox
         self._weight, self._drops = weight, drops
-        self.created: concurrent.futures.Future | None = None  # set where the call was made
+        self.created: concurrent.futures.Future[Any] | None = None  # set where the call was made
         self.arrived = False  # whether the value is known to exist: it was fetched once, or its creation succeeded
         self._lock = threading.Lock()
 

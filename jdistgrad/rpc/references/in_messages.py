@@ -40,7 +40,7 @@ def ship(claim: Claim) -> int:
 
     Raises EncodingError if no value is being encoded: a reference has no meaning in an ordinary pickle.
     """
-    shipment = getattr(_encoding, "held", None)
+    shipment: Shipment | None = getattr(_encoding, "held", None)
     if shipment is None:
         raise EncodingError(
             "a remote reference can only travel inside a call of jdistgrad: its owner would not know of a copy pickled "
@@ -51,7 +51,8 @@ def ship(claim: Claim) -> int:
 
 def arrived(number: int) -> Claim:
     """Return the claim with this number in the shipment of the value being decoded."""
-    return _decoding.held[number]
+    claim: Claim = _decoding.held[number]
+    return claim
 
 
 class _Holding:

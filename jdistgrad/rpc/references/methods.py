@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from jdistgrad.rpc.functions import Args, Kwargs
+
 
 class ByReference:
     """A wrapper of an RRef that arrives as a reference, not as its value."""
@@ -34,6 +36,6 @@ class MethodCaller:
         return method
 
 
-def call_method(reference: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(reference: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """Call a method of a referenced value; runs on its owner."""
     return getattr(reference.local_value(), name)(*args, **kwargs)

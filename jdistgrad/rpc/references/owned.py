@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from jdistgrad.rpc.futures import Promise
 from jdistgrad.rpc.references.weights import WHOLE, Weight
@@ -13,7 +14,7 @@ from jdistgrad.rpc.references.weights import WHOLE, Weight
 class Owned:
     """A value, or the promise of it, and the weight that its references hold."""
 
-    value: concurrent.futures.Future = dataclasses.field(default_factory=Promise)
+    value: concurrent.futures.Future[Any] = dataclasses.field(default_factory=Promise)
     outstanding: Weight = WHOLE
     announced: bool = False
     freed: bool = False
@@ -42,7 +43,7 @@ class OwnerTable:
             self._drop_if_free(identifier, entry)
             return entry
 
-    def value(self, identifier: int) -> concurrent.futures.Future:
+    def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
             return self._entry(identifier).value

@@ -12,7 +12,7 @@ from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import in_messages
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
@@ -55,7 +55,7 @@ class RRef(Generic[T]):
         self.token: Any = None if made is self else made.token
 
     @classmethod
-    def _of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef":
+    def _of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef[Any]":
         reference = object.__new__(cls)
         reference._claim, reference.handle, reference.token = claim, handle, token
         return reference
@@ -89,9 +89,8 @@ class RRef(Generic[T]):
         """
         self._home("to_here")
         handler = traced_hook.handler_for(self)
-        if handler is not None:
-            return handler.fetch(self, timeout)
-        return self.value_future(timeout).result()
+        value: T = self.value_future(timeout).result() if handler is None else handler.fetch(self, timeout)
+        return value
 
     def local_value(self) -> T:
         """Return the value itself, on its owner only; no copy is made.
@@ -108,7 +107,7 @@ class RRef(Generic[T]):
             )
         return self.to_here()
 
-    def creation(self, timeout: float | None = None) -> concurrent.futures.Future:
+    def creation(self, timeout: float | None = None) -> concurrent.futures.Future[Any]:
         """Return a future that is done when the value has been made on its owner, or could not be made.
 
         On the worker that called ``remote``, the future fails after the timeout given there; the value itself can still
@@ -141,11 +140,11 @@ class RRef(Generic[T]):
             raise StaleReferenceError(f"{what}: {why}")
         return mailbox
 
-    def value_future(self, timeout: float | None) -> concurrent.futures.Future:
+    def value_future(self, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of the value."""
         self._refuse_cotangent()
         if isinstance(self._claim, StandIn):
-            future: concurrent.futures.Future = concurrent.futures.Future()
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             future.set_result(self._claim.value())
             return future
         return self._home("fetching").part(References).fetch(self._claim, timeout)
@@ -172,10 +171,10 @@ class RRef(Generic[T]):
     def __repr__(self) -> str:
         return f"RRef({ids.spell(self.id)} on {self.owner})"
 
-    def __copy__(self) -> "RRef":
+    def __copy__(self) -> "RRef[Any]":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "RRef":
+    def __deepcopy__(self, memo: Any) -> "RRef[Any]":
         return self
 
     def __reduce__(self) -> Any:
@@ -185,17 +184,17 @@ class RRef(Generic[T]):
         return _arrived, (in_messages.ship(self._claim),)
 
 
-def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef:
+def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[Any]:
     """Return a reference to a value that staged code will make, or has made if the token is known."""
     return _unflatten(RuntimeKey(owner, results), (handle, token))
 
 
-def _flatten(rref: RRef) -> tuple[tuple[Any, ...], Any]:
+def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
     children = (rref.handle,) if rref.token is None else (rref.handle, rref.token)
     return children, rref._claim.key
 
 
-def _unflatten(key: Any, children: Any) -> RRef:
+def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
     mailbox = find_mailbox()
@@ -211,11 +210,11 @@ jax.tree_util.register_pytree_node(RRef, _flatten, _unflatten)
 trees.OPAQUE.add(RRef)
 
 
-def _arrived(number: int) -> RRef:
+def _arrived(number: int) -> RRef[Any]:
     return RRef._of(in_messages.arrived(number))
 
 
-def by_reference(rref: RRef) -> Any:
+def by_reference(rref: RRef[Any]) -> Any:
     """Pass a reference itself to a remote call, instead of its value.
 
     Example:
@@ -227,7 +226,7 @@ def by_reference(rref: RRef) -> Any:
     return ByReference(rref)
 
 
-def _handler_for(function: Any, args: tuple, kwargs: dict) -> Any:
+def _handler_for(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.TracedCallHandler | None:
     """Return the handler that takes over a call on traced values, or None.
 
     Raises EncodingError if a function holds a traced value, because no derivative would see it.
@@ -241,21 +240,22 @@ def _handler_for(function: Any, args: tuple, kwargs: dict) -> Any:
     return traced_hook.handler_for(args, kwargs)
 
 
-def rpc_sync(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+def rpc_sync(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
     """Call a function on a worker and wait for its result."""
     caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
     return (handler or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
-def rpc_async(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Any:
+def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
     """Call a function on a worker and return a future of its result."""
     caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
-def remote(to: Any, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> RRef:
+def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
     """Run a function on a worker and return a reference to its result."""
     references, handler = current_part(References), _handler_for(function, args, kwargs)
     if handler is not None:
-        return handler.remote(to, function, args, kwargs, timeout)
+        made: RRef[Any] = handler.remote(to, function, args, kwargs, timeout)
+        return made
     return RRef._of(references.call_remote(to, function, args, kwargs, timeout))

@@ -5,6 +5,7 @@ from typing import Any
 
 from jdistgrad.rpc.calls.caller import Caller, Target
 from jdistgrad.rpc.current import within
+from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key
 from jdistgrad.rpc.references.owned import OwnerTable
@@ -20,7 +21,7 @@ class References:
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
 
-    def call_remote(self, to: Target, function: Any, args: tuple, kwargs: dict, timeout: float | None) -> Claim:
+    def call_remote(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
         identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
@@ -55,14 +56,14 @@ class References:
         """Return the claim of a reference, or None if it is of another world or not held here."""
         return self.claims.find(key.id) if key.world == self._mailbox.world else None
 
-    def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
+    def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of a claim's value."""
         if claim.owner == self._mailbox.rank and self.owned.value(claim.id).done():
             return self.owned.value(claim.id)
         with within(None):
             return self._caller.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
 
-    def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future:
+    def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future that is done when a claim's value has been made."""
         if claim.created is not None and timeout is None:
             return claim.created
@@ -77,16 +78,16 @@ class References:
 # Functions that every worker serves for the references of other workers.
 
 
-def value_of(identifier: int) -> concurrent.futures.Future:
+def value_of(identifier: int) -> concurrent.futures.Future[Any]:
     """Return the future of a reference's value."""
     return current_part(References).owned.value(identifier)
 
 
-def creation_of(identifier: int) -> concurrent.futures.Future:
+def creation_of(identifier: int) -> concurrent.futures.Future[Any]:
     """Return a future, with the result None, that is done when the value has been made."""
-    made: concurrent.futures.Future = concurrent.futures.Future()
+    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def pass_on(value: concurrent.futures.Future) -> None:
+    def pass_on(value: concurrent.futures.Future[Any]) -> None:
         error = value.exception()
         made.set_result(None) if error is None else made.set_exception(error)
 

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.methods import ByReference
 from jdistgrad.rpc.references.rref import RRef
 
 
-def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def delivered(args: Args, kwargs: Kwargs) -> Any:
     """Return the arguments for the called function: references replaced by their values, fetched all at once.
 
     There is no timeout here, because the call has one.
     """
     if trees.are_plain(args, kwargs):
         return args, kwargs
-    fetched: dict[RRef, concurrent.futures.Future] = {}
+    fetched: dict[RRef[Any], concurrent.futures.Future[Any]] = {}
 
     def start(leaf: Any) -> Any:
         if isinstance(leaf, RRef) and leaf not in fetched:
@@ -28,7 +29,7 @@ def delivered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return with_values(trees.map_leaves(start, (args, kwargs)), lambda rref: fetched[rref].result())
 
 
-def with_values(tree: Any, value_of: Callable[[RRef], Any]) -> Any:
+def with_values(tree: Any, value_of: Callable[[RRef[Any]], Any]) -> Any:
     """Replace the references in a tree by their values, and references that were passed as such by themselves."""
 
     def deliver(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ class Server:
         self.mailbox, self.scopes = mailbox, scopes
         self.being_served = BeingServed()
 
-    def task(self, message: Message, value: concurrent.futures.Future | None) -> Task:
+    def task(self, message: Message, value: concurrent.futures.Future[Any] | None) -> Task:
         """Return the task that serves a call, for a thread that may wait.
 
         Arguments:
@@ -44,7 +44,7 @@ class Served:
 
     server: Server
     message: Message
-    value: concurrent.futures.Future | None
+    value: concurrent.futures.Future[Any] | None
     function: Any = None
     since: float = 0.0
 
@@ -91,7 +91,7 @@ class Served:
     def __str__(self) -> str:
         return "a call that could not be read" if self.function is None else describe(self.function)
 
-    def _serve_future(self, future: concurrent.futures.Future) -> None:
+    def _serve_future(self, future: concurrent.futures.Future[Any]) -> None:
         try:
             error = future.exception()
             result = None if error is not None else future.result()
