@@ -87,7 +87,7 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
         return jax.jit, (function.__wrapped__,)
 
 
-class Codec:
+class PickleCodec:
     """The codec of one world. ``allow_code`` says whether code may travel by value."""
 
     def __init__(self, *, allow_code: bool):

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 
@@ -16,9 +16,9 @@ from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Message, Parcel
+from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.severed import Severed
-from jdistgrad.wire.transport import Codec, Task, Transport
+from jdistgrad.wire.transport import Task, Transport
 
 P = TypeVar("P")
 
@@ -34,6 +34,14 @@ class Process:
 
     end_job: Callable[[str], None]
     report: Callable[[BaseException], None]
+
+
+class Codec(Protocol):
+    """The conversion of users' values into parcels and back."""
+
+    def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
+
+    def decode(self, parcel: Parcel) -> Any: ...
 
 
 class Mailbox:
@@ -85,12 +93,22 @@ class Mailbox:
         return self.hands_over and self.size > 1
 
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
-        """Send a message, and count it if it carries work."""
+        """Send a message, and count it if it carries work.
+
+        ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without a snapshot the arrays must
+        not change until the message has been sent, and large arrays are not copied.
+        """
         with put_off_interrupt():
             self.work.sending(message.kind)
+            parcel: Parcel | None = None
             try:
-                self.transport.send(peer, message, snapshot=snapshot)
+                if message.kind in ENCODED and message.body is not None and not self.hands_over and peer != self.rank:
+                    parcel = self._codec.encode(message.body, snapshot=snapshot)
+                    message = Message(message.kind, message.source, message.id, parcel)
+                self.transport.send(peer, message)
             except BaseException:
+                if parcel is not None and parcel.undo is not None:
+                    parcel.undo()
                 self.work.not_sent(message.kind)
                 raise
 

@@ -13,7 +13,7 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import Directory, WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox, Process
+from jdistgrad.rpc.mailbox import Codec, Mailbox, Process
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
@@ -24,7 +24,7 @@ from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.server import Server
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
-from jdistgrad.wire.transport import Codec, Task, Transport
+from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")
 

@@ -127,7 +127,7 @@ class LocalTransport:
     def start(self, receiver: Receiver) -> None:
         self.world.join(self.rank, receiver)
 
-    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
+    def send(self, peer: int, message: Message) -> None:
         receiver = self.world.receiver(peer)
         task = receiver.receive(message)
         if task is not None:

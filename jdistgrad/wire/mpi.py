@@ -25,7 +25,7 @@ from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import pause
-from jdistgrad.wire.transport import Codec, Receiver, Task
+from jdistgrad.wire.transport import Receiver, Task
 
 FRAME_TAG = 0
 CHUNK = 1 << 30  # MPI counts are C ints
@@ -51,14 +51,21 @@ class Transfer:
         return MPI.Request.Testall(self.requests)
 
 
+def _parcel(message: Message) -> Parcel | None:
+    if message.kind in ENCODED or message.body is None:
+        parcel: Parcel | None = message.body
+        return parcel
+    return Parcel(memoryview(plain.pack(message.body)), [])
+
+
 class MPITransport:
     """A transport between the ranks of a communicator, which no other code may use."""
 
     hands_over = False
 
-    def __init__(self, comm: MPI.Intracomm, codec: Codec):
+    def __init__(self, comm: MPI.Intracomm):
         self.rank, self.size = comm.rank, comm.size
-        self._comm, self._codec = comm, codec
+        self._comm = comm
         self._pool = BufferPool()
         self._stream_tags, self._tags = itertools.count(), int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._outgoing: collections.deque[Transfer] = collections.deque()
@@ -85,30 +92,14 @@ class MPITransport:
 
     # Sending, on the caller's thread.
 
-    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
+    def send(self, peer: int, message: Message) -> None:
         if peer == self.rank:
             self._deliver_here(message)
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        parcel = self._parcel(message, snapshot=snapshot)
-        try:
-            self._send(peer, message, parcel)
-        except BaseException:
-            if parcel is not None and parcel.undo is not None:
-                parcel.undo()
-            raise
-
-    def _parcel(self, message: Message, *, snapshot: bool) -> Parcel | None:
-        if message.body is None:
-            return None
-        if message.kind in ENCODED:
-            return self._codec.encode(message.body, snapshot=snapshot)
-        return Parcel(memoryview(plain.pack(message.body)), [])
-
-    def _send(self, peer: int, message: Message, parcel: Parcel | None) -> None:
         tag = 1 + next(self._stream_tags) % self._tags
-        frame, bulk = frames.pack(message.kind, message.id, tag, parcel)
+        frame, bulk = frames.pack(message.kind, message.id, tag, _parcel(message))
         requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
         for piece in bulk:
             requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]

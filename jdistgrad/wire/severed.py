@@ -19,7 +19,7 @@ class Severed:
     def start(self, receiver: Receiver) -> NoReturn:
         raise WorldClosedError(self._why)
 
-    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> NoReturn:
+    def send(self, peer: int, message: Message) -> NoReturn:
         raise WorldClosedError(self._why)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> NoReturn:

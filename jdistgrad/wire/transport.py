@@ -4,16 +4,7 @@ import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jdistgrad.wire.message import Message, Parcel
-
-
-class Codec(Protocol):
-    """The conversion of values into parcels and back; the layer above decides what may travel."""
-
-    def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
-
-    def decode(self, parcel: Parcel) -> Any: ...
-
+from jdistgrad.wire.message import Message
 
 Task = Callable[[], None]
 
@@ -47,11 +38,11 @@ class Transport(Protocol):
     def start(self, receiver: Receiver) -> None:
         """Begin to deliver messages. None is delivered before."""
 
-    def send(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
+    def send(self, peer: int, message: Message) -> None:
         """Send without waiting for delivery.
 
-        ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without a snapshot the arrays must
-        not change until the message has been sent, and large arrays are not copied.
+        Unless the transport hands objects over, the body of a message to another worker that holds users' values
+        (``ENCODED``) is a parcel. The buffers of a parcel must not change until the message has been sent.
         """
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:

@@ -15,7 +15,7 @@ from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
 from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.cached import Cached
-from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.codec import PickleCodec
 
 X = np.ones(3, np.float32)
 STOP = CallStop(Layout(((Hole(),), {}), ()), (), (), 1)
@@ -71,7 +71,7 @@ def test_numbers_stay_with_their_bundle(worker):
 
 
 def test_a_route_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
-    codec, one = Codec(allow_code=False), visit(change)
+    codec, one = PickleCodec(allow_code=False), visit(change)
     parcels = [codec.encode(one, snapshot=True) for _ in range(2)]
     first = codec.decode(parcels[0])
     monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))

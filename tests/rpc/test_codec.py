@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdistgrad.rpc.cached import Cached
-from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.codec import PickleCodec
 
 LARGE = 100_000
 
@@ -21,7 +21,7 @@ def set_first(array, value):
 
 @pytest.mark.parametrize("kind", ["plain", "structured"])
 def test_a_snapshot_does_not_see_later_changes(kind):
-    codec, array = Codec(allow_code=False), make(kind)
+    codec, array = PickleCodec(allow_code=False), make(kind)
     parcel = codec.encode(array, snapshot=True)
     set_first(array, 7)
     assert codec.decode(parcel)[0] == np.zeros(1, array.dtype)[0]
@@ -29,20 +29,20 @@ def test_a_snapshot_does_not_see_later_changes(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "structured"])
 def test_without_a_snapshot_nothing_is_copied(kind):
-    codec, array = Codec(allow_code=False), make(kind)
+    codec, array = PickleCodec(allow_code=False), make(kind)
     (buffer,) = codec.encode(array, snapshot=False).buffers
     assert np.shares_memory(np.asarray(buffer), array)
 
 
 def test_read_only_arrays_are_never_copied():
-    codec, array = Codec(allow_code=False), make("plain")
+    codec, array = PickleCodec(allow_code=False), make("plain")
     array.flags.writeable = False
     (buffer,) = codec.encode(array, snapshot=True).buffers
     assert np.shares_memory(np.asarray(buffer), array)
 
 
 def test_what_is_frozen_is_decoded_once():
-    codec, value = Codec(allow_code=False), Cached({"how": "often", "and": 3})
+    codec, value = PickleCodec(allow_code=False), Cached({"how": "often", "and": 3})
     first, second = (codec.decode(codec.encode(value, snapshot=True)) for _ in range(2))
     assert first is second
     assert first.value == value.value

@@ -12,6 +12,8 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad.rpc.members import closing
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire import local
+from jdistgrad.wire.message import Kind
 
 released = [threading.Event() for _ in range(4)]
 promised = []
@@ -179,3 +181,29 @@ def being_served():
         if len(found) == 1 or time.monotonic() > end:
             return found
         time.sleep(0.01)
+
+
+def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
+    """The others were told to close before it, and have left: that is no loss."""
+    monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.05)
+    asked, send = threading.Event(), local.LocalTransport.send
+
+    def late(transport, peer, message):
+        if message.kind is Kind.CLOSE and peer == 2:
+            threading.Thread(target=lambda: (asked.wait(20), send(transport, peer, message))).start()
+            return
+        try:
+            send(transport, peer, message)
+        except jd.WorkerLostError:
+            asked.set()
+            raise
+
+    monkeypatch.setattr(local.LocalTransport, "send", late)
+
+    def main():
+        rank = jd.init().rank
+        jd.shutdown(timeout=20)
+        return rank
+
+    assert jd.spawn(main, 3) == [0, 1, 2]
+    assert asked.is_set()

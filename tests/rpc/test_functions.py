@@ -8,7 +8,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc import functions
-from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.codec import PickleCodec
 
 
 def top_level(x):
@@ -19,7 +19,7 @@ fast = jax.jit(top_level)
 
 
 def carried(value):
-    codec = Codec(allow_code=False)
+    codec = PickleCodec(allow_code=False)
     return codec.decode(codec.encode(value, snapshot=True))
 
 

@@ -15,8 +15,6 @@ from helpers.worlds import nap
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
 
-pytestmark = pytest.mark.every_rank
-
 
 def test_each_local_worker_has_a_device_of_its_own():
     def device():

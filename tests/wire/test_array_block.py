@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jdistgrad.errors import EncodingError
-from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.arrays import ALIAS_FROM
 
-CODEC = Codec(allow_code=False)
+CODEC = PickleCodec(allow_code=False)
 
 
 def sent(*arrays):

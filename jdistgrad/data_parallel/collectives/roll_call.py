@@ -43,29 +43,34 @@ class Joining(enum.IntEnum):
 
 
 class Roll(NamedTuple):
-    """The word of a rank. ``fault``: 0, or 1 plus the place in its bucket of the first leaf that is not finite."""
+    """The word of a rank.
+
+    Attributes:
+      number: the number that goes with the act: the bucket's, the root's rank, or how many parameters there are.
+      fault: 0, or 1 plus the place in its bucket of the first leaf that is not finite.
+    """
 
     act: Act
     step: int
-    bucket: int
+    number: int
     fault: int
     digest: int
     joining: Joining = Joining.NONE
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(self.act, self.joining, self.step, self.bucket, self.fault, self.digest)
+        return _FORMAT.pack(self.act, self.joining, self.step, self.number, self.fault, self.digest)
 
     def __str__(self) -> str:
         doing = {
             Act.SHADOW: "has joined",
             Act.AGREE: "meets a new tree of gradients",
-            Act.REDUCE: f"reduces bucket {self.bucket}",
+            Act.REDUCE: f"reduces bucket {self.number}",
             Act.USED: "shares which parameters it used",
             Act.BROADCAST: "broadcasts",
             Act.VERIFY: "verifies parameters",
             Act.OPERATE: "is in a collective operation",
-            Act.FAILED: f"has failed at bucket {self.bucket}",
-            Act.AVERAGE: f"reduces bucket {self.bucket} of given gradients",
+            Act.FAILED: f"has failed at bucket {self.number}",
+            Act.AVERAGE: f"reduces bucket {self.number} of given gradients",
         }[self.act]
         return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
 
@@ -88,8 +93,8 @@ class RollCall(NamedTuple):
 
 
 def unpack(word: bytes) -> Roll:
-    act, joining, step, bucket, fault, digest = _FORMAT.unpack(word)
-    return Roll(Act(act), step, bucket, fault, digest, Joining(joining))
+    act, joining, step, number, fault, digest = _FORMAT.unpack(word)
+    return Roll(Act(act), step, number, fault, digest, Joining(joining))
 
 
 def read_words(words: Sequence[bytes]) -> RollCall:
@@ -124,15 +129,15 @@ def _require_same_block(rolls: Sequence[Roll]) -> None:
 
 def _place(roll: Roll) -> tuple[Act, int, int]:
     """Return where a rank is. The step only counts for reductions and failures; a step may fail at any bucket."""
-    bucket = 0 if roll.act is Act.FAILED else roll.bucket
-    return roll.act, bucket, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
+    number = 0 if roll.act is Act.FAILED else roll.number
+    return roll.act, number, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
 
 
 def meet_with_trees(rolls: Iterable[Roll]) -> bool:
     """Return whether the digests can be compared: all ranks begin to reduce a tree, or all do the same with theirs."""
     found = list(rolls)
-    begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.bucket == 0 for roll in found)
-    return begins or len({(roll.act, roll.bucket) for roll in found}) == 1
+    begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in found)
+    return begins or len({(roll.act, roll.number) for roll in found}) == 1
 
 
 def disagreement(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:

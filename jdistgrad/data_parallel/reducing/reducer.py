@@ -99,9 +99,9 @@ class Reducer:
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
 
-    def _roll(self, act: Act, bucket: int = 0, digest: int = 0) -> Roll:
+    def _roll(self, act: Act, number: int = 0, digest: int = 0) -> Roll:
         """Return this rank's word for an action that has no handling of its own."""
-        return Roll(act, self.step, bucket, 0, digest, self.joining)
+        return Roll(act, self.step, number, 0, digest, self.joining)
 
     # The operations.
 
@@ -224,10 +224,10 @@ class Reducer:
             if lead.act is Act.AGREE:
                 self._share_plan(call, None, None)
             elif lead.act in (Act.REDUCE, Act.AVERAGE):
-                with self._telling(lead.step, lead.bucket):
-                    self._shadow_bucket(self.plans[lead.digest], lead.bucket, call)
+                with self._telling(lead.step, lead.number):
+                    self._shadow_bucket(self.plans[lead.digest], lead.number, call)
             elif lead.act is Act.USED:
-                self._share_used(np.zeros(lead.bucket, np.uint8))
+                self._share_used(np.zeros(lead.number, np.uint8))
             elif lead.act is not Act.FAILED:  # after a failure, which the others raise, they may go on
                 raise roll_call.disagreement(self.collectives.rank, self._roll(Act.SHADOW), call.leader, lead)
 

@@ -103,7 +103,9 @@ class Closing:
                 self._mailbox.post(peer, Message(kind, self._mailbox.rank, self._round))
             except errors.WorkerLostError:
                 self._check(math.inf, math.inf)  # its error gives the reason
-                raise
+                if kind is not Kind.SURVEY or self._mailbox.rank == COORDINATOR:
+                    raise
+                # Otherwise the peer has left because it was told to close; this worker will be told too.
 
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
         while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness
-from jdistgrad.rpc.codec import Codec
+from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Hello, agree
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
@@ -56,7 +56,7 @@ def open_mpi(name: str | None, timeout: float, *, allow_code: bool) -> Worker:
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
     hellos = mpi_rendezvous.gather(comm, _hello(name, comm.rank, facts), timeout)
-    transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout), Codec(allow_code=allow_code))
+    transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
     worker = _open(hellos, comm.rank, transport, timeout, Process(abort_job, mpi_exit.report), allow_code=allow_code)
     mpi_exit.joined(worker)
     return worker
@@ -106,7 +106,7 @@ def _open(
     *,
     allow_code: bool,
 ) -> Worker:
-    codec, directory = Codec(allow_code=allow_code), agree(hellos)
+    codec, directory = PickleCodec(allow_code=allow_code), agree(hellos)
     worker = Worker(hellos[0].world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
     forks.watch(worker)
     transport.start(worker)
