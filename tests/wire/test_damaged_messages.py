@@ -66,23 +66,23 @@ def test_damaged_contents_of_what_answers_nothing_are_ignored(wire_world):
 def test_damaged_calls_fail_and_count_as_done(wire_world, size):
     """Whatever is damaged behind the header, whoever asked hears of it; the world ends though work was lost."""
     transport, chance = current_worker().transport, random.Random(size)
-    genuine = transport._send
+    genuine = transport.send
 
-    def send_damaged(peer, message, parcel):
+    def send_damaged(peer, message):
         if message.kind not in CALLS:  # a reference has been dropped meanwhile
-            genuine(peer, message, parcel)
+            genuine(peer, message)
             return
-        frame, _ = frames.pack(message.kind, message.id, 5, parcel)
+        frame, _ = frames.pack(message.kind, message.id, 5, message.body)
         transport._comm.Send(damaged(frame, chance, frames.START), peer, 0)
 
     for _ in range(100):
-        transport._send = send_damaged
+        transport.send = send_damaged
         futures = [
             jd.rpc_async(last(), operator.neg, args=(np.ones(size, np.uint8),)),
             jd.remote(last(), operator.neg, args=(np.ones(size, np.uint8),)).creation(),
         ]
         current_worker().cast(last(), operator.neg, (np.ones(size, np.uint8),))
-        del transport._send
+        del transport.send
         for future in futures:
             assert isinstance(future.exception(20), jd.WireError)
     still_works()
@@ -101,10 +101,10 @@ def answer_damaged(seed):
     """The next message from here, the answer to this call, is sent damaged."""
     transport, chance = current_worker().transport, random.Random(seed)
 
-    def send_damaged(peer, message, parcel):
-        del transport._send
-        frame, _ = frames.pack(message.kind, message.id, 5, parcel)
+    def send_damaged(peer, message):
+        del transport.send
+        frame, _ = frames.pack(message.kind, message.id, 5, message.body)
         transport._comm.Send(damaged(frame, chance, frames.START), peer, 0)
 
-    transport._send = send_damaged
+    transport.send = send_damaged
     return seed
