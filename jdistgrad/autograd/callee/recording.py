@@ -21,8 +21,7 @@ from jdistgrad.autograd.values.holes import Layout, split
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.methods import ByReference
-from jdistgrad.rpc.references.rref import HANDLE, RRef
+from jdistgrad.rpc.references.rref import HANDLE, ByReference, RRef
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.methods import ByReference
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
 
 

@@ -3,8 +3,7 @@
 Uses collectives and buckets. Used by reducing and steps.
 """
 
+from jdistgrad.data_parallel.hooks.averages import average as average, bfloat16 as bfloat16, float16 as float16
 from jdistgrad.data_parallel.hooks.base import Hook as Hook, checked as checked
-from jdistgrad.data_parallel.hooks.casting import bfloat16 as bfloat16, float16 as float16
-from jdistgrad.data_parallel.hooks.plain import average as average
 from jdistgrad.data_parallel.hooks.powersgd import powersgd as powersgd
 from jdistgrad.data_parallel.hooks.quantized import int8 as int8

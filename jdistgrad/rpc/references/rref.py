@@ -1,6 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -16,13 +17,47 @@ from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import in_messages
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
-from jdistgrad.rpc.references.methods import ByReference, MethodCaller
 from jdistgrad.rpc.references.table import References
 from jdistgrad.wire import ids
 
 T = TypeVar("T")
 
 HANDLE = np.zeros(3, np.float32)  # its cotangent: the number of contributions, and two numbers that identify them
+
+
+class ByReference:
+    """A wrapper of an RRef that arrives as a reference, not as its value."""
+
+    __slots__ = ("rref",)
+
+    def __init__(self, rref: Any):
+        self.rref = rref
+
+    @property
+    def traced_part(self) -> Any:
+        """Return the handle, which JAX may be tracing: a wrapped reference counts as traced too."""
+        return getattr(self.rref, "traced_part", None)
+
+
+class MethodCaller:
+    """An object with the methods of a referenced value, which run on the value's owner."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(self, rref: Any, call: Callable[..., Any], timeout: float | None):
+        self._rref, self._call, self._timeout = rref, call, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            target = (ByReference(self._rref), name, args, kwargs)
+            return self._call(self._rref.owner, call_method, target, {}, self._timeout)
+
+        return method
+
+
+def call_method(reference: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Call a method of a referenced value; runs on its owner."""
+    return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
 class RRef(Generic[T]):

@@ -8,8 +8,7 @@ from typing import Any
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.claims import StandIn
-from jdistgrad.rpc.references.methods import ByReference
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.rref import ByReference, RRef
 
 
 def delivered(args: Args, kwargs: Kwargs) -> Any:

@@ -1,4 +1,4 @@
-"""Hooks that halve the bytes: they cast gradients to 16 bits, average, and cast back."""
+"""Averages as hooks: the plain average, which is what no hook does, and averages in 16 bits, which halve the bytes."""
 
 from typing import Any
 
@@ -8,6 +8,15 @@ import jax.numpy as jnp
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook
+
+
+def average() -> Hook:
+    """Average: divide by ``bucket.divisor`` and sum."""
+    return Hook(lambda bucket: (), _plain, "average")
+
+
+def _plain(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+    return collectives.allreduce(bucket.flat / bucket.divisor), state
 
 
 def float16() -> Hook:
@@ -23,7 +32,7 @@ def bfloat16() -> Hook:
 def _casting(dtype: Any) -> Hook:
     def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
         if bucket.dtype.itemsize <= 2 or bucket.dtype.kind == "c":
-            return collectives.allreduce(bucket.flat / bucket.divisor), state
+            return _plain(bucket, state, collectives)
         small = (bucket.flat / bucket.divisor).astype(dtype)
         return collectives.allreduce(small).astype(bucket.dtype), state
 
