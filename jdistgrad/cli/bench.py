@@ -1,4 +1,4 @@
-"""`jdistgrad bench`: what calls, gradients and reductions take on this machine, beside a reference. A few seconds."""
+"""`jdistgrad bench`: the times of calls, gradients and reductions on this machine, beside a reference."""
 
 import json
 import statistics
@@ -37,7 +37,7 @@ def loss_fn(a: Any, b: Any, to: int) -> Any:
 
 
 def median(action: Callable[[], Any]) -> float:
-    """Seconds that an action takes, once it is warm."""
+    """Return the median seconds that an action takes after three warm-up runs."""
     for _ in range(3):
         action()
     taken: list[float] = []
@@ -50,7 +50,7 @@ def median(action: Callable[[], Any]) -> float:
 
 
 def calls(to: int) -> Times:
-    """Round trips to a worker."""
+    """Measure round trips to a worker."""
 
     def many() -> None:
         for future in [jd.rpc_async(to, echo, args=(k,)) for k in range(32)]:
@@ -65,7 +65,7 @@ def calls(to: int) -> Times:
 
 
 def gradients(to: int) -> Times:
-    """A loss with one call, and its gradient."""
+    """Measure a loss with one call, and its gradient."""
     a, b = jnp.ones((3, 3)), jnp.full((3, 3), 2.0)
     eager = jd.value_and_grad(lambda a, b: loss_fn(a, b, to), argnums=(0, 1))
     staged = jd.jit(eager)
@@ -78,7 +78,7 @@ def gradients(to: int) -> Times:
 
 
 def reduction() -> Times:
-    """Averaging 4 MiB of gradients over all ranks; as often on each."""
+    """Measure the average of 4 MiB of gradients over all ranks. Every rank must call it."""
     dp, tree = jd.DataParallel(), {"w": jnp.ones((1024, 1024))}
     taken: list[float] = []
     for _ in range(15):
@@ -89,7 +89,7 @@ def reduction() -> Times:
 
 
 def measure() -> Times:
-    """Everything, on every worker. Calls have a world of their own, in which the others only serve."""
+    """Measure everything; every worker must call it. Calls have a world of their own, where the others only serve."""
     me = jd.init()
     peer = jd.world_size() - 1
     found = {**calls(peer), **gradients(peer)} if me.rank == 0 else {}
@@ -101,7 +101,7 @@ def measure() -> Times:
 
 
 def of_a_job(n: int) -> Times:
-    """The numbers of a job of so many ranks."""
+    """Measure in an MPI job of ``n`` ranks, and return the numbers."""
     command = launch.command(n, ["-m", "jdistgrad.cli.bench"])
     done = launch.attend(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -123,7 +123,7 @@ def spell(seconds: float) -> str:
 
 
 def main(n: int) -> int:
-    """Measure a local world, and a job where there is an MPI."""
+    """Measure a local world, and an MPI job if there is an MPI. Return the exit status."""
     print(table(f"{n} threads of one process", jd.spawn(measure, n)[0], LOCAL), flush=True)
     try:
         print(table(f"{n} processes under mpirun", of_a_job(n), JOB))

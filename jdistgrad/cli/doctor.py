@@ -1,4 +1,4 @@
-"""Judging an installation: what is found, whether it will do, and what to do where not."""
+"""`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
 
 import dataclasses
 import subprocess
@@ -14,7 +14,7 @@ TIME_LIMIT = 120
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where all is well."""
+    """One line of the report. ``remedy`` is empty if nothing is wrong."""
 
     what: str
     found: str
@@ -27,7 +27,7 @@ class Finding:
 
 
 def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
-    """Judge the facts of all ranks of a job, by rank."""
+    """Return the findings for a job, given the facts of its ranks, by rank."""
     first = ranks[0]
     return [
         *_packages(first),
@@ -91,7 +91,7 @@ def _gpu_aware(facts: Facts) -> Finding:
 
 
 def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
-    """Versions that are not the same everywhere."""
+    """Return a finding for each version that differs from rank 0's, or one that says that none does."""
     findings = []
     for rank, facts in enumerate(ranks[1:], start=1):
         theirs, ours = (
@@ -108,7 +108,7 @@ def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def report() -> int:
-    """Collect on every rank, judge on rank 0. Every rank must call it."""
+    """Collect the facts of all ranks, print the findings on rank 0, return the exit status. Every rank must call it."""
     facts = probe.collect()
     if "error" in facts["mpi"]:
         ranks = [facts]
@@ -125,7 +125,7 @@ def report() -> int:
 
 
 def main(n: int) -> int:
-    """Check this installation with a job of ``n`` ranks of its own, or with the job this is part of."""
+    """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of."""
     if launcher_env.launched():
         return report()
     try:

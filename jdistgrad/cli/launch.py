@@ -1,4 +1,4 @@
-"""Starting a job of several processes: which mpirun, and the flags it needs here. Pure, but for looking around."""
+"""The start of a job of several processes: the choice of mpirun, the flags it needs here, and the end of the job."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
 
 def find_mpirun() -> str:
-    """The mpirun that belongs to this Python's environment, else the one on PATH."""
+    """Return the mpirun of this Python's environment, or else the one on PATH. Raise LauncherError without either."""
     beside = pathlib.Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
@@ -42,10 +42,10 @@ def is_open_mpi(mpirun: str) -> bool:
 
 
 def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
-    """What mpirun must be told beyond the number of ranks.
+    """Return the flags that mpirun needs beyond the number of ranks.
 
-    Open MPI refuses to run as root, and more ranks than cores, unless it is told to. It binds each rank to one core,
-    on which all threads of JAX would then have to share; so it is told not to.
+    Open MPI needs a flag to run as root, and a flag to run more ranks than cores. By default it binds each rank to one
+    core, which all threads of JAX would then share: another flag turns that off.
     """
     if not open_mpi:
         return []
@@ -58,7 +58,7 @@ def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
 
 
 def check_size(n: int, cores: int) -> None:
-    """Raise where no job of so many ranks should be started on this machine."""
+    """Raise LauncherError if this machine should not start a job of ``n`` ranks."""
     if n < 1:
         raise LauncherError(f"a job has at least one rank, not {n}")
     if n > RANKS_PER_CORE * cores:
@@ -70,7 +70,7 @@ def check_size(n: int, cores: int) -> None:
 
 
 def mpirun(n: int) -> list[str]:
-    """mpirun, with all it must be told to start ``n`` ranks here; what they shall run comes behind it."""
+    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
     cores = len(os.sched_getaffinity(0))
     check_size(n, cores)
     found = find_mpirun()
@@ -79,15 +79,15 @@ def mpirun(n: int) -> list[str]:
 
 
 def command(n: int, program: Sequence[str]) -> list[str]:
-    """The whole command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
+    """Return the command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
     return [*mpirun(n), sys.executable, *program]
 
 
 def surroundings(n: int, cores: int) -> dict[str, str]:
-    """Environment variables for ranks that share a machine; those the user has set are left alone.
+    """Return environment variables for ranks that share a machine. The user's own settings override them.
 
-    XLA starts as many threads as there are cores, in each rank; more threads than cores wait for each other. And memory
-    that goes back to the system whenever an array is freed has to be cleared, page by page, for the next one.
+    In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
+    returned to the system when an array is freed must be cleared, page by page, for the next array.
     """
     return {
         "NPROC": str(max(1, cores // n)),
@@ -98,28 +98,28 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
 
 
 def environment(n: int) -> dict[str, str]:
-    """The environment to start a job of ``n`` ranks in."""
+    """Return the environment in which to start a job of ``n`` ranks."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
     return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
 
 
 def run(n: int, program: Sequence[str]) -> int:
-    """Run a Python program on ``n`` ranks; its exit status."""
+    """Run a Python program on ``n`` ranks and return its exit status."""
     check(program)
     return attend(command(n, program), env=environment(n)).returncode
 
 
 def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a job's command, as ``subprocess.run`` would, but let the job end whenever and however this process does.
+    """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
 
     Raises:
-      subprocess.TimeoutExpired: it took too long, and was ended.
+      subprocess.TimeoutExpired: the job took too long, and was ended.
     """
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
     with subprocess.Popen(leashed, **options) as job, passing_on(job):
         try:
             output, errors = job.communicate(timeout=timeout)
-        except KeyboardInterrupt:  # mpirun has got it too
+        except KeyboardInterrupt:  # mpirun has received Ctrl-C too
             output, errors = job.communicate()
         except subprocess.TimeoutExpired:
             job.terminate()  # killed, it would leave its ranks behind
@@ -129,7 +129,7 @@ def attend(command: Sequence[str], *, timeout: float | None = None, **options: A
 
 @contextlib.contextmanager
 def passing_on(job: subprocess.Popen[Any]) -> Iterator[None]:
-    """A block in which signals that would end this process end a job instead: it would be left behind, running."""
+    """Let signals that would end this process end the job instead during a block; else the job would go on alone."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
@@ -143,7 +143,7 @@ def passing_on(job: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def run_recorded(n: int, program: Sequence[str], path: str) -> int:
-    """Like ``run``; every rank records a timeline, and they become one file."""
+    """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)

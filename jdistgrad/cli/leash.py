@@ -1,7 +1,7 @@
-"""Becomes another program, one that ends when the process that started it does: also when that is killed.
+"""A program that becomes another program, which ends when the process that started it ends or is killed.
 
-Run by its file, in a Python without any packages: what the kernel is told must be told between fork and exec, and a
-process with JAX's threads in it cannot run code of its own there.
+It is run by its file, in a Python without any packages: the request to the kernel (prctl) must be made between fork and
+exec, where a process that has JAX's threads cannot run code of its own.
 """
 
 import ctypes

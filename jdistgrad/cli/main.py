@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and the program to run with its: from the first that is neither an option nor its value."""
+    """Split the command line into our arguments and the program, whose name is neither an option nor its value."""
     if not arguments or arguments[0] != "run":
         return list(arguments), []
     k = 1

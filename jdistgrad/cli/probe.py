@@ -1,4 +1,4 @@
-"""What one process finds of its installation: facts only, judged elsewhere."""
+"""The facts about the installation that one process finds; ``doctor`` judges them."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ def _version(package: str) -> str | None:
 
 
 def mpi() -> Facts:
-    """The MPI library behind mpi4py. Starts MPI."""
+    """Return the facts about the MPI library behind mpi4py. Starts MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -48,7 +48,7 @@ def devices() -> Facts:
 
 
 def mpi4jax() -> Facts:
-    """Whether mpi4jax reduces an array over all ranks inside jit. Every rank must call it."""
+    """Check that mpi4jax reduces an array over all ranks inside jit. Every rank must call it."""
     try:
         import jax.numpy as jnp
         from jax import jit
@@ -62,7 +62,7 @@ def mpi4jax() -> Facts:
 
 
 def gpu_aware() -> bool | None:
-    """Whether MPI takes device pointers; None where it does not say."""
+    """Return whether MPI takes device pointers, or None if MPI does not say."""
     info = shutil.which("ompi_info")
     if info is None:
         return None
@@ -71,7 +71,7 @@ def gpu_aware() -> bool | None:
 
 
 def collect() -> Facts:
-    """Everything, of this process. Every rank must call it."""
+    """Return all facts about this process. Every rank must call it."""
     import warnings
 
     with warnings.catch_warnings():

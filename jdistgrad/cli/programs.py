@@ -1,7 +1,7 @@
-"""Running somebody's program inside this process: a script, ``-m module`` or ``-c code``, as Python itself would.
+"""Users' programs run inside this process as Python would run them: a script, ``-m module`` or ``-c code``.
 
-Each run has a ``__main__`` of its own, so that several threads can be in the same program at once, each as one worker
-of a local world. ``runpy`` does not: it puts things in their place and back for one run at a time.
+Each run has a ``__main__`` of its own, so that several threads can run the same program at once, each as one worker of
+a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from jdistgrad.errors import LauncherError
 
 
 class UserProgram:
-    """A program, compiled once. Making one sets ``sys.argv`` and ``sys.path`` as it expects them."""
+    """A program, compiled once. The constructor sets ``sys.argv`` and ``sys.path`` as the program expects them."""
 
     def __init__(self, arguments: Sequence[str]):
         check(arguments)
@@ -34,10 +34,10 @@ class UserProgram:
         sys.path.insert(0, folder)
 
     def run(self) -> None:
-        """Run it to its end, as ``__main__``; a ``sys.exit`` without an error is an end like any other."""
+        """Run the program to its end, as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
         module = types.ModuleType("__main__")
         module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
-        sys.modules["__main__"] = module  # what looks for a class's module by name finds the latest, which is the same
+        sys.modules["__main__"] = module  # lookups by name find the latest run's module, which is equal
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:
@@ -49,7 +49,7 @@ MOST_THREADS = 256  # workers of one process: each has threads of its own, and a
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise where this is no program."""
+    """Raise LauncherError if these arguments name no program."""
     if not arguments:
         raise LauncherError("what shall be run? jdistgrad run -n 4 script.py [arguments]")
     how, *rest = arguments
@@ -65,7 +65,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def find_module(name: str) -> tuple[str, Any]:
-    """The file and the code of a module, or of a package's ``__main__``."""
+    """Return the file and the code of a module, or of a package's ``__main__``."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
@@ -75,7 +75,7 @@ def find_module(name: str) -> tuple[str, Any]:
 
 
 def find_spec(name: str) -> Any:
-    """Where a module is, for a program that is run in this folder; None where there is none."""
+    """Return the spec of a module for a program that runs in this folder, or None."""
     sys.path.insert(0, "")
     try:
         return importlib.util.find_spec(name)
@@ -92,7 +92,7 @@ def no_module(name: str) -> LauncherError:
 
 
 def run_local(n: int, arguments: Sequence[str]) -> int:
-    """Run a program as ``n`` workers that are threads of this process; the exit status."""
+    """Run a program as ``n`` workers that are threads of this process, and return the exit status."""
     from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
     from jdistgrad.rpc.worlds.local import checked_size, spawn
 
@@ -117,7 +117,7 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
 
 
 def report(error: BaseException, file: str) -> int:
-    """Print what ended a program, from its own first line on; the exit status."""
+    """Print the exception that ended a program, from the program's first frame on; return the exit status."""
     code = error.code if isinstance(error, SystemExit) else None
     if isinstance(code, int):
         return code

@@ -1,4 +1,4 @@
-"""The numbers `jdistgrad bench` shows beside yours, in seconds: the best of seven runs of it."""
+"""The reference times of `jdistgrad bench`, in seconds: the best of seven runs."""
 
 MACHINE = "two cores of a virtual machine, Linux, Python 3.11, jax 0.10.2, Open MPI 5.0.11; 2026-11-21"
 

@@ -9,7 +9,7 @@ import jax
 
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.data_parallel import contexts
-from jdistgrad.data_parallel.buckets.host_arrays import is_traced, on_numbers
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -225,7 +225,7 @@ class DataParallel:
 
     def _driver_of(self, tree: Any) -> Driver | None:
         """Return the driver for a concrete tree; None on a mesh and for a traced tree."""
-        return None if is_traced(tree) else self._driver
+        return None if any_traced(tree) else self._driver
 
     def _require_driver(self, otherwise: str) -> Driver:
         if self._driver is None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calls.caller import Target
+from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
@@ -44,7 +44,7 @@ class RemoteFunction:
 
     def __init__(
         self,
-        to: Target,
+        to: AnyWorker,
         init: Callable[..., Any] | RRef[Any],
         apply: Callable[..., Any],
         *,

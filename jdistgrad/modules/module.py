@@ -8,7 +8,7 @@ import jax
 from jdistgrad.modules.applying import Apply, apply_of, make
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calls.caller import Target
+from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import Args
 
 
@@ -42,7 +42,7 @@ class RemoteModule(RemoteFunction):
 
     def __init__(
         self,
-        to: Target,
+        to: AnyWorker,
         module: Any,
         example_args: Sequence[Any] = (),
         *,

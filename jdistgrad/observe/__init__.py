@@ -1,4 +1,4 @@
 """Timelines: recording the events of workers, files for Perfetto, pictures.
 
-Uses events. Users and the command line call it.
+Uses events, errors and the launcher's environment. Users and the command line call it.
 """

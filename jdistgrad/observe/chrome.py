@@ -1,7 +1,7 @@
-"""Events as Chrome's trace format, which Perfetto (ui.perfetto.dev) opens; and several ranks' files as one.
+"""Events in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and the merge of several ranks' files.
 
-A worker is a process there. What overlaps in time stands on tracks of its own. An arrow goes from each call to where it
-was served.
+In a trace, a worker is a process. Events that overlap in time are on separate tracks. An arrow leads from each call to
+the event that served it.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from typing import Any
 from jdistgrad.errors import TimelineError
 from jdistgrad.events import BUCKET, CALL, PIECE, PULLBACK, SERVE, Event
 
-Trace = dict[str, Any]
+TraceFile = dict[str, Any]
 
 TRACKS = {CALL: "calls", PIECE: "pieces", BUCKET: "buckets", SERVE: "served", PULLBACK: "served"}
 ORDER = tuple(dict.fromkeys(TRACKS.values()))
@@ -23,7 +23,7 @@ LANES = 1000  # more than any track has beside each other
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise now, and not after the program has run, where no file can be written."""
+    """Raise TimelineError if the file cannot be written: now, not after the program has run."""
     folder = pathlib.Path(path).absolute().parent
     if not folder.is_dir():
         raise TimelineError(f"{path} cannot be written: there is no folder {folder}. Make it first.")
@@ -31,8 +31,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise TimelineError(f"{path} cannot be written: it is a folder, or {folder} is not yours to write in.")
 
 
-def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> Trace:
-    """The file of one process. ``epoch``: the wall clock when its ``time.monotonic`` was 0."""
+def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> TraceFile:
+    """Return the trace of one process. ``epoch``: the wall clock when its ``time.monotonic`` was 0."""
     found = sorted(events, key=lambda event: event.start)
     groups: dict[tuple[int, str], list[Event]] = {}
     for event in found:
@@ -49,7 +49,7 @@ def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> Trace:
 
 
 def beside(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """For each of these spans, in order of their starts, the first lane that is free."""
+    """Return for each span the first lane that is free. The spans must be in the order of their starts."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     lanes, new = [], itertools.count()
@@ -62,10 +62,10 @@ def beside(spans: Sequence[tuple[float, float]]) -> list[int]:
     return lanes
 
 
-def merge(traces: Mapping[str, Trace]) -> Trace:
-    """The files of several processes (by name) as one, on one clock that begins at 0.
+def merge(traces: Mapping[str, TraceFile]) -> TraceFile:
+    """Merge the traces of several processes (by file name) into one, on one clock that begins at 0.
 
-    Processes of one machine share its monotonic clock; between machines the wall clocks are believed.
+    Processes of one machine share its monotonic clock. Between machines the wall clocks are trusted.
     """
     epochs: dict[str, float] = {}
     owners: dict[int, str] = {}
@@ -85,8 +85,8 @@ def merge(traces: Mapping[str, Trace]) -> Trace:
     return {"traceEvents": moved, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
 
 
-def read(path: str | os.PathLike[str]) -> Trace:
-    """A file that ``timeline`` or ``merge`` made."""
+def read(path: str | os.PathLike[str]) -> TraceFile:
+    """Read a file that ``timeline`` or ``write`` made."""
     try:
         trace = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         assert "ranks" in trace["otherData"]["jdistgrad"]
@@ -100,7 +100,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
-def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+def write(trace: TraceFile, path: str | os.PathLike[str]) -> None:
     pathlib.Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 

@@ -1,16 +1,16 @@
-"""A small picture of a timeline: a row for each track of each worker. Needs matplotlib."""
+"""A picture of a timeline, with a row for each track of each worker. Needs matplotlib."""
 
 from typing import Any
 
 from jdistgrad.errors import TimelineError
 from jdistgrad.events import BUCKET, CALL, PIECE, PULLBACK, SERVE
-from jdistgrad.observe.chrome import Trace
+from jdistgrad.observe.chrome import TraceFile
 
 COLOURS = {CALL: "#c7ccd6", PIECE: "#3f6fb5", SERVE: "#3d9970", PULLBACK: "#d9822b", BUCKET: "#8e5ea2"}
 
 
-def plot(trace: Trace, axes: Any = None) -> Any:
-    """Draw a trace, its time in milliseconds; returns the axes."""
+def plot(trace: TraceFile, axes: Any = None) -> Any:
+    """Draw a trace with its time in milliseconds, and return the axes."""
     slices = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
     if not slices:
         raise TimelineError("nothing was recorded: no call, no piece of a jit, no bucket")
@@ -35,7 +35,7 @@ def label(axes: Any, rows: list[str], kinds: set[str]) -> None:
     axes.legend(handles, shown, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
-def row_name(trace: Trace, rank: int, tid: int) -> str:
+def row_name(trace: TraceFile, rank: int, tid: int) -> str:
     names = {
         (entry["name"], entry["pid"], entry["tid"]): entry["args"]["name"]
         for entry in trace["traceEvents"]

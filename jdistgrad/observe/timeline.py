@@ -1,4 +1,4 @@
-"""The timeline: what the workers of this process did, and when, as one file."""
+"""The timeline: the recorded events of all workers of this process."""
 
 import concurrent.futures
 import os
@@ -17,20 +17,20 @@ WAITERS = 8
 
 
 def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
-    """Record what happens in a block: calls, what was served, pullbacks, pieces of ``jit``, buckets, on each worker.
+    """Record the events of each worker in a block: calls, served calls, pullbacks, pieces of ``jit``, buckets.
 
     Records all workers of this process. Under mpirun every rank records itself, and its rank is put into the file's
     name: ``trace.rank2.json``; ``jdistgrad trace`` makes one file of them. ``jdistgrad run --timeline trace.json`` does
-    both for a program as it stands. Nothing is measured outside of such a block.
+    both for a program as it stands. Nothing is measured outside such a block.
 
     Arguments:
       path: the file to write at the end of the block, for Perfetto (ui.perfetto.dev); default none.
 
     Returns:
-      What is recorded: ``.events``, ``.save(path)``, ``.plot()``.
+      The timeline, with ``.events``, ``.save(path)`` and ``.plot()``.
 
     Raises:
-      TimelineError: something is being recorded already.
+      TimelineError: this process is recording a timeline already.
 
     Example:
       >>> with jd.local_workers(3), jd.timeline() as recorded:
@@ -42,7 +42,7 @@ def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
 
 
 class Timeline:
-    """What ``timeline`` returns."""
+    """A recording of the workers of this process, which ``timeline`` returns."""
 
     def __init__(self, path: str | os.PathLike[str] | None):
         self._path = path
@@ -62,16 +62,16 @@ class Timeline:
         if self._path is not None:
             self.save(in_this_rank(self._path))
 
-    def trace(self) -> chrome.Trace:
-        """What was recorded so far, in Chrome's trace format."""
+    def trace(self) -> chrome.TraceFile:
+        """Return the events recorded so far, in Chrome's trace format."""
         return chrome.to_trace(list(self.events), host=socket.gethostname(), epoch=self._epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was recorded, for Perfetto."""
+        """Write the recorded events to a file for Perfetto."""
         chrome.write(self.trace(), path)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw what was recorded with matplotlib; returns the axes."""
+        """Draw the recorded events with matplotlib, and return the axes."""
         from jdistgrad.observe.plot import plot
 
         return plot(self.trace(), axes)
@@ -83,19 +83,19 @@ class Timeline:
             self._waiters.submit(self._record_when_ready, event)
 
     def _record_when_ready(self, event: Event) -> None:
-        """JAX answers before it has computed: a piece ends when its results are there."""
+        """Record an event once its arrays are ready: JAX returns earlier, but a piece ends with its results."""
         import jax
 
         end = event.end
         try:
             jax.block_until_ready(event.arrays)
             end = time.monotonic()
-        except RuntimeError:  # donated meanwhile, or it failed: whoever needs it is told
+        except RuntimeError:  # an array was donated meanwhile, or its computation failed: its users get that error
             pass
         self.events.append(event._replace(end=end, arrays=None))
 
 
 def in_this_rank(path: str | os.PathLike[str]) -> pathlib.Path:
-    """A file's name on this rank of a job: each has its own."""
+    """Return the path with this rank in its file name if this process is a rank of a job, else the path itself."""
     named = pathlib.Path(path)
     return named.with_suffix(f".rank{launcher_env.rank()}{named.suffix}") if launcher_env.launched() else named

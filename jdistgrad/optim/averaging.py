@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.buckets.host_arrays import is_traced
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -52,7 +52,7 @@ def average_gradients(
         updates: Any, state: AverageGradientsState, params: Any = None, **extra: Any
     ) -> tuple[Any, AverageGradientsState]:
         all_, driver = group()
-        if driver is None or is_traced(updates):
+        if driver is None or any_traced(updates):
             averaged, states = CompiledAverage(all_, rules, driver).average_with(updates, state.hook)
         else:
             averaged, states = driver.average_with(updates, hook, state.hook)

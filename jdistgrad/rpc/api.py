@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.rpc.calls.caller import Target
+from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.references import rref
@@ -11,7 +11,7 @@ from jdistgrad.rpc.references.rref import RRef
 
 
 def rpc_sync(
-    to: Target,
+    to: AnyWorker,
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -42,7 +42,7 @@ def rpc_sync(
 
 
 def rpc_async(
-    to: Target,
+    to: AnyWorker,
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -63,7 +63,7 @@ def rpc_async(
 
 
 def remote(
-    to: Target,
+    to: AnyWorker,
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,

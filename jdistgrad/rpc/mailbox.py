@@ -51,7 +51,7 @@ class Mailbox:
       work: counts of the messages that carry work.
       home: the thread that opened the world.
       failure: the error that broke the world, if any.
-      hands_over: whether messages are handed over as objects, because the workers are threads of one process.
+      hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       severed: whether this is the copy of a worker in a forked process.
     """
 

@@ -32,7 +32,7 @@ TRACED = (
 COMPILE_FROM = 500
 KINDS_COUNTED = 4096
 
-Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def padded(length: int) -> int:
@@ -69,7 +69,7 @@ def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(data, np.uint8).view(named_dtype(dtype)).reshape(shape)
 
 
-def reduce_jax(array: jax.Array) -> Reduction:
+def reduce_jax(array: jax.Array) -> PickleReduction:
     if isinstance(array, jax.core.Tracer):
         raise EncodingError(TRACED)
     if not array.is_fully_addressable:

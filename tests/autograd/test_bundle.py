@@ -1,4 +1,4 @@
-"""Routes, without any wire: what a visit runs, what it keeps, and what travels of it."""
+"""Bundles, without any wire: what a run runs, what it keeps, and what travels of it."""
 
 import dataclasses
 import gc
@@ -32,7 +32,7 @@ def change(x):
     return 2 * x
 
 
-def visit(*functions, stop=STOP):
+def run_of(*functions, stop=STOP):
     """Each function of what the one before returned."""
     sources = [[0], *([StopOutput(turn, 0)] for turn in range(len(functions) - 1))]
     bundle = Bundle.of([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
@@ -40,7 +40,7 @@ def visit(*functions, stop=STOP):
 
 
 def test_functions_run_in_turn(worker):
-    (found,) = visit(jnp.exp, jnp.negative, jnp.tanh)()
+    (found,) = run_of(jnp.exp, jnp.negative, jnp.tanh)()
     np.testing.assert_allclose(found, jnp.tanh(-jnp.exp(X)))
 
 
@@ -55,7 +55,7 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
         return made
 
     alive = []
-    visit(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))()
+    run_of(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))()
     assert max(alive) == 1  # its own argument
 
 
@@ -70,8 +70,8 @@ def test_numbers_stay_with_their_bundle(worker):
     np.testing.assert_allclose(found[1], -jnp.exp(X))
 
 
-def test_a_route_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
-    codec, one = PickleCodec(allow_code=False), visit(change)
+def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
+    codec, one = PickleCodec(allow_code=False), run_of(change)
     parcels = [codec.encode(one, snapshot=True) for _ in range(2)]
     first = codec.decode(parcels[0])
     monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))

@@ -1,4 +1,4 @@
-"""Closed routes as one compiled function, without any wire."""
+"""Closed bundles as one compiled function, without any wire."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""`jdistgrad bench` measures here, as threads and as a job, and shows it beside the reference."""
+"""`jdistgrad bench`: it measures as threads and as a job, and prints the reference beside."""
 
 import re
 import subprocess

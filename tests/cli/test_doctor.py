@@ -1,4 +1,4 @@
-"""The doctor's judgement, fed with facts; and one real visit."""
+"""The doctor's findings for given facts, and one real run."""
 
 import copy
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line: which flags mpirun needs, and what is refused."""
+"""The start of jobs: mpirun's flags, the ranks' environment, the program's arguments, and jobs that are refused."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`jdistgrad run`: as a job, as threads, recorded, and what a program that fails looks like."""
+"""`jdistgrad run`: as a job, as threads, with a timeline, and with programs that fail."""
 
 import pathlib
 import re
@@ -149,7 +149,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_job_ends_with_the_command_that_started_it(tmp_path, number):
-    """Whatever ends that, it leaves neither ranks behind nor mpirun."""
+    """However the command ends, neither ranks nor mpirun are left behind."""
     command = [sys.executable, "-c", HANGS_UP, sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", SLEEPS]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as job:
         wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 4)

@@ -1,4 +1,4 @@
-"""Trees averaged from Python: what is handed over stays, and what comes back lies where it lay."""
+"""Averages of trees from Python: inputs stay unchanged, and results are on the devices of the inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_what_is_averaged_stays_as_it_is(big_world, cap, rank, size):
 
 @on_every_worker
 def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size):
-    """Each is written to: zeros that XLA made once for all would hold the last leaf's numbers."""
+    """The averages are written into leaf by leaf: zeros that leaves shared would hold the last leaf's numbers."""
     found = DataParallel().average([jnp.full(3, float(k)) for k in range(5)])
     assert [float(one[0]) for one in found] == list(range(5))
     assert len({one.unsafe_buffer_pointer() for one in found}) == 5

@@ -1,4 +1,4 @@
-"""Bad input: a clear error on every rank, nothing reduced, nothing lost."""
+"""Bad input: a clear error on every rank, and nothing is reduced or lost."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Steps that go wrong on some ranks only, or where they cannot be taken: everybody hears of it, nobody hangs."""
+"""Steps that fail on some ranks only, or are not allowed where they are taken: every rank raises, none hangs."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 @on_every_worker
 def test_steps_of_different_numbers_are_not_averaged_together(big_world, rank, size):
-    """A rank that has failed in a step of its own and goes on is one ahead."""
+    """A rank that failed in a step alone and goes on is one step ahead of the others."""
     dp = DataParallel()
     params = {"w": jnp.full(3, 1.0 + rank)}
     dp.average(params)

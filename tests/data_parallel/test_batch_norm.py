@@ -1,4 +1,4 @@
-"""Batch norm over everybody's rows, against flax's own on the whole batch."""
+"""Batch norm over the rows of all ranks, compared with flax's own on the whole batch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Buckets larger than a chunk, and types that MPI does not know or knows under another name."""
+"""Buckets larger than a chunk, and dtypes that MPI lacks or knows under another name."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Compiled steps that the ranks take in different orders, or not equally often: told, never summed."""
+"""Compiled steps that ranks take in different orders or unequal numbers: an error on every rank, never a wrong sum."""
 
 import copy
 
@@ -45,7 +45,7 @@ def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length, r
 
 @on_every_worker
 def test_operations_in_another_order_are_told_too(big_world, rank, size):
-    """Equal in size: nothing but what the ranks say tells one from the other."""
+    """The operations are equal in size: only the roll call tells one from another."""
     c = jd.collectives.of_this_world()
     total, most = jax.jit(c.allreduce), jax.jit(lambda x: c.allreduce(x, "max"))
     x = jnp.arange(3.0) + rank
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_come_is_named(big_world, rank, size):
 
 @on_every_worker
 def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world, rank, size):
-    """Who came late would meet those who had gone on, one operation behind."""
+    """Without that, a late rank would meet the others' next operation."""
     c = copy.copy(jd.collectives.of_this_world())
     c.timeout = 1
     x = jnp.ones(3)
@@ -102,7 +102,7 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
 @pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["compiled", "called"])
 @on_every_worker
 def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeout(big_world, wrap, rank, size):
-    """Each waits in a meeting of its own, to which the others never come: nobody's words differ."""
+    """Each object has a roll call of its own, to which the other ranks never come: no words differ."""
     one, two = (wrap(DataParallel(timeout=300).average) for _ in range(2))
     x = {"w": jnp.full((2, 3), 1.0 + rank)}
     jax.block_until_ready((one(x), two(x)))
@@ -115,7 +115,7 @@ def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeo
 
 @on_every_worker
 def test_a_step_is_not_an_average_of_given_gradients(big_world, rank, size):
-    """Of equal trees: nothing but what the ranks say of them tells one from the other."""
+    """The trees are equal: only the roll call tells a step from an average."""
     dp = DataParallel()
     a = {"a": jnp.full((2, 2), 1.0 + rank)}
     step, average = jax.jit(dp.value_and_grad(square)), jax.jit(dp.average)

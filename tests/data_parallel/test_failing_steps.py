@@ -1,4 +1,4 @@
-"""Steps that fail on some ranks or on all: nothing is averaged that does not belong together, and nobody waits long."""
+"""Steps that fail on some or all ranks: gradients of different steps are never averaged, and no rank waits long."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ MIXED = {"a": jnp.ones(3), "b": jnp.ones(4, jnp.float16), "c": jnp.ones(5, jnp.b
 
 
 def half_a_step(dp, number):
-    """A step of which so many gradients come before it fails."""
+    """A step that fails after ``number`` of its gradients."""
     reduction = dp.reduction(MIXED)
     for leaf in range(3)[::-1][:number]:
         reduction.ready(leaf, jnp.copy(jax.tree.leaves(MIXED)[leaf]))
@@ -23,7 +23,7 @@ def half_a_step(dp, number):
 
 @on_every_worker
 def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, rank, size):
-    """And not in averages of one rank's third step with another's fourth."""
+    """Otherwise one rank's third step would be averaged with another's fourth."""
     dp = DataParallel(timeout=20)
     dp.average(MIXED)
     half_a_step(dp, 2 if rank == 0 else 0)
@@ -107,7 +107,7 @@ def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_worl
 
 @on_every_worker
 def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
-    """A layout that is refused when the step has begun."""
+    """A rank's sparse layout is refused after the step has begun."""
     dp, other = DataParallel(timeout=15), DataParallel()
     layout = {"n_batch": 1} if rank == 1 else {"n_dense": 1}
     expected = (LeafError, "1 batch dimensions") if rank == 1 else (DisagreementError, "rank 1 has failed")
@@ -118,7 +118,7 @@ def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
 
 @on_every_worker
 def test_a_tree_that_only_one_rank_can_average(big_world, rank, size):
-    """The others hear which leaf it was, instead of waiting."""
+    """The other ranks raise an error that names the leaf, instead of waiting."""
     dp = DataParallel()
     with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
         dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})

@@ -1,4 +1,4 @@
-"""What hooks are shown while they run, and where they run."""
+"""The buckets and states that hooks get, and the threads and precision in which hooks run."""
 
 import threading
 
@@ -16,7 +16,7 @@ from jdistgrad.optim.averaging import average_gradients
 
 
 def watching(seen):
-    """The average, by a hook that keeps what it was shown."""
+    """A hook that averages and keeps the buckets it gets."""
 
     def apply(bucket, state, collectives):
         seen.append(bucket)
@@ -87,7 +87,7 @@ def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world, rank
 
 @on_every_worker
 def test_transformations_made_in_every_step_share_what_they_need(big_world, rank, size):
-    """With a hook that is new each time: one thread, and so one channel, for all of them."""
+    """Each transformation has a new hook, and all share one thread and so one channel."""
     c, threads = of_this_world(), set()
 
     def apply(bucket, state, collectives):
@@ -132,7 +132,7 @@ def test_sums_that_would_overflow(big_world, rank, size):
 
 @on_every_worker
 def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world, rank, size):
-    """The same numbers from Python and in a compiled step."""
+    """Eager and compiled steps give the same numbers."""
     seen = []
     dp = DataParallel(hook=watching(seen), sparse=["['table']"])
     mine = {"table": jnp.zeros((4, 2)).at[rank].set(1.0), "w": jnp.ones(3)}

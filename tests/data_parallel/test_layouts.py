@@ -1,4 +1,4 @@
-"""Arrays of which the columns lie together, on one rank only: JAX allows it, and what it shows is what counts."""
+"""Arrays in column-major layout on one rank only: collectives must use their values, not their memory order."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The same, along an axis of a simulated mesh of eight devices."""
+"""Data parallelism along an axis of a simulated mesh of eight devices: steps, collectives and hooks."""
 
 import functools
 
@@ -106,7 +106,7 @@ def floats():
 
 
 def test_derivatives_with_and_without_types():
-    """Each rank's loss is its own: the derivative is that of their sum, as in the other bodies."""
+    """Losses differ from rank to rank: the derivative is that of their sum, as in all implementations."""
     xs = jnp.arange(1.0, 1 + RANKS)
     expected = jax.grad(lambda xs: sum(jnp.sin(jnp.sum(xs)) * (r + 1) * xs[r] for r in range(RANKS)))(xs)
     for typed in (True, False):
@@ -122,7 +122,7 @@ def test_derivatives_with_and_without_types():
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("name", ["max", "min", "broadcast", "gather"])
 def test_derivatives_of_the_other_operations(name, typed):
-    """As in the other bodies: of the sum of all ranks' losses; a maximum's is divided among equals."""
+    """Derivatives are those of the sum of all ranks' losses; equal maxima share the derivative."""
     xs = jnp.array([1.0, 5.0, 2.0, 5.0, 1.0, 3.0, 4.0, 1.0])
     whole = {"max": jnp.max, "min": jnp.min, "broadcast": lambda x: x[3], "gather": lambda x: x @ jnp.arange(8.0)}[name]
     expected = jax.grad(lambda xs: sum(jnp.sin(whole(xs)) * (r + 1) for r in range(RANKS)))(xs)

@@ -1,4 +1,4 @@
-"""Legal, but rare: other widths on other ranks, small dtypes, settings that change, arrays that somebody writes to."""
+"""Legal but rare inputs: widths that differ by rank, small dtypes, changed settings, arrays that are written to."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Gradients of which only some rows are there."""
+"""Sparse gradients, of which each rank has only some rows."""
 
 import jax
 import jax.numpy as jnp

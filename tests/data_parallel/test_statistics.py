@@ -1,4 +1,4 @@
-"""What a DataParallel tells of its steps, and what it hides behind them."""
+"""The statistics of a DataParallel, and the overlap of reductions with the backward pass."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ def test_statistics(big_world, rank, size):
 
 
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
-    """Each reduction ends only once the next piece has begun, and that piece only once the reduction has."""
+    """Each reduction waits for the next piece to begin, and each piece for the reduction to begin."""
     layers = 8
 
     def body(rank, size):

@@ -1,4 +1,4 @@
-"""DataParallel steps against the serial program on everybody's batches."""
+"""DataParallel steps, compared with the serial program on the batches of all ranks."""
 
 import random
 import time
@@ -43,7 +43,7 @@ def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
 
 @jax.custom_vjp
 def along(a, x):
-    """Of which the gradient is x itself, not something computed of it."""
+    """A loss whose gradient is the array x itself, not a computed value."""
     return jnp.vdot(a, x)
 
 
@@ -52,7 +52,7 @@ along.defvjp(lambda a, x: (jnp.vdot(a, x), x), lambda x, g: (x, x))
 
 @on_every_worker
 def test_inputs_survive_gradients_that_are_inputs(world, rank, size):
-    """Averages are written where the gradients lie; what is somebody else's is copied before."""
+    """Averages overwrite the gradients' memory; gradients that are inputs are copied first."""
 
     def odd(params, x):
         return along(params["a"], x) + along(params["b"], x) + params["c"].sum(), params["c"]

@@ -1,4 +1,4 @@
-"""Whole trainings: they converge with every hook, and go on from a checkpoint."""
+"""Whole trainings: they converge with every hook, and continue from a checkpoint."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Steps that are not all alike: accumulated, uneven, in contexts."""
+"""Uneven steps: gradients accumulated, ranks with different numbers of batches, steps in contexts."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
 
 @on_every_worker
 def test_parameters_averaged_every_few_steps(big_world, rank, size):
-    """Ranks that go their own way for some steps, and meet."""
+    """Ranks train alone for some steps, then average their parameters."""
     dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
     for _ in range(2):
         params = dp.average(jax.tree.map(lambda p: p + rank, params))
@@ -125,7 +125,7 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
 
 @on_every_worker
 def test_numbers_that_are_not_finite_do_not_end_a_join(big_world, rank, size):
-    """The ranks still active hear of it and go on; those that have joined go on with them."""
+    """Active ranks get the error and go on; ranks that have joined go on with them."""
     dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
     with dp.join() as join:
         for k in range(3 * rank):

@@ -1,4 +1,4 @@
-"""Which parameters no rank's loss depends on: found in each step, and left alone by optimizers."""
+"""Parameters that no rank's loss depends on: found in each step, and not changed by optimizers."""
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def used(*names):
 
 @on_every_worker
 def test_steps_without_sync_count_for_the_next_average(big_world, rank, size):
-    """And no longer for the one after it."""
+    """They do not count for the average after that."""
     dp = DataParallel(find_unused_parameters=True)
     left, right = stepping(dp, "left"), stepping(dp, "right")
     with dp.no_sync():

@@ -1,4 +1,4 @@
-"""Python functions called from compiled code: on threads and memory of their own, with errors that tell."""
+"""Python functions called from compiled code: their threads, their memory, and the errors they raise."""
 
 import gc
 import threading
@@ -63,7 +63,7 @@ def test_more_programs_wait_than_xla_has_threads():
 
 
 def test_a_function_may_keep_its_arguments():
-    """XLA uses their memory again."""
+    """XLA reuses the memory of arguments, so the function must get copies."""
     kept = []
 
     def keep(x):

@@ -1,4 +1,4 @@
-"""The data-parallel examples, as threads, as jobs and on a mesh: they learn, and the result is the serial one."""
+"""The data-parallel examples, as threads, as jobs and on a mesh: they learn, with the result of the serial program."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The examples of the docstrings run, in a world of three, with the names they leave to the reader."""
+"""The docstrings' examples run in a world of three, with the names that the examples do not define."""
 
 import contextlib
 import doctest

@@ -1,4 +1,4 @@
-"""The examples, as threads and as jobs: they run, and what they find is right."""
+"""The examples, as threads and as jobs: they run, and their results are right."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Jobs that end badly: they do end, with a message that names rank and cause. The fixture ends those that hang."""
+"""Jobs that end badly: they end, and the message names rank and cause. The fixture ends jobs that hang."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_a_rank_that_raises_what_has_no_text_ends_the_job_too(mpi_job):
 
 
 def test_a_shutdown_that_waits_says_for_what_on_stderr(mpi_job):
-    """Without any setting of the logging module."""
+    """The warning appears without any setting of the logging module."""
     job = mpi_job(
         3,
         """

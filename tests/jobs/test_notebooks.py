@@ -1,4 +1,4 @@
-"""Notebooks run without errors, show what they show, and can be interrupted."""
+"""The notebooks: they run without errors, print the outputs they were committed with, and can be interrupted."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The documentation: its programs print what it shows, and what it names exists."""
+"""The documentation: its programs print the output it shows, and the names it uses exist."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""The pytest plugin, as somebody uses it who has only installed the package."""
+"""The pytest plugin, as used by a project that has only installed the package."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, stuck or gone while the others are in a collective: the job ends, and says who and where."""
+"""Ranks that are stopped, stuck or gone while others are in a collective: the job ends and names rank and place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The examples whose parts live on several workers: what they learn, and that it is what one process would learn."""
+"""The examples whose parts live on several workers: they learn what one process would learn."""
 
 import re
 

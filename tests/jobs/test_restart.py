@@ -1,4 +1,4 @@
-"""Training that is ended and begun again in another job goes on as if nothing had been."""
+"""A training that ends and continues in another job gives the result of an uninterrupted one."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""XLA has as many threads as cores. However many programs wait for other workers, none of them may hold one."""
+"""XLA has as many threads as cores: no program may hold one while it waits for another worker."""
 
 import pytest
 
@@ -129,7 +129,7 @@ jd.shutdown()
 
 @pytest.mark.parametrize("workers", [3, 4, 8])
 def test_jitted_functions_of_local_workers_that_call_each_other(mpi_job, workers):
-    """Called by all of them at once."""
+    """All workers call at once."""
     mpi_job(
         1,
         on_two_cores(
@@ -191,7 +191,7 @@ def test_compiled_code_finds_its_context_in_a_world_of_several_devices(mpi_job):
 
 
 def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_job):
-    """JAX was started first: nothing can be changed any more, but said."""
+    """JAX was started first, so its settings can no longer be changed; a warning says so."""
     mpi_job(
         1,
         """

@@ -1,4 +1,4 @@
-"""Blueprints of modules: equal where the modules are, and refused where there is nothing to build."""
+"""Blueprints of modules: equal for equal modules, and refused for values that cannot be built."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Flax modules whose parameters live on another worker, against the serial ones."""
+"""Flax modules whose parameters live on another worker, compared with the same modules in one process."""
 
 import functools
 

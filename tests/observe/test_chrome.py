@@ -1,4 +1,4 @@
-"""Events as a trace file: tracks, merging, and files that are none."""
+"""Events as a trace file: tracks, merging, and files that are not traces."""
 
 import itertools
 

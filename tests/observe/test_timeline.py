@@ -1,4 +1,4 @@
-"""The timeline: what happened on each worker, in order, with ids that belong together."""
+"""The timeline: the events of each worker, in order, with ids that match between workers."""
 
 import operator
 import time

@@ -1,4 +1,4 @@
-"""Optimizers of all kinds, with averaged gradients and sharded state, against the serial ones."""
+"""Optimizers of all kinds, with averaged gradients and sharded state, compared with the serial program."""
 
 import functools
 
@@ -98,7 +98,7 @@ def test_sharded_optimizer_state_gives_the_same_training(world, jitted, plain, r
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @on_every_worker
 def test_sharded_state_of_gradients_of_another_type_than_the_parameters(world, jitted, rank, size):
-    """And a mask by path: the optimizer sees the parameters' tree."""
+    """The optimizer masks by path, so it must see the parameters' tree."""
 
     def chain():
         return optax.chain(

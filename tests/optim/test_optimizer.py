@@ -1,4 +1,4 @@
-"""Optimizers of parameters that live on other workers, against optax on one."""
+"""Optimizers of parameters that live on other workers, compared with optax on one worker."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Optimizers that cannot step say so, and change nothing anywhere."""
+"""Optimizers that cannot step: they raise, and change nothing on any worker."""
 
 import jax.numpy as jnp
 import optax

@@ -1,4 +1,4 @@
-"""States of optimizers that are put back: checked first on all owners, then on all or on none."""
+"""Restored optimizer states: checked on all owners first, then restored on all owners or on none."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def make_array(shape, dtype="float32"):
 
 
 def changed(state, number, **leaves):
-    """A state of which the leaves of one value are others."""
+    """A state in which the leaves of one value are changed."""
     values = [{**one, **leaves} if k == number else one for k, one in enumerate(state["values"])]
     return {**state, "values": values}
 
@@ -141,7 +141,7 @@ def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
 
 @on_worker0
 def test_training_goes_on_from_a_restored_state(world):
-    """As in the serial program that is set back alike."""
+    """The result is that of a serial program restored to the same state."""
     tx = optax.adam(1e-2)
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(tx, [params])

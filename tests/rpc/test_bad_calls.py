@@ -1,4 +1,4 @@
-"""Calls of no worker, of no function or of code: a clear error, and nothing is lost."""
+"""Calls with an unknown worker, something that is no function, or code: a clear error, and nothing is lost."""
 
 import operator
 

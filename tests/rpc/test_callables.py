@@ -1,4 +1,4 @@
-"""What can be called, and handed over to be called."""
+"""Callables of every kind, as called functions and as arguments."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Calls: targets, nesting, many at once, threads."""
+"""Calls: targets, nested calls, many calls at once, calls from several threads."""
 
 import concurrent.futures
 import contextvars
@@ -72,7 +72,7 @@ def test_nested_and_circular_calls(world):
 
 @on_worker0
 def test_deep_recursion_between_two_workers(big_world):
-    """Deeper than any pool of threads of a fixed size."""
+    """The recursion is deeper than any thread pool of fixed size."""
     path = [1 + k % 2 for k in range(150)]
     assert jd.rpc_sync(2, bounce, args=(path,)) == [2, *path]
 
@@ -105,7 +105,7 @@ def meet():
 
 @on_worker0
 def test_slow_calls_to_one_worker_overlap(world):
-    """Eight calls that end only when all eight run."""
+    """Eight calls end only when all eight are running."""
     futures = [jd.rpc_async(peers()[-1], meet) for _ in range(8)]
     assert {future.result() for future in futures} == {peers()[-1]}
 
@@ -116,7 +116,7 @@ def wait_for_release():
 
 @on_worker0
 def test_a_busy_worker_still_serves(world):
-    """A call that lasts until another, made later, comes past it."""
+    """A call ends only when a later call has been served."""
     released.clear()
     slow = jd.rpc_async(peers()[-1], wait_for_release)
     for k in range(50):
@@ -140,7 +140,7 @@ def hit(chain):
 
 
 def test_shutdown_waits_for_calls_nobody_waits_for(world):
-    """A chain of 20 calls, each made without waiting: the end comes after the last."""
+    """Each of 20 calls makes the next without waiting: shutdown returns after the last."""
     hits.clear()
 
     def main():
@@ -155,7 +155,7 @@ def test_shutdown_waits_for_calls_nobody_waits_for(world):
 
 
 def test_uneven_work(world):
-    """Workers that are done early go on serving until everybody is."""
+    """Workers that finish early go on serving until all have finished."""
 
     def main():
         me = jd.init()

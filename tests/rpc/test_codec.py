@@ -1,4 +1,4 @@
-"""What the encoder promises about memory."""
+"""The encoder: snapshots, copies, and which values are decoded only once."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""One GPU for each process of a node, chosen before JAX opens any: tried in processes of their own, without GPUs."""
+"""One GPU for each process of a node, chosen before JAX opens any; tested in separate processes, without GPUs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Who is in a world."""
+"""The directory: the members of a world, by name, rank and info."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The end of a world that does not come: for whom and for what it waits, said while it waits and when it gives up."""
+"""Worlds that do not end: a waiting worker names the workers and calls it waits for, and again when it gives up."""
 
 import concurrent.futures
 import contextlib
@@ -39,7 +39,7 @@ def release():
 
 
 def until_two_are_served():
-    """This call, and one more."""
+    """Wait until this worker serves this call and one more."""
     end = time.monotonic() + 20
     while len(current_worker().server.being_served) < 2:
         assert time.monotonic() < end
@@ -48,7 +48,7 @@ def until_two_are_served():
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Waits until something is said here so many times, by workers that speak soon."""
+    """A function that waits for a text in the log; workers warn after 0.1 s."""
     monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.1)
     for one in released:
         one.clear()
@@ -64,7 +64,7 @@ def said(caplog, monkeypatch):
 
 @pytest.fixture
 def beside():
-    """Runs something beside a main, as the same worker."""
+    """A function that runs work on another thread of the same worker."""
     threads, failures = [], []
 
     def start(work):
@@ -85,7 +85,7 @@ def beside():
 
 @pytest.mark.parametrize("function", [wait_here, promise], ids=["a thread that waits", "a future"])
 def test_who_serves_a_call_for_long_is_named_with_its_function(big_world, said, beside, function):
-    """Everybody has called shutdown: the waiting is for the call alone."""
+    """All workers have called shutdown: they wait for the call alone."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     def end_when_said():
@@ -107,7 +107,7 @@ def test_who_serves_a_call_for_long_is_named_with_its_function(big_world, said, 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_who_has_not_called_shutdown_is_named_by_the_lowest_that_has(big_world, said, beside, caplog, late):
-    """Also where the late one is worker 0, which conducts the end; and nobody else says the same."""
+    """This holds also if worker 0, which conducts the end, is late; no other worker warns."""
     speaker, third = (0, 1) if late else (1, 2)
     text = f"for worker{late} (rank {late}), which has not called shutdown"
 
@@ -134,7 +134,7 @@ def test_who_has_not_called_shutdown_is_named_by_the_lowest_that_has(big_world, 
 
 @pytest.mark.parametrize("impatient", [0, 1])
 def test_who_gives_up_says_for_which_functions_it_waited(big_world, said, impatient):
-    """Whoever conducts: the others ask for themselves."""
+    """This holds on any worker: those that do not conduct the end ask for themselves."""
 
     def main():
         me = jd.init()
@@ -151,7 +151,7 @@ def test_who_gives_up_says_for_which_functions_it_waited(big_world, said, impati
 
 
 def test_workers_of_a_notebook_do_not_say_that_they_wait(said, caplog):
-    """They serve from the start: that is what they are for."""
+    """Workers of a notebook only serve, so their waiting is normal."""
     with jd.local_workers(3):
         time.sleep(0.5)
         assert jd.rpc_sync(2, release) is None
@@ -184,7 +184,7 @@ def being_served():
 
 
 def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
-    """The others were told to close before it, and have left: that is no loss."""
+    """Workers that were told to close earlier have left: that is not a lost worker."""
     monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.05)
     asked, send = threading.Event(), local.LocalTransport.send
 

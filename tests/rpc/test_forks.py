@@ -1,4 +1,4 @@
-"""Processes forked from a worker's: they have no world, are told so, and end without taking anybody along."""
+"""Processes forked from a worker's: they have no world, get errors that say so, and end without harm to others."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Futures: what a call gives before it is answered, and what a function may answer with."""
+"""Futures: those that calls return, and those that served functions return as their answer."""
 
 import concurrent.futures
 import threading

@@ -1,4 +1,4 @@
-"""Lifetimes of values on their owners: nothing is freed too early, and nothing is left."""
+"""Lifetimes of values on their owners: nothing is freed too early, and nothing is left behind."""
 
 import time
 
@@ -112,7 +112,7 @@ def test_a_call_that_cannot_be_read_still_returns_its_references(world):
 
 
 class StubbornError(Exception):
-    """Can be neither copied nor rebuilt from its arguments."""
+    """An exception that can be neither copied nor rebuilt from its arguments."""
 
     def __init__(self, a, b):
         super().__init__(f"stubborn {a} and {b}")
@@ -124,7 +124,7 @@ def raise_stubborn():
 
 @on_worker0
 def test_references_to_what_could_not_be_made_are_free(world):
-    """Their owner keeps the exception: whoever gets it raises another, whose traceback holds the reference."""
+    """The owner keeps the exception; each caller raises a new one, whose traceback holds the reference."""
     last = jd.world_size() - 1
     for _ in range(5):
         with pytest.raises((StubbornError, jd.RemoteError), match="stubborn 1 and 2"):
@@ -133,7 +133,7 @@ def test_references_to_what_could_not_be_made_are_free(world):
 
 
 class Necromancer:
-    """Its destructor uses references."""
+    """A value whose destructor uses references."""
 
     def __del__(self):
         jd.RRef("last words")

@@ -1,4 +1,4 @@
-"""Ranks that were not started alike: refused by every rank, with what differs, where, and what to do."""
+"""Ranks that were started differently: every rank raises an error with the difference, its place and a remedy."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_what_all_must_have_alike(mpi_job, before, message):
 
 @pytest.fixture
 def two_programs(mpi_job, tmp_path):
-    """Runs one script as rank 0, another as ranks 1 and 2, as ``mpirun -n 1 ... : -n 2 ...`` does."""
+    """Run one script as rank 0 and another as ranks 1 and 2, as ``mpirun -n 1 ... : -n 2 ...`` does."""
     for name in ("leads.py", "follows.py"):
         (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
     become = f"""
@@ -75,7 +75,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
-    """As where mpirun is there and mpi4py, or the library it was built against, is not."""
+    """mpirun is installed, but mpi4py, or the library it was built against, is missing."""
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text(BROKEN[how] if how == "nothing" else "")

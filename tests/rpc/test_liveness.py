@@ -1,4 +1,4 @@
-"""Silent peers, fed with times."""
+"""The detection of silent peers, driven by given times."""
 
 import pytest
 from hypothesis import example, given, strategies as st
@@ -7,7 +7,7 @@ from jdistgrad.rpc.members.liveness import Liveness
 
 
 def followed(liveness, awaited, *times):
-    """What comes of looking at each of these times: whom it asks and whom it gives up, where it does either."""
+    """Return the peers asked and given up at each of these times, without times at which there are none."""
     looks = [(now, *liveness.look(awaited, now)) for now in times]
     return [(now, ask, lost) for now, ask, lost in looks if ask or lost]
 
@@ -35,7 +35,7 @@ def test_time_before_somebody_waits_does_not_count():
 
 @pytest.mark.parametrize("gap", [5.0, 71.0, 1e6])
 def test_who_stood_still_gives_nobody_up_for_it(gap):
-    """The gap between two looks is one's own: the others are asked, and have all the time to answer."""
+    """A gap between two looks means that this worker stood still: it asks its peers and gives them the full time."""
     liveness = Liveness(interval=1.0, limit=4.0)
     liveness.look([1, 2], 10.0)
     woke = 10.0 + gap
@@ -45,7 +45,7 @@ def test_who_stood_still_gives_nobody_up_for_it(gap):
 
 
 def test_who_stands_still_again_and_again_still_notices():
-    """A machine that gets a core now and then only."""
+    """A worker that runs only now and then, as on a crowded machine, still notices lost peers."""
     liveness = Liveness(interval=1.0, limit=4.0)
     assert followed(liveness, [1], *range(0, 1000, 50))[-1][2] == [1]
 

@@ -1,4 +1,4 @@
-"""Worlds of threads: spawned, for a notebook, of one worker."""
+"""Worlds whose workers are threads: spawned, in a notebook, and of one worker."""
 
 import concurrent.futures
 import operator

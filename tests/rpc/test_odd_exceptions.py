@@ -1,4 +1,4 @@
-"""Exceptions and results whose classes raise something themselves: the caller is answered, and the world can end."""
+"""Exceptions and results whose classes raise something themselves: the caller gets an answer, and the world ends."""
 
 import concurrent.futures
 import operator
@@ -28,7 +28,7 @@ class NotelessError(Exception):
 
 
 class NotedError(Exception):
-    """Its notes are no text, and cannot be pickled."""
+    """An exception whose notes are not text and cannot be pickled."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -41,7 +41,7 @@ class TextlessError(Exception):
 
 
 class LeavingError(Exception):
-    """Neither copied nor pickled without an end of the thread."""
+    """An exception whose copying or pickling ends the thread."""
 
     def __reduce__(self):
         raise SystemExit(3)
@@ -80,7 +80,7 @@ def relayed(kind):
 @pytest.mark.parametrize("function", [fail, fail_later, relayed])
 @on_worker0
 def test_an_odd_exception_arrives(world, kind, function):
-    """In its own type, or in words where the wire cannot carry it."""
+    """The exception arrives with its own type, or as text if the wire cannot carry it."""
     with pytest.raises((kind, jd.RemoteError)):
         jd.rpc_sync(last(), function, args=(kind,), timeout=SECONDS)
     with pytest.raises((kind, jd.RemoteError)):
@@ -100,7 +100,7 @@ def test_what_the_wire_can_carry_keeps_its_type(world, kind):
 
 @on_worker0
 def test_what_the_class_passed_on_otherwise_is_there(big_world):
-    """Made without its ``__init__``, in a local world; in words over a wire."""
+    """A local world makes it without its ``__init__``; over a wire it arrives as text."""
     with pytest.raises((UncopiedError, jd.RemoteError), match="one and two") as caught:
         jd.rpc_sync(last(), fail, args=(UncopiedError,), timeout=SECONDS)
     assert getattr(caught.value, "both", ("one", "two")) == ("one", "two")
@@ -152,7 +152,7 @@ class Secretive:
 
 @on_worker0
 def test_a_function_that_must_not_be_asked(world):
-    """Who encodes it asks; whoever calls it does not."""
+    """Encoding the function asks for its name; calling it does not."""
     if launcher_env.launched() and jd.world_size() > 1:
         with pytest.raises((SystemError, jd.EncodingError)):
             jd.rpc_sync(last(), Secretive(), timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""The table of calls in flight, fed with times."""
+"""The table of pending calls, driven by given times."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""References: where the values are, what can be done with them there, and when."""
+"""References: where their values are, and which operations work on them, and when."""
 
 import copy
 import operator

@@ -1,4 +1,4 @@
-"""Exceptions of remote functions: what arrives of them, and where it says they were raised."""
+"""Exceptions of remote functions: their type, causes and notes on the caller, and the chain of workers they name."""
 
 import pytest
 from helpers.worlds import last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
@@ -51,7 +51,7 @@ def test_the_chain_of_workers_is_told(big_world):
 
 
 class StubbornError(Exception):
-    """Cannot be rebuilt from its arguments."""
+    """An exception that cannot be rebuilt from its arguments."""
 
     def __init__(self, a, b):
         super().__init__(f"stubborn {a} and {b}")
@@ -96,7 +96,7 @@ def test_an_exception_that_is_its_own_cause(world):
 
 
 class HoldingError(Exception):
-    """Its argument is a reference."""
+    """An exception whose argument is a reference."""
 
 
 def raise_holding(rref):
@@ -106,7 +106,7 @@ def raise_holding(rref):
 @needs_pickling
 @on_worker0
 def test_an_exception_that_holds_a_reference(wire_world):
-    """It arrives in words, and the weight of the reference stays whole."""
+    """The exception arrives as text, and no weight of the reference is lost."""
     rref = jd.remote(last(), nap, args=(0,))
     for _ in range(3):
         with pytest.raises(jd.RemoteError, match="HoldingError: RRef"):

@@ -1,4 +1,4 @@
-"""The table of scopes: one worker's part of what several hold together, until it is closed."""
+"""The table of scopes: data that several workers keep under one id until they close it."""
 
 import itertools
 import threading

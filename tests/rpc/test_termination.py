@@ -1,4 +1,4 @@
-"""When a world may close, fed with reports; and a simulation of workers with messages under way."""
+"""The decision to close a world, from given reports, and in a simulation of workers with messages under way."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Timeouts of calls, worlds and references; what they name, and that the call itself goes on."""
+"""Timeouts of calls, worlds and references: what the error names, and that the call itself goes on."""
 
 import concurrent.futures
 import math

@@ -1,4 +1,4 @@
-"""Arguments and results that cannot be sent: they are named, and nothing is lost."""
+"""Arguments and results that cannot be sent: the error names them, and nothing is lost."""
 
 import functools
 import types
@@ -42,7 +42,7 @@ class Holder:
 @needs_pickling
 @on_worker0
 def test_traced_values_inside_objects_are_refused(wire_world):
-    """In a container of JAX's they are part of the call's derivative; elsewhere nobody finds them."""
+    """In a pytree they are part of the call's derivative; inside other objects nothing finds them."""
     with pytest.raises(jd.EncodingError, match=r"a traced value has no data yet"):
         jax.jit(lambda x: jd.rpc_sync(last(), type, args=(Holder(x),)))(1.0)
     still_works()
@@ -75,7 +75,7 @@ def held_in(x, y):
 @pytest.mark.parametrize("transformed", [jax.grad, jax.jit, jax.vmap], ids=lambda one: one.__name__)
 @on_worker0
 def test_functions_that_hold_traced_arrays_are_refused(world, how, transformed):
-    """Nobody could take a derivative with respect to them: they say that they must be arguments."""
+    """No derivative with respect to such arrays exists: the error says that they must be arguments."""
     with jd.context(), pytest.raises(jd.EncodingError, match=r"cannot call .*pass it as an argument"):
         transformed(lambda x: held_in(x, 3.0)[how]())(jnp.float32(2) if transformed is jax.grad else jnp.ones(3))
     still_works()
@@ -134,7 +134,7 @@ def calls_left(depth=0):
 @pytest.mark.parametrize("make", [lambda: nested(100_000), lambda: [(k for k in range(3)), nested(100_000)]])
 @on_worker0
 def test_an_argument_that_is_nested_too_deeply(world, make):
-    """Nothing that is done to explain it may spoil the thread, and what is said of it can be read."""
+    """The error must leave the thread usable, and its text must be readable."""
     before = calls_left()
     with pytest.raises((jd.EncodingError, RecursionError)) as caught:
         jd.rpc_sync(last(), len, args=(make(),))

@@ -1,4 +1,4 @@
-"""What can travel: every kind of array and object, there and back, unchanged."""
+"""Values that can travel: every kind of array and object arrives and returns unchanged."""
 
 import collections
 import dataclasses

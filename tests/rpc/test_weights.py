@@ -1,4 +1,4 @@
-"""The arithmetic of weighted reference counting, as histories of copies and drops."""
+"""The arithmetic of weighted reference counting, over random histories of copies and drops."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Opening and closing."""
+"""The opening and closing of worlds."""
 
 import operator
 import threading
@@ -73,7 +73,7 @@ def test_shutdown_names_who_has_not_called(big_world):
 
 
 def test_who_gave_up_waiting_is_waited_for(big_world):
-    """A shutdown that has run out of time does not count any more."""
+    """A shutdown that has timed out does not count as called."""
 
     def main():
         me = jd.init()
@@ -134,7 +134,7 @@ def test_traces_are_not_shared_between_workers(world):
 
 
 def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
-    """The exception is not the world's: who has done all its work waits for the others, and serves them."""
+    """The handled exception is not the world's: the worker still waits for the others and serves them."""
 
     def main():
         try:

@@ -26,7 +26,8 @@ class Node:
     """One value, made of earlier ones.
 
     Attributes:
-      how: a method of the interpreter: sync, eventually, fetched, handed, remote, own, kept, mapped or nested.
+      how: a method of the interpreter: sync, eventually, fetched, handed, remote, own, kept, mapped, nested or
+        fast_nested.
       function: which function of the palette.
       to: the worker; taken modulo the size of the world.
       arguments: which of the values so far; taken modulo their number.

@@ -1,4 +1,4 @@
-"""Arrays for compiled code, without any wire: every kind of them arrives as it was."""
+"""Blocks of arrays for compiled code, without a wire: every kind of array arrives unchanged."""
 
 import jax
 import jax.numpy as jnp

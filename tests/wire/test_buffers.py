@@ -1,4 +1,4 @@
-"""Receive buffers: used again when, and only when, nobody can see them any more."""
+"""Receive buffers: reused as soon as, and only when, no array uses them any more."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Damaged bytes between workers: calls among them fail, nothing is obeyed, nothing waits, the world ends."""
+"""Damaged bytes between workers: their calls fail, no damaged request is served, nobody waits, the world ends."""
 
 import operator
 import random
@@ -64,7 +64,7 @@ def test_damaged_contents_of_what_answers_nothing_are_ignored(wire_world):
 @pytest.mark.parametrize("size", [3, frames.BULK_FROM])
 @on_worker0
 def test_damaged_calls_fail_and_count_as_done(wire_world, size):
-    """Whatever is damaged behind the header, whoever asked hears of it; the world ends though work was lost."""
+    """Damage after the header reaches the caller as an error; the world ends although work was lost."""
     transport, chance = current_worker().transport, random.Random(size)
     genuine = transport.send
 

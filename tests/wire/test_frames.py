@@ -1,4 +1,4 @@
-"""The bytes of messages: whole, garbled, cut short."""
+"""The bytes of messages: complete, damaged, and cut short."""
 
 import numpy as np
 import pytest

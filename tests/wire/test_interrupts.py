@@ -1,4 +1,4 @@
-"""Ctrl-C at a safe place."""
+"""Ctrl-C is put off until a safe place."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Who looks for messages, with a queue in place of a network."""
+"""The choice of the thread that looks for messages, with a queue in place of a network."""
 
 import concurrent.futures
 import functools
@@ -14,7 +14,7 @@ from jdistgrad.wire.mpi_progress import Progress
 
 
 class Mailbox:
-    """Tasks in, looked for as a transport would; counts how many look at once."""
+    """A queue of tasks in place of a transport; counts the threads that look at once."""
 
     def __init__(self):
         self.tasks = queue.SimpleQueue()
@@ -174,7 +174,7 @@ def test_who_has_its_answer_calls_another_to_look(mailbox, waiting):
 
 
 def test_who_is_called_to_look_and_has_its_answer_calls_the_next(mailbox, waiting):
-    """The latest is called first."""
+    """The latest waiter is woken first."""
     first, last, _ = waiting(), waiting(), waiting(AnsweredWhenWoken)
     mailbox.tasks.put(functools.partial(first[1].set_result, 1))
     until(lambda: last[0].ident in mailbox.seen)
@@ -186,7 +186,7 @@ def test_a_sleeper_whose_time_is_over_leaves(mailbox, waiting):
 
 
 def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
-    """Which sleeps, while another thread looks."""
+    """The main thread sleeps while another thread looks."""
     waiting()
     never = Asked()
     presser = threading.Thread(target=lambda: (until(lambda: never.count >= 2), os.kill(os.getpid(), signal.SIGINT)))

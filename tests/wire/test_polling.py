@@ -1,4 +1,4 @@
-"""Naps of a polling thread."""
+"""The naps of a polling thread."""
 
 from hypothesis import given, strategies as st
 

@@ -24,7 +24,7 @@ Numbers = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class CallerStop:
     """An operation of a bundle, with the sources of its operands. An int is the number of an operand of the bundle."""
 
     operation: Call | Pull
@@ -59,7 +59,7 @@ class Outline:
     tags: list[int]
 
     @classmethod
-    def of(cls, members: Sequence[Member], wanted: Sequence[StopOutput]) -> "Outline":
+    def of(cls, members: Sequence[CallerStop], wanted: Sequence[StopOutput]) -> "Outline":
         brought, sources = list[Any](), list[list[Source]]()
         for member in members:
             sources.append([])
@@ -85,7 +85,7 @@ class BundleCall:
     """
 
     to: int
-    members: tuple[Member, ...]
+    members: tuple[CallerStop, ...]
     wanted: tuple[StopOutput, ...]
 
     def __str__(self) -> str:
@@ -149,11 +149,11 @@ def _source(item: Any, sources: Sequence[Source]) -> Any:
     return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
 
 
-def _is_tag(one: StopOutput, members: Sequence[Member]) -> bool:
+def _is_tag(one: StopOutput, members: Sequence[CallerStop]) -> bool:
     return one.number == 0 and members[one.turn].records
 
 
-def _answered(source: Any, members: Sequence[Member]) -> Any:
+def _answered(source: Any, members: Sequence[CallerStop]) -> Any:
     """Renumber the source as the callee counts outputs: without the tag of a recorded call."""
     if not isinstance(source, StopOutput):
         return source

@@ -15,7 +15,7 @@ from jdistgrad.autograd.callee.bundle import Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.staged.bundles import BundleCall, Member
+from jdistgrad.autograd.staged.bundles import BundleCall, CallerStop
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
@@ -115,7 +115,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
             elif atom not in sources:
                 sources[atom] = len(inputs)
                 inputs.append(equation.weaker.get(atom, atom))  # the callee removes the weak type
-        parts.append(Member(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
+        parts.append(CallerStop(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
         made |= {output: StopOutput(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made
     used = {variable for one in equations if one not in members for variable in one.variables()}

@@ -101,14 +101,14 @@ def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equat
     return kept[::-1]
 
 
-class Unit(Protocol):
+class Ordered(Protocol):
     """Something with inputs and outputs: an equation, or several of them."""
 
     inputs: list[Atom]
     outputs: list[int]
 
 
-U = TypeVar("U", bound=Unit)
+U = TypeVar("U", bound=Ordered)
 
 
 def in_order(units: Sequence[U]) -> list[U]:

@@ -16,8 +16,8 @@ SHARED = 4096  # the most pieces kept for sharing, over all steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A node of a plan. It equals every other node that computes the same."""
+class PieceKey:
+    """The key of a piece, equal for all pieces that compute the same, and the piece's unit, which is compiled once."""
 
     key: Any
     unit: Unit = dataclasses.field(compare=False)
@@ -26,13 +26,13 @@ class Piece:
 def compiled(unit: Unit) -> Callable[..., list[Any]]:
     """Return a piece as one jitted function of its inputs."""
     try:
-        return _jitted(Piece(key(unit), unit))
+        return _jitted(PieceKey(key(unit), unit))
     except TypeError:  # a parameter that cannot be hashed
-        return _jitted.__wrapped__(Piece(None, unit))
+        return _jitted.__wrapped__(PieceKey(None, unit))
 
 
 @functools.lru_cache(maxsize=SHARED)
-def _jitted(piece: Piece) -> Callable[..., list[Any]]:
+def _jitted(piece: PieceKey) -> Callable[..., list[Any]]:
     unit = piece.unit
 
     def run(*inputs: Any) -> list[Any]:

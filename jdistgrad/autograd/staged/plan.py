@@ -35,7 +35,7 @@ class Unit:
 
 @dataclasses.dataclass
 class Plan:
-    """A step that is cut: its ``inputs`` and ``outputs``, and the nodes in an order in which they could run."""
+    """A step that is cut: its ``inputs`` and ``outputs``, and the units in an order in which they could run."""
 
     inputs: list[int]
     outputs: list[Atom]
@@ -106,7 +106,7 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
 
 
 def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Unit]:
-    """Group equations that wait for the same answers and are equally urgent into nodes, in order."""
+    """Group equations that wait for the same answers and are equally urgent into units, in order."""
     after = Answers.needed(equations).before
     urgency = _urgencies(equations, after)
     keys = [
@@ -124,7 +124,7 @@ def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Unit]:
         for equation in members:
             for variable in equation.variables():
                 users[variable].add(key)
-    units = [_node(key, members, users, used, urgency[place[id(members[0])]]) for key, members in groups.items()]
+    units = [_unit(key, members, users, used, urgency[place[id(members[0])]]) for key, members in groups.items()]
     return in_order(sorted(units, key=lambda unit: unit.urgency))
 
 
@@ -141,7 +141,7 @@ def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
             users[variable].add(keys[number])
 
 
-def _node(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Unit:
+def _unit(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Unit:
     made = [output for equation in members for output in equation.outputs]
     if members[0].operation is not None:
         return Unit(members, members[0].inputs, made, urgency, members[0].operation)

@@ -29,11 +29,11 @@ class Prepared:
     """A plan, ready to run any number of times.
 
     Attributes:
-      functions: the compiled function of each node that is a piece; None for operations.
-      variables: the variables that each node needs.
-      users: the nodes that need each variable.
-      missing: the number of variables of other nodes that each node waits for.
-      uses: how often each variable is needed, by nodes and as an output.
+      functions: the compiled function of each unit that is a piece; None for operations.
+      variables: the variables that each unit needs.
+      users: the units that need each variable.
+      missing: the number of variables of other units that each unit waits for.
+      uses: how often each variable is needed, by units and as an output.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Prepared:
 
 
 class Run:
-    """A run of a plan: the values known so far, the nodes that are ready, and the operations under way."""
+    """A run of a plan: the values known so far, the units that are ready, and the operations under way."""
 
     def __init__(self, prepared: Prepared, leaves: Sequence[Any]):
         self._prepared, self._plan = prepared, prepared.plan
@@ -66,14 +66,14 @@ class Run:
         self._missing, self._uses = list(prepared.missing), dict(prepared.uses)
         self._place = program_order.next_place()
         self._sends: collections.deque[int] = collections.deque()
-        self._pieces: list[int] = []  # a heap: nodes are numbered by urgency
+        self._pieces: list[int] = []  # a heap: units are numbered by urgency
         self._under_way: dict[concurrent.futures.Future[Any], list[tuple[int, Started]]] = {}
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready(number)
 
     def outputs(self) -> list[Any]:
-        """Run all nodes and return the outputs. A failure ends the run without waiting for calls under way."""
+        """Run all units and return the outputs. A failure ends the run without waiting for calls under way."""
         try:
             while self._sends or self._pieces or self._under_way:
                 self._advance()
@@ -108,7 +108,7 @@ class Run:
             self._sends.append(number)
 
     def _take(self, number: int) -> list[Any]:
-        """Return a node's inputs, and drop values that nothing else needs."""
+        """Return a unit's inputs, and drop values that nothing else needs."""
         unit = self._plan.units[number]
         taken = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in unit.inputs]
         for variable in self._prepared.variables[number]:
@@ -158,7 +158,7 @@ class Run:
             self._done(number, mine, first=len(started.known))
 
     def _done(self, number: int, outputs: Sequence[Any], first: int = 0) -> None:
-        """Store outputs of a node, from number ``first`` on, and queue the nodes that miss nothing else."""
+        """Store outputs of a unit, from number ``first`` on, and queue the units that miss nothing else."""
         variables = self._plan.units[number].outputs[first : first + len(outputs)]
         for variable, value in zip(variables, outputs, strict=True):
             if variable in self._uses:

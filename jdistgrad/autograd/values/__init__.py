@@ -1,4 +1,4 @@
 """JAX's view of the wire: the one primitive, the protocol of its operations, and trees with holes for arrays.
 
-Uses rpc alone. Everything else in autograd uses this package.
+Uses rpc, ffi and wire. Every other package of autograd except graph uses this one.
 """

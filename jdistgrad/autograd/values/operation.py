@@ -1,4 +1,4 @@
-"""Operations: the protocol of everything that crosses the wire.
+"""Operations: the protocol of the actions that JAX sees cross the wire.
 
 An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and it knows the
 shapes of its outputs and its form over a batch.

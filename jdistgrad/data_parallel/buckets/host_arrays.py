@@ -51,7 +51,7 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
     return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)
 
 
-def is_traced(tree: Any) -> bool:
+def any_traced(tree: Any) -> bool:
     """Return whether operations on the tree are being traced."""
     return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
 

@@ -1,6 +1,6 @@
 """Collective operations: over MPI, along an axis of a mesh, among the workers of a local world.
 
-Uses buckets, and rpc to find the participants. Used by hooks, reducing and steps.
+Uses buckets, and rpc to find the participants. Used by hooks, reducing, steps, the public classes and optim.
 """
 
 from jdistgrad.data_parallel.collectives.base import Collectives as Collectives

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.buckets.host_arrays import is_traced, like
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError
@@ -29,7 +29,7 @@ class HostCollectives(Collectives):
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        return _batchable(self, name, root)(x) if is_traced(x) else self.eager(name, x, root)
+        return _batchable(self, name, root)(x) if any_traced(x) else self.eager(name, x, root)
 
     # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
 

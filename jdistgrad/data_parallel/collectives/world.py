@@ -29,7 +29,7 @@ class WatchedBlock:
 
     Arguments:
       worker: the worker; None without a world, when there is no watchdog.
-      occasion: the collective.
+      entry: the collective.
       ranks: the world ranks of all participants.
       blocking: whether the block is inside MPI, where only the end of the job ends a wait.
     """

@@ -15,13 +15,19 @@ class Hook(NamedTuple):
     """A communication hook, which reduces a bucket.
 
     ``apply`` runs on every rank for every bucket, in bucket order, and must call the same collectives on all ranks. It
-    has to divide by ``bucket.divisor`` itself. It may run inside ``jit``, on traced values.
+    has to divide by ``bucket.divisor`` itself. It may run inside ``jit``, on traced values. Buckets can be complex; a
+    hook never gets sparse buckets.
+
+    On a mesh, JAX may type the state as the same on all ranks and ``bucket.flat`` as this rank's own. So apply
+    ``collectives.localize`` to a state before ``lax.cond`` if a branch combines it with the bucket, and use
+    ``collectives.gather_same`` for gathered values that the result depends on. Use ``finite_or`` for a state computed
+    from gradients, or NaN would stay in it after a skipped step.
 
     Arguments:
       init: takes a bucket without ``flat`` and ``divisor``; returns the initial state for that bucket, a pytree.
       apply: takes (bucket, state, collectives); returns (flat array of the length and dtype of ``bucket.flat``, new
         state).
-      name: the hook's name in messages, and what the ranks compare.
+      name: the hook's name in messages. Ranks compare hooks by name alone, so the name must contain every setting.
 
     Example:
       >>> def apply(bucket, state, collectives):

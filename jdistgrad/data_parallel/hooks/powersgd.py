@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, Slot
-from jdistgrad.data_parallel.buckets.host_arrays import is_traced
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook, finite_or
 
@@ -46,7 +46,7 @@ def powersgd(
             return collectives.allreduce(bucket.flat / bucket.divisor), {**state, "step": step + 1}
         compress = _Compressed(bucket, small, collectives, feedback=error_feedback, warm=warm_start)
         state = {**state, "error": collectives.localize(state["error"])}
-        if is_traced(state):
+        if any_traced(state):
             return jax.lax.cond(step < start, compress.plainly, compress.by_factors, state)
         return compress.plainly(state) if step < start else compress.by_factors(state)
 

@@ -19,13 +19,13 @@ from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
 
-Target = str | int | WorkerInfo
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+AnyWorker = str | int | WorkerInfo
+Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 
 class Caller:
-    """The calls of one worker that are in flight.
+    """The pending calls of one worker.
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
@@ -38,7 +38,7 @@ class Caller:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def rpc_sync(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
+    def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         call = function, args, kwargs
         future = self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=False)
         try:
@@ -47,7 +47,7 @@ class Caller:
             future.cancel()
             raise
 
-    def rpc_async(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> CallFuture:
+    def rpc_async(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> CallFuture:
         call = function, args, kwargs
         return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
 
@@ -57,7 +57,7 @@ class Caller:
         mailbox.post(to, Message(Kind.CAST, mailbox.rank, mailbox.ids.next(), (function, args, {})))
 
     def start(
-        self, kind: Kind, identifier: int, to: Target, call: Call, timeout: float | None, *, snapshot: bool
+        self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
     ) -> CallFuture:
         """Send a call and return its future. Raises if the call cannot be sent."""
         mailbox = self._mailbox
@@ -114,7 +114,7 @@ class Caller:
         pending.future.answer(functools.partial(raise_error, error), self._mailbox.run)
 
 
-def scoped(call: Call, peer: int) -> Call | Scoped:
+def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
     """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
     scope = current_scope()
     if scope is None:
@@ -123,7 +123,7 @@ def scoped(call: Call, peer: int) -> Call | Scoped:
     return *call, scope.id
 
 
-def check_call(call: Call, peer: WorkerInfo, *, handed_over: bool) -> None:
+def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
     """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
     if not callable(function):

@@ -12,7 +12,7 @@ from jdistgrad.rpc.functions import describe
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pending:
-    """A call in flight."""
+    """A pending call: one that has been sent and not answered."""
 
     id: int
     peer: WorkerInfo
@@ -28,7 +28,7 @@ class Pending:
 
 
 class PendingCalls:
-    """The table of calls in flight. Every call leaves it exactly once: answered, expired or failed.
+    """The table of pending calls. Every call leaves it exactly once: answered, expired or failed.
 
     Each timeout has a queue of its own, in which deadlines are in order: opening, answering and finding an expired call
     take constant time, and an answered call leaves nothing behind.

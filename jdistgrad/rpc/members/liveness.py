@@ -1,7 +1,8 @@
 """The detection of peers that have been silent for too long: a state machine without clock or I/O.
 
 MPI or the operating system notices a dead process, but neither notices a hung process. So a worker that waits for an
-answer asks its peer now and then for a sign of life, and the peer's progress thread (not its busy thread) replies.
+answer asks its peer now and then for a sign of life. The peer's primary thread replies, or a thread that waits there:
+never the thread that is busy with users' code.
 
 A process that itself stands still (Ctrl-Z, a suspended machine, a thread that keeps the GIL) hears nothing either: that
 time does not count as silence of its peers.

@@ -3,7 +3,7 @@
 import concurrent.futures
 from typing import Any
 
-from jdistgrad.rpc.calls.caller import Caller, Target
+from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.mailbox import Mailbox, current_part
@@ -21,7 +21,7 @@ class References:
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
 
-    def call_remote(self, to: Target, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
+    def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
         identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
         call = function, args, kwargs

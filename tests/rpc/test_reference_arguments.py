@@ -1,4 +1,4 @@
-"""References among arguments and results: delivered as their values, or as themselves."""
+"""References among arguments and results: delivered as their values, or as references."""
 
 import operator
 

@@ -36,7 +36,7 @@ def plan_of(fun, *args):
 
 
 def names(plan):
-    """The nodes; those that only copy what was answered, for whoever gets it, are left out."""
+    """The units; those that only copy what was answered, for whoever gets it, are left out."""
     return [str(unit.operation) if unit.operation else "piece" for unit in plan.units if not copies(unit)]
 
 
@@ -91,7 +91,7 @@ def test_scans_that_send_stay_whole():
     assert names(plan_of(step, 1.0)) == ["piece"]
 
 
-def test_every_node_comes_after_those_it_needs():
+def test_every_unit_comes_after_those_it_needs():
     def step(x):
         y = x
         for k in range(5):

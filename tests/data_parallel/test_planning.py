@@ -1,4 +1,4 @@
-"""The bucket plan: what PyTorch's Reducer does, as numbers."""
+"""The bucket plan, compared with the plans of PyTorch's Reducer."""
 
 import jax
 import jax.numpy as jnp

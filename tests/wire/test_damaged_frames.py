@@ -1,4 +1,4 @@
-"""Damaged messages are told apart, whatever was damaged; what the package says to itself can call nothing."""
+"""Damaged messages are always detected, and the package's own plain messages cannot call anything."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ def test_behind_a_whole_header_it_is_known_which_message_was_damaged(parcel):
 
 
 def test_a_length_that_no_machine_has_is_refused():
-    """Nobody damages a checksum with it; but nobody shall look for so much memory either."""
+    """A wrong length with a right checksum is unlikely, but must not lead to a huge allocation."""
     huge = type("Huge", (), {"nbytes": 1 << 62})()
     frame, _ = frames.pack(Kind.CALL, 1, 77, Parcel(memoryview(b"stream"), [huge]))
     with pytest.raises(WireError, match="makes no sense"):
