@@ -24,13 +24,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("world", "seeds", "features"), CASES.values(), ids=CASES)
-def test_programs_are_right(world, seeds, features, capsys):
+@pytest.mark.parametrize(("where", "seeds", "features"), CASES.values(), ids=CASES)
+def test_programs_are_right(where, seeds, features, capsys):
     """``CASES`` says what each has found."""
     chosen = ["--features", *features] if features else []
-    status = main(["--worlds", world, "--seeds", *seeds, "--limit", "30", *chosen])
+    status = main(["--worlds", where, "--seeds", *seeds, "--limit", "30", *chosen])
     printed = capsys.readouterr().out
-    assert f"{world}: {len(seeds)} programs, 0 mismatches, 0 crashes, 0 hangs" in printed, printed
+    assert f"{where}: {len(seeds)} programs, 0 mismatches, 0 crashes, 0 hangs" in printed, printed
     assert status == 0
 
 
