@@ -153,14 +153,6 @@ def int_sum(array):
     return int(array.sum())
 
 
-def make_bytes(n):
-    return np.full(n, 7, np.uint8)
-
-
-def last_byte(array):
-    return len(array), int(array[-1])
-
-
 def test_more_than_two_gibibytes(mpi_job):
     """In a job of its own: two ranks, two copies each, are all this machine's memory is asked for."""
     mpi_job(
@@ -168,7 +160,13 @@ def test_more_than_two_gibibytes(mpi_job):
         """
         import numpy as np
         import jdistgrad as jd
-        from test_values import last_byte, make_bytes
+
+        def make_bytes(n):
+            return np.full(n, 7, np.uint8)
+
+        def last_byte(array):
+            return len(array), int(array[-1])
+
         me = jd.init()
         if me.rank == 0:
             n = (2 << 30) + 12345
