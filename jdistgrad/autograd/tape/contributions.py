@@ -70,11 +70,11 @@ def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     value = current_worker().references.owned.value(identifier).result()
     layout, arrays = split(only_floats(value), has_gradient)
     found = leaves or [None] * len(arrays)
-    return layout.fill([or_zero(leaf, array) for leaf, array in zip(found, arrays, strict=True)])
+    return layout.fill([jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)])
 
 
 def or_zero(leaf: Any, array: Any) -> Any:
-    return jnp.zeros_like(array) if leaf is None else jnp.asarray(leaf)
+    return jnp.zeros_like(array) if leaf is None else leaf
 
 
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
