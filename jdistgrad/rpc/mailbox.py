@@ -44,6 +44,7 @@ class Codec(Protocol):
     def decode(self, parcel: Parcel) -> Any: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Mailbox:
     """A worker's address in its world, and its access to the transport.
 
@@ -55,24 +56,20 @@ class Mailbox:
       severed: whether this is the copy of a worker in a forked process.
     """
 
-    def __init__(
-        self,
-        world: str,
-        rank: int,
-        directory: Directory,
-        transport: Transport,
-        codec: Codec,
-        *,
-        timeout: float,
-        process: Process,
-        device: jax.Device | None = None,
-    ):
-        self.world, self.rank, self.directory = world, rank, directory
-        self.info, self.size = directory.workers[rank], len(directory.workers)
-        self.timeout, self.device, self.process = timeout, device, process
-        self.transport: Transport = transport
-        self._codec, self.hands_over = codec, transport.hands_over
-        self.ids, self.work, self.slots = IdSource(rank), WorkCount(), current.Slots()
+    world: str
+    rank: int
+    directory: Directory
+    transport: Transport
+    codec: Codec
+    _: dataclasses.KW_ONLY
+    timeout: float
+    process: Process
+    device: jax.Device | None = None
+
+    def __post_init__(self) -> None:
+        self.info, self.size = self.directory.workers[self.rank], len(self.directory.workers)
+        self.hands_over = self.transport.hands_over
+        self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = self.severed = False
@@ -103,7 +100,7 @@ class Mailbox:
             parcel: Parcel | None = None
             try:
                 if message.kind in ENCODED and message.body is not None and not self.hands_over and peer != self.rank:
-                    parcel = self._codec.encode(message.body, snapshot=snapshot)
+                    parcel = self.codec.encode(message.body, snapshot=snapshot)
                     message = Message(message.kind, message.source, message.id, parcel)
                 self.transport.send(peer, message)
             except BaseException:
@@ -117,7 +114,7 @@ class Mailbox:
         body = message.body
         if isinstance(body, errors.WireError):
             raise body
-        return self._codec.decode(body) if isinstance(body, Parcel) else body
+        return self.codec.decode(body) if isinstance(body, Parcel) else body
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed."""

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-import jax
-
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
-from jdistgrad.rpc.directory import Directory, WorkerInfo
-from jdistgrad.rpc.mailbox import Codec, Mailbox, Process
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
@@ -24,7 +22,7 @@ from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.server import Server
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
-from jdistgrad.wire.transport import Task, Transport
+from jdistgrad.wire.transport import Task
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -36,20 +34,9 @@ class Worker(Mailbox):
     on threads that may wait, and the thread that asked opens the answer.
     """
 
-    def __init__(
-        self,
-        world: str,
-        rank: int,
-        directory: Directory,
-        transport: Transport,
-        codec: Codec,
-        *,
-        timeout: float,
-        process: Process,
-        device: jax.Device | None = None,
-    ):
-        super().__init__(world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
-        self.scopes, self.messages = ScopeTable(rank), IdSource(rank)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
         self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import errors
@@ -58,17 +59,21 @@ class Served:
         """
         self.since = time.monotonic()
         self.server.being_served.enter(self)
+        self._finish(self._called)
+
+    def _finish(self, compute: Callable[[], Any]) -> None:
+        """Answer with the computed result. If it is a future, its callback comes here again when it is done."""
         try:
-            result = self._called()
+            result, error = compute(), None
             if isinstance(result, concurrent.futures.Future):
-                result.add_done_callback(self._serve_future)
+                result.add_done_callback(lambda future: self._finish(lambda: _result_of(future)))
                 return
-            error = None
         except BaseException as raised:
             result, error = None, raised
         self._end(result, error)
         del result, error
-        self._leave()
+        self.server.being_served.leave(self)
+        self.server.mailbox.work.served()
 
     def _called(self) -> Any:
         """Call the function and return its result."""
@@ -90,20 +95,6 @@ class Served:
 
     def __str__(self) -> str:
         return "a call that could not be read" if self.function is None else describe(self.function)
-
-    def _serve_future(self, future: concurrent.futures.Future[Any]) -> None:
-        try:
-            error = future.exception()
-            result = None if error is not None else future.result()
-        except BaseException as raised:
-            result, error = None, raised
-        self._end(result, error)
-        del result, error
-        self._leave()
-
-    def _leave(self) -> None:
-        self.server.being_served.leave(self)
-        self.server.mailbox.work.served()
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         """Answer, and report the event. Raises nothing."""
@@ -148,3 +139,11 @@ class Served:
 
     def _post(self, kind: Kind, body: Any) -> None:
         self.server.mailbox.post(self.message.source, Message(kind, self.server.mailbox.rank, self.message.id, body))
+
+
+def _result_of(future: concurrent.futures.Future[Any]) -> Any:
+    """Return a future's result, or raise its exception: ``result`` asks a user's exception for its truth value."""
+    error = future.exception()
+    if error is not None:
+        raise error
+    return future.result()
