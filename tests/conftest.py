@@ -1,7 +1,7 @@
-"""One suite for every kind of world: threads of this process, or the ranks of the MPI job pytest was started in.
+"""Configuration of the suite, for worlds of threads of this process and for MPI jobs that pytest was started in.
 
-pytest                            # local worlds of 3 workers, where it matters of 1 too
-jdistgrad run -n 3 -m pytest      # the ranks there are; every rank runs every test that asks for a world
+pytest                            # local worlds of 3 workers, and of 1 worker where that differs
+jdistgrad run -n 3 -m pytest      # the ranks of the job; every rank runs every test that uses a world
 """
 
 import gc
@@ -14,14 +14,14 @@ from helpers.jobs import finished_job
 
 from jdistgrad.wire import launcher_env
 
-SIZES = [1] if launcher_env.launched() else [3]  # under mpirun: any size will do, and there are runs with 1 to 4
+SIZES = [1] if launcher_env.launched() else [3]  # under mpirun any number of ranks will do; the suite runs with 1 to 4
 
 if not launcher_env.launched():
     jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_sessionstart(session):
-    """What a test gets that says nothing of sizes."""
+    """Set the world sizes of tests that have no ``world`` marker."""
     session.add_marker(pytest.mark.world(*SIZES))
 
 
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave to the run in one process what needs no ranks; to the one with three ranks the tests of three workers."""
+    """Under mpirun, deselect tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers."""
     if launcher_env.launched():
         three = mpi_size() == 3
         left_out = [item for item in items if not needs_ranks(item) or ("big_world" in item.fixturenames and not three)]
@@ -54,25 +54,25 @@ def mpi_size():
 
 @pytest.fixture
 def big_world(world):
-    """A world of three workers, for tests to which another size would add nothing."""
+    """Return a world of three workers, for tests to which another size would add nothing."""
     return world
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_stands_is_not_collected():
-    """Worlds collect garbage when they end: that takes 5 ms instead of 100 without all that JAX has loaded."""
+def freeze_loaded_objects():
+    """Exclude loaded objects from garbage collection: a world collects when it ends, in 5 ms instead of 100 ms."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def every_test_is_guarded(world_guard):
-    """Also those that need no world: every rank runs them."""
+    """Guard every test: tests marked ``every_rank`` use no world, but run on all ranks and so need the guard too."""
 
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where the suite was started in the background, or a test left a handler."""
+    """Let Ctrl-C raise KeyboardInterrupt, even if the suite runs in the background or a test left another handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -80,7 +80,7 @@ def interruptible():
 
 @pytest.fixture
 def mpi_job(tmp_path):
-    """Runs a program on some ranks: a job of its own, for what no test survives."""
+    """Return a function that runs a program on ``n`` ranks as a separate job, for failures that would end pytest."""
 
     def run(n, source, *, timeout=60, **environment):
         script = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""Gradients of remote calls by arguments and results of every kind: dtypes, trees, holes, constants, sizes."""
+"""Gradients of remote calls, for all kinds of arguments and results: dtypes, trees with None, constants, sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,8 @@ fast_root_and_sine = jax.jit(root_and_sine)
 @pytest.mark.parametrize("function", [root_and_sine, fast_root_and_sine], ids=["as_written", "jitted"])
 @on_worker0
 def test_an_unused_output_that_has_no_derivative_there(big_world, function):
-    """Zero times infinity is no number: a result without a cotangent is left out, not given zeros."""
+    # The derivative of sqrt is infinite at zero, and zero times infinity is NaN: a result without a cotangent must be
+    # left out of the pullback, not get a cotangent of zeros.
     x = jnp.array([0.0, 1.0, 4.0])
     for way in (sync, fetched):
         same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)

@@ -1,4 +1,4 @@
-"""Bundles, without any wire: what a run runs, what it keeps, and what travels of it."""
+"""Bundles without a transport: the functions a run calls, the values it keeps, and the data that travels."""
 
 import dataclasses
 import gc
@@ -33,7 +33,7 @@ def change(x):
 
 
 def run_of(*functions, stop=STOP):
-    """Each function of what the one before returned."""
+    """Return a run of a bundle of calls, each on the result of the call before."""
     sources = [[0], *([StopOutput(turn, 0)] for turn in range(len(functions) - 1))]
     bundle = Bundle.of([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
     return BundleRun(Cached(bundle), list(functions), [()] * len(functions), (), [X])
@@ -56,11 +56,11 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
 
     alive = []
     run_of(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))()
-    assert max(alive) == 1  # its own argument
+    assert max(alive) == 1  # the argument of the running function
 
 
 def test_numbers_stay_with_their_bundle(worker):
-    """An earlier result that a later stop needs is kept until then, what is wanted to the end."""
+    # A run keeps an earlier result until the last stop that needs it, and a wanted result to the end.
     two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
     bundle = Bundle.of(
         [STOP, STOP, two], [[0], [StopOutput(0, 0)], [StopOutput(0, 0), 1]], [StopOutput(2, 0), StopOutput(1, 0)]

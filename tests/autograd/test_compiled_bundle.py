@@ -1,4 +1,4 @@
-"""Closed bundles as one compiled function, without any wire."""
+"""Closed bundles as one compiled function, without a transport."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ def pull(call, *, last=True):
 
 
 def forward_and_back(**settings):
-    """Two recorded calls and both their pullbacks: of x and a cotangent, to a result and a gradient."""
+    """Return a bundle of two recorded calls and their pullbacks, from x and a cotangent to a result and a gradient."""
     stops = [RECORDED, RECORDED, pull(1, **settings), pull(0, **settings)]
     return Bundle.of(stops, [[0], [StopOutput(0, 0)], [1], [StopOutput(2, 0)]], [StopOutput(1, 0), StopOutput(3, 0)])
 
@@ -115,7 +115,7 @@ def test_functions_are_let_go_with_their_bundle():
 
 
 def test_each_shape_is_looked_at():
-    """What fits for one shape may print for another, or fail."""
+    # A function that can be compiled for one shape may print or raise for another.
 
     def picky(x):
         if x.size == 2:
@@ -130,7 +130,7 @@ def test_each_shape_is_looked_at():
 
 
 def test_weak_types_do_not_count():
-    """As over a wire, where an array's type is all there is."""
+    # Arrays with dimensions lose their weak type when they travel, so only their dtype may count.
     bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [StopOutput(0, 0)])
     weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
     assert weak.weak_type

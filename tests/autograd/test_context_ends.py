@@ -1,4 +1,4 @@
-"""The end of a context's block: what it waits for, and that nothing is left of it anywhere."""
+"""The end of a context's block: it waits for calls under way, and leaves nothing of the context on any worker."""
 
 import gc
 import time
@@ -66,7 +66,7 @@ def tapes():
 
 @on_worker0
 def test_what_a_step_made_is_freed_with_its_context(world):
-    """References made on the way, and staged ones that only the context holds."""
+    # The references are those that the eager step makes, and those of compiled code, which only the context holds.
 
     def loss(x):
         rref = jd.remote(rank(1), square, args=(x,))
@@ -85,7 +85,7 @@ def test_what_a_step_made_is_freed_with_its_context(world):
 
 @on_worker0
 def test_a_compiled_step_still_running_at_the_end_of_the_block(world):
-    """JAX dispatches compiled code and goes on: the end of the block waits for the calls it makes."""
+    # JAX dispatches compiled code without waiting for it: the end of the block must wait for the calls of that code.
     step = jax.jit(jax.grad(lambda x: relay([rank(1)], x).sum() + later(x).sum()))
     with jd.context():
         found = step(X)

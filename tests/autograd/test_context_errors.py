@@ -1,4 +1,4 @@
-"""Contexts that are closed, unknown or another thread's: a clear error, and the next pass works."""
+"""Uses of contexts that are closed, unknown or not the thread's own: a clear error, and the next pass works."""
 
 import jax
 import jax.numpy as jnp

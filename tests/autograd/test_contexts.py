@@ -1,4 +1,4 @@
-"""Contexts: made where they are needed, and kept apart."""
+"""Contexts: created on a worker by the first message that names them, and kept apart from each other."""
 
 import contextvars
 import threading
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.world(1, 3)
 
 
 def in_thread(function, *args):
-    """Run in a thread that belongs to this worker; it is in the contexts this one is in."""
+    """Run a function in a new thread of this worker, inside the context of the current thread."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(function, *args))
     thread.start()
     return thread
@@ -119,7 +119,7 @@ def test_a_context_inside_another_is_refused(world):
 
 @on_worker0
 def test_contexts_of_several_threads_do_not_mix(world):
-    """All use the same parameters; each has gradients of its own."""
+    # All threads use the same parameters, but each has its own gradients.
 
     def train(rref, k, results):
         for turn in range(5):

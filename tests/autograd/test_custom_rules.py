@@ -1,4 +1,4 @@
-"""Functions whose custom rule is not their derivative: each order is what JAX makes of the rule, as in one process."""
+"""Functions with custom rules that are not their derivatives: every order must be what JAX computes in one process."""
 
 import functools
 
@@ -16,7 +16,7 @@ X, Y = jnp.array([0.3, -1.2, 2.0]), jnp.array([0.5, -0.7])
 
 @jax.custom_vjp
 def reversal(x, y):
-    """Gradients turn round; the forward rule is not the function either."""
+    """Return sin(x) * sum(y); the forward rule computes another function, and the backward rule reverses gradients."""
     return jnp.sin(x) * y.sum()
 
 
@@ -59,7 +59,7 @@ def zeroth(call, function):
 
 
 def orders(call, function=mixed):
-    """The first three derivatives, each of the one before: with respect to one argument, the other, and both."""
+    """Return the first three derivatives. In the higher ones, the first is by ``x``, and the second by ``y``."""
     loss = zeroth(call, function)
     first = jax.grad(loss, argnums=0)
     second = jax.grad(lambda x, y: sum_squares(first(x, y)), argnums=1)
@@ -92,7 +92,7 @@ def test_compiled_too(big_world, way, compiled):
 
 
 def curvature(call):
-    """A second derivative for each of a batch, differentiated once more."""
+    """Return a function that takes second derivatives in a batch and differentiates them once more."""
 
     def each(x, y):
         return jax.grad(lambda x: sum_squares(jax.grad(lambda x: sum_squares(call(1, mixed, x, y)))(x)))(x)
@@ -130,7 +130,7 @@ def second_of_reference(call):
 
 @on_worker0
 def test_a_reference_that_only_the_outer_derivative_is_of(big_world):
-    """The inner derivative is of the array beside it: the reference's custom rule counts for the outer one alone."""
+    # The inner derivative is by the array ``x`` alone; only the outer derivative is by the reference too.
     value = jd.remote(rank(1), jnp.negative, args=(Y,))
     with jd.context():
         gradient, found = jd.grad(second_of_reference(sync), argnums=(0, 1))(value, X)
@@ -140,7 +140,7 @@ def test_a_reference_that_only_the_outer_derivative_is_of(big_world):
 
 @on_worker0
 def test_a_pullback_that_outlives_the_derivative_it_was_made_in(big_world):
-    """It is that of the function, not of its forward rule."""
+    # The pullback must be that of the function, not of the function's forward rule.
 
     def pullbacks(call):
         def inner(x):

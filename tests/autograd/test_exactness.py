@@ -1,4 +1,4 @@
-"""What a backward pass costs: nothing for what nobody needs, one pull for what many use; and sums that never vary."""
+"""The cost of a backward pass: nothing for unused results, one pull for a shared result; and sums that never vary."""
 
 import time
 
@@ -30,7 +30,7 @@ def links_here(context):
 
 
 def crossings(ctx):
-    """Every message of a context, on all workers, as who sent it to whom for what, and whether backward."""
+    """Return the source, target, function name and direction of every message of a context, on all workers."""
     found = [link for k in range(jd.world_size()) for link in jd.rpc_sync(k, links_here, args=(ctx.id,))]
     return [(link.source, link.target, link.what.split(".")[-1], link.backward) for link in found]
 
@@ -76,7 +76,8 @@ def diamond_serially(x):
 
 @on_worker0
 def test_a_diamond_is_pulled_once(world):
-    """The owner waits for what the handle counts: one for each call, passed twice or not, and one for the fetch."""
+    # The owner waits for as many contributions as the handle counts: one for each call, even if the call gets the
+    # reference twice, and one for the fetch.
     with jd.context() as ctx:
         close(jax.grad(diamond)(X), jax.grad(diamond_serially)(X))
         assert pulls(ctx, "shared") == [(0, rank(1))]
@@ -94,7 +95,7 @@ def test_as_many_contributions_as_uses(world):
 
 
 class passes:
-    """How often the derivative of ``watched`` has run on this worker."""
+    """The number of times that the derivative of ``watched`` has run in this process."""
 
     count = 0
 
@@ -152,7 +153,7 @@ def late(x, delay, scale):
 
 
 def test_sums_are_the_same_to_the_bit_whoever_comes_first(world):
-    """Workers contribute slowly and quickly in turn; the scales make the order matter."""
+    # The delays change the order of arrival, and the scales make sums depend on the order of addition.
 
     def body():
         found = set()
@@ -172,7 +173,7 @@ def test_sums_are_the_same_to_the_bit_whoever_comes_first(world):
 
 @on_worker0
 def test_a_repeated_pullback_counts_once_for_references(world):
-    """A derivative of a derivative runs the pullback again: what it had sent to owners is not added twice."""
+    # A second derivative runs the pullback again: its earlier contributions to owners must not be added twice.
     rref = jd.remote(rank(1), shared, args=(X,))
     with jd.context():
         inner = lambda p, x: jd.rpc_sync(rank(2), product, args=(p, x**2)).sum()  # noqa: E731

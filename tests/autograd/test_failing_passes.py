@@ -1,4 +1,4 @@
-"""Functions that fail in a pass: the error tells all workers on its way, and the next pass works."""
+"""Functions that fail in a pass: the error names all workers on its way, and the next pass works."""
 
 import threading
 
@@ -13,7 +13,7 @@ import jdistgrad as jd
 
 
 class OwnError(Exception):
-    """With a field, as one of a user's own."""
+    """An exception with an extra field, as users define them."""
 
     def __init__(self, message, code):
         super().__init__(message, code)
@@ -43,7 +43,7 @@ def fails_recording(x):
 
 
 def down(path, function_name, x):
-    """Through all workers of a path to a function."""
+    """Call a function through all workers of a path."""
     if not path:
         return globals()[function_name](x)
     return jd.rpc_sync(path[0], down, args=(path[1:], function_name, x))
@@ -81,7 +81,7 @@ def run_held(x):
 )
 @on_worker0
 def test_the_time_of_a_call_is_that_of_its_pullback(world, compiled, twice):
-    """Once more for the call itself, which the pullback may have to wait for."""
+    # The pullback gets the call's timeout twice, since it may first have to wait for the call itself.
 
     def loss(x):
         return (jd.rpc_sync(rank(1), run_held, args=(x,), timeout=1.0) ** 2).sum()
@@ -115,7 +115,7 @@ def test_an_error_names_the_chain_of_workers(world, name):
 
 @on_worker0
 def test_an_argument_that_cannot_be_fetched(world):
-    """Then the function does not run, and its value is never made."""
+    # If an argument cannot be fetched, the function does not run and no value is made.
     with jd.context():
         broken = jd.remote(rank(2), fails_forward, args=(X,))
         for call in (jd.rpc_sync, jd.remote):

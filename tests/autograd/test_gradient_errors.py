@@ -1,4 +1,4 @@
-"""What cannot be differentiated: a clear error, nothing is lost, and the next pass works."""
+"""Programs that cannot be differentiated: a clear error, nothing is lost, and the next pass works."""
 
 import functools
 
@@ -56,7 +56,7 @@ def boxed(x):
 @pytest.mark.parametrize("how", [lambda f: f, jd.jit], ids=["eager", "staged"])
 @on_worker0
 def test_an_array_hidden_in_an_object_is_refused(big_world, how):
-    """It would have no derivative, and nobody would notice."""
+    # Without an error, the array's derivative would be missing unnoticed.
     with jd.context():
         with pytest.raises((jd.DifferentiationError, jd.EncodingError), match=r"array inside|no data yet"):
             how(jd.grad(lambda x: jd.rpc_sync(rank(1), boxed, args=(x,)).value.sum()))(X)

@@ -1,4 +1,4 @@
-"""Gradients of remote calls against the serial program: in every way, after one another, nested, in a circle."""
+"""Gradients of remote calls, compared with the serial program: every way to call, in sequence, nested, in a circle."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_a_call_that_makes_a_call(big_world):
 
 @on_worker0
 def test_calls_in_a_circle(world):
-    """0 -> 1 -> 2 -> 0 -> 1: the callee waits for whom it serves."""
+    # 0 -> 1 -> 2 -> 0 -> 1: a callee waits for the worker that it serves.
     path = [rank(k) for k in (1, 2, 0, 1)]
     with jd.context():
         found = jax.jacrev(lambda x: circle(path, x))(vector(3))

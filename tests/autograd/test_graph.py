@@ -1,4 +1,4 @@
-"""The recorded graph of a context: which pairs there are, in which order, and the picture of them."""
+"""The recorded graph of a context: its pairs, their order, and the picture of them."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -35,7 +35,7 @@ def routes(graph):
 
 
 def recorded(loss, *args):
-    """The graph of a loss's derivative."""
+    """Return the graph of a loss's derivative."""
     with jd.context() as ctx:
         jd.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
         return ctx.graph()
@@ -167,11 +167,11 @@ def test_the_file_is_an_svg_with_every_id_and_name(world, tmp_path):
     assert texts >= {"square", "square_elsewhere", *graph.workers.values()}
 
 
-# The pure parts.
+# Pure functions, without a world.
 
 
 def chain(length):
-    """Calls of worker k to worker k + 1, each inside the one before."""
+    """Return the links of nested calls, in which worker k calls worker k + 1 while it serves the call before."""
     calls = [Link(k, k, k + 1, f"f{k}", caused_by=k - 1 if k else None) for k in range(length)]
     answers = [Link(100 + k, k + 1, k, f"f{k}", caused_by=k, answers=k) for k in range(length)]
     return calls + answers

@@ -1,4 +1,4 @@
-"""The ledger of contributions, fed in any order: what counts, who is told, and sums that do not depend on arrival."""
+"""The ledger, given contributions in any order: what each take gets, and sums that do not depend on arrival."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ def part(number, value=1.0, lanes=()):
 
 
 def marks(*members):
-    """The sum of the marks of some contributions: numbers, or pairs of a number and how often it counts."""
+    """Return the sum of the marks of contributions: numbers, or pairs of a number and how often it counts."""
     pairs = [one if isinstance(one, tuple) else (one, 1) for one in members]
     return sum((times * np.array(mark(number)) for number, times in pairs), np.zeros(3)).tolist()
 
@@ -59,7 +59,7 @@ def test_who_takes_none_leaves_those_of_others():
 
 
 def test_each_pass_gets_its_own_contributions_where_others_come_first():
-    """As many of another pass, and of one that has failed, are there: their marks are not these."""
+    # Some of the contributions belong to another pass or to a failed one: only the marks tell them apart.
     ledger = Ledger()
     one, other = ledger.take(NODE, marks(1, 4)), ledger.take(NODE, marks(2, 3))
     for number in (2, 1, 9):
@@ -194,12 +194,12 @@ def test_sums_are_the_same_to_the_bit_whatever_the_order_of_arrival():
     sums = {sum_of(order).tobytes() for order in itertools.permutations(parts)}
     assert len(sums) == 1
     in_another_order = sum((one.leaves[0] for one in reversed(parts)), np.zeros(4, np.float32))
-    assert in_another_order.tobytes() not in sums  # the order does matter to these
+    assert in_another_order.tobytes() not in sums  # the order does matter for these numbers
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_mixture_of_puts_and_takes_tells_everybody_what_is_theirs(seed):
-    """Of one or several passes through each target."""
+    # Each target gets the contributions and the takes of three passes.
     chance = random.Random(seed)
     ledger, wanted, events = Ledger(), {}, []
     for k in range(chance.randint(1, 4)):

@@ -1,4 +1,4 @@
-"""Passes: the context they run in, and the gradients they gather there."""
+"""Backward passes: the context they run in, and the gradients they gather in it."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_gradients_are_held_by_the_owners(world):
         for k in (1, 2):
             gradient = found.pop(rrefs[k].id)
             np.testing.assert_array_equal(gradient["w"], k * X)
-            assert gradient["n"] is None  # a number that nobody differentiates
+            assert gradient["n"] is None  # an integer has no gradient
         assert found.keys() <= {rrefs[0].id}
         assert {rref.owner.rank for rref in jd.get_gradients(ctx)} <= {0}
 
@@ -72,7 +72,7 @@ def test_plain_grad_without_a_context(world):
     with pytest.raises(jd.ContextError, match="outside any context"):
         jax.grad(lambda x: jd.remote(rank(1), square, args=(x,)).to_here().sum())(X)
     assert holders() == set()
-    close(jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(X), X**2)  # not differentiated: needs none
+    close(jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(X), X**2)  # no derivative, so no context
 
 
 @on_worker0
@@ -103,7 +103,7 @@ def test_several_roots(world):
 
 @on_worker0
 def test_two_passes_add_up(world):
-    """In the context, for references; what is returned for local arguments is of one pass, as JAX has it."""
+    # Gradients of references add up in the context; those returned for local arguments are of one pass, as in JAX.
     rref = jd.remote(rank(1), make_weights, args=(2,))
     loss = lambda p, x: jd.rpc_sync(rank(2), nested_scaled, args=(jd.by_reference(p), x)).sum()  # noqa: E731
     with jd.context() as ctx:
@@ -121,7 +121,7 @@ def nested_scaled(p, x):
 
 @on_worker0
 def test_one_parameter_used_by_all_workers_at_once(world):
-    """Every worker runs passes of its own over worker 0's value."""
+    # Every worker runs its own passes over worker 0's value.
     rref = jd.RRef(make_weights(3))
     futures = [jd.rpc_async(k, pass_over, args=(jd.by_reference(rref), X * (k + 1))) for k in range(jd.world_size())]
     for k, future in enumerate(futures):
@@ -142,7 +142,7 @@ def pass_over(rref, x):
 @pytest.mark.parametrize("jit", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
 @on_worker0
 def test_two_passes_at_the_same_time_through_one_reference(big_world, jit):
-    """Neither needs the other's result: as many contributions of each meet at the owner, in any order."""
+    # Neither pass needs the other's result, so equally many contributions of both reach the owner in any order.
 
     def program(call, remote):
         def loss(x):

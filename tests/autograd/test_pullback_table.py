@@ -1,4 +1,4 @@
-"""Recordings: found when they are there, waited for before, gone after the last pull."""
+"""The table of recordings: a pull waits until its recording is there, and the last pull removes it."""
 
 import threading
 

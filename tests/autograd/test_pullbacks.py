@@ -1,4 +1,4 @@
-"""Pullbacks of jitted functions: nothing is copied, nothing is lost."""
+"""Pullbacks on the callee: arguments are not copied, and each order has its own operands."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
 
 
 def test_each_order_has_a_pullback_of_its_own_operands():
-    """From one run: the outer one is of what the inner one's forward pass returns."""
+    # One run gives both pullbacks: the outer one differentiates the forward pass of the inner one.
 
     @jax.custom_vjp
     def ruled(a):

@@ -1,6 +1,7 @@
-"""Random graphs of calls over three workers: first and second derivatives as in the serial program, and nothing left.
+"""Random graphs of calls over three workers: the serial program's first and second derivatives, and no scope left.
 
-A program is a list of steps over a growing list of values (arrays and references to some). It is run twice.
+A program is a list of steps over a growing list of values: arrays, and references to arrays. It runs twice: serially,
+and with calls to workers.
 """
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
 
-VALUES = st.integers(0, 20)  # which of the values so far; taken modulo their number
+VALUES = st.integers(0, 20)  # the index of a value; taken modulo the number of values so far
 RANKS = st.integers(0, 2)
 PATHS = st.lists(RANKS, min_size=1, max_size=3)
 FUNCTIONS = st.sampled_from(["mix", "fast_bend"])
@@ -42,7 +43,7 @@ def relay(path, name, a, b):
 
 
 class Serial:
-    """How each step is made where nothing is remote."""
+    """The steps of a program, run in this process."""
 
     def local(self, value):
         return value
@@ -89,7 +90,7 @@ class Remote(Serial):
 
 
 def program(steps, used, calls):
-    """A scalar function of an array and a parameter."""
+    """Return a program as a scalar function of an array and a parameter."""
 
     def loss(x, parameter):
         values = [x, parameter, x * 2]
@@ -126,5 +127,5 @@ def check_program(steps, used):
 
 
 def test_random_gradients(big_world):
-    """One world for all programs: a table that one of them leaves full shows in the end."""
+    # All programs share one world, so that anything a program leaves behind shows.
     big_world.drive(check_program)

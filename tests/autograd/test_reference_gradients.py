@@ -1,4 +1,4 @@
-"""Gradients by values that references stand for: they stay with their owners, and pass from one to the next."""
+"""Gradients of the values of references: they stay with the owners, and pass from one owner to the next."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ import jdistgrad as jd
 
 @on_worker0
 def test_gradients_of_references_stay_with_their_owners(big_world):
-    """Whether the callee owns the parameters or a third worker does."""
+    # The owner of the parameters is the caller, the callee or a third worker.
     x = vector((2, 3))
     for owner in range(jd.world_size()):
         rref = jd.remote(owner, parameters, args=(3, 2))
@@ -30,7 +30,7 @@ def test_gradients_of_references_stay_with_their_owners(big_world):
 
 @on_worker0
 def test_a_reference_used_here_and_there(big_world):
-    """Fetched, passed to two workers, and used in a call nobody needs."""
+    # The reference is fetched, passed to two workers, and used in a call with an unused result.
 
     def program(call, p, x):
         call(0, layer, p, x)
@@ -47,7 +47,7 @@ def test_a_reference_used_here_and_there(big_world):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
-    """With leaves that are no arrays, as models of other libraries have them."""
+    """A layer with leaves that are not arrays, as in the models of other libraries."""
 
     weight: jax.Array
     activation: object
@@ -73,7 +73,7 @@ def gradients_here(context):
 
 @on_worker0
 def test_the_gradient_of_a_value_with_leaves_that_have_none(big_world):
-    """Nothing stands in their place: neither what cannot be sent, nor numbers that are no gradient."""
+    # The gradient has None for such leaves: no object that cannot be sent, and no number that is not a gradient.
     x, value = vector(3), jd.remote(rank(1), make_layer, args=(4,))
     with jd.context() as ctx:
         gradient = jd.grad(lambda value: sum_squares(jd.rpc_sync(rank(1), apply_layer, args=(value, x))))(value)
@@ -143,7 +143,7 @@ def test_a_traced_value_given_to_a_reference(big_world):
 
 @on_worker0
 def test_a_chain_of_references(big_world):
-    """A reference made of a reference made of one: gradients pass from owner to owner."""
+    # Each value is made from the reference before it: gradients pass from owner to owner.
 
     def loss(remote, x):
         value = x
@@ -164,7 +164,7 @@ def test_a_chain_of_references(big_world):
 
 @on_worker0
 def test_a_gradient_of_jaxs_own_has_no_value(world):
-    """It would be the parameter, not its gradient."""
+    # Fetching it would return the parameter, not the parameter's gradient.
     rref = jd.remote(rank(2), vector, args=(3,))
     with jd.context():
         gradient = jax.grad(lambda p: p.to_here().sum())(rref)
@@ -185,7 +185,7 @@ def twice_of(a):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
 @on_worker0
 def test_an_array_before_a_reference_among_the_arguments(big_world, wrap):
-    """Arrays may be NumPy's in compiled code, and are not compared with references."""
+    # In compiled code arguments may be NumPy arrays, which must not be compared with references.
 
     def far(x):
         return sync(2, sine_times, x, jd.remote(1, twice_of, args=(x,))).sum()
@@ -202,7 +202,7 @@ def compiled_once(x):
 
 
 def test_what_was_compiled_in_one_world_runs_in_the_next(big_world):
-    """And is differentiated there, for which what was traced before is asked for its shapes."""
+    # Differentiating it in the next world asks operations that were traced in this one for their shapes.
     x = jnp.arange(3.0)
     for differentiate in (lambda f: f, jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())):
 

@@ -1,4 +1,4 @@
-"""Values that are there, and parts of gradients: what a step asks of one worker at once goes in one message."""
+"""Fetches of existing values and contributions to gradients: requests of a step to one worker share a message."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def made(function, *factors):
 
 
 def messages_of(run, function_name):
-    """How many messages named such a function while something ran."""
+    """Return the number of calls of a function that are sent while ``run`` runs."""
     with jd.timeline() as recorded:
         run()
     return sum(function_name in one.name for one in recorded.events if one.kind == "call")
@@ -91,7 +91,7 @@ def test_one_reference_fetched_twice(world):
 
 @on_worker0
 def test_parts_that_are_missing_stay_missing(world):
-    """Of two arrays in a value only one is used: the other's gradient is zero."""
+    # Only one of the arrays in the value is used: the gradients of the others are zero.
     (a,) = made(nested, 2.0)
     step = jd.jit(jd.grad(lambda a: a.to_here()["w"][0].sum()))
     with jd.context():

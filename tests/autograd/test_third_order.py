@@ -1,5 +1,4 @@
-"""Derivatives of the third order, and of programs that take derivatives themselves, where values stay where they were
-made."""
+"""Third derivatives, also of programs that take derivatives themselves; intermediate values stay with their owners."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def one_value(call, x):
 
 
 def linear_in_a_value(call, x):
-    """Its cotangent is the same everywhere: no derivative goes through it."""
+    """Return a loss linear in remote values: their cotangents are constant, without derivatives of their own."""
     return (call(1, wave, x) * X).sum() + call(2, halves, x)["high"].sum()
 
 
@@ -40,7 +39,7 @@ def several_values(call, x):
 
 
 def by_itself(call, x):
-    """A program that takes a derivative of a part of it, and uses the value too."""
+    """Use both the value and the derivative of a part of the program."""
     value, pullback = jax.vjp(lambda x: call(1, wave, x), x)
     (back,) = pullback(jnp.cos(value))
     return sum_squares(call(2, wave, back)) + value.sum()

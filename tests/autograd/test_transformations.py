@@ -1,4 +1,4 @@
-"""Transformations of programs with remote calls: derivatives of every order, mapped, compiled, scanned."""
+"""Transformations of programs with remote calls: derivatives of every order, vmap, jit and scan."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def repeated(f, x):
 
 
 def compare(name, program, x):
-    """Transform a program whose calls are remote, and the serial one."""
+    """Transform a program with remote calls and the serial program, and compare the results."""
     transform = TRANSFORMED[name]
     with jd.context():
         found = transform(lambda x: program(sync, x))(x)
@@ -143,7 +143,7 @@ def test_a_compiled_step_runs_again_in_the_next_context(big_world):
 
 @on_worker0
 def test_a_batched_cotangent_on_one_recorded_call(big_world):
-    """jacrev maps a pullback that was recorded once."""
+    # jacrev maps over a pullback that was recorded once.
     with jd.context():
         found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)))(vector(4))
         grid = jax.jacrev(lambda x: jd.rpc_sync(rank(1), fast_product, args=(x, x.T)))(vector((2, 2)))
@@ -162,21 +162,21 @@ def chain_here(x):
 
 
 def compiled_so_far():
-    return current_worker().rank, count_traces.count
+    return current_worker().rank, take_traces.count
 
 
-class count_traces:
+class take_traces:
     count = 0
 
 
 @jax.jit
 def counted(x, y):
-    count_traces.count += 1
+    take_traces.count += 1
     return jnp.sin(x) * y
 
 
 def uncounted(x, y):
-    count_traces.count += 1
+    take_traces.count += 1
     return jnp.sin(x) * y
 
 

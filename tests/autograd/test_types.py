@@ -1,4 +1,4 @@
-"""Arrays whose type is more than a dtype, weak ones and random keys: each program is what it is in one process."""
+"""Weakly typed arrays and random keys, which dtypes do not describe: programs give the results of one process."""
 
 import functools
 
@@ -20,7 +20,7 @@ EAGER_AND_COMPILED = pytest.mark.parametrize(
 
 
 def scaled(x, s):
-    """Looks at the type of what it computes."""
+    """Return a product, scaled according to its dtype."""
     product = x * s
     return product * (2 if product.dtype == jnp.bfloat16 else 3)
 
@@ -33,7 +33,7 @@ def by_weak(call, function, x, s):
 
 
 def number_of(call, x):
-    """A result that is a weakly typed number, used with a narrow array."""
+    """Return a loss that multiplies a narrow array by a remote result, a number that may be weakly typed."""
     return (call(1, jnp.sum, x) * X).astype(jnp.float32).sum()
 
 
@@ -51,7 +51,7 @@ def test_weak_arguments(big_world, function, way, compiled):
 @pytest.mark.parametrize("way", [sync, fetched])
 @on_worker0
 def test_weak_results(big_world, way, compiled):
-    """A number that is returned gives way to narrow arrays, and so does its gradient."""
+    # A returned number with a weak type adopts the dtype of narrow arrays, and so does its gradient.
     derivative = lambda call: lambda x: jax.grad(functools.partial(number_of, call))(x) * X  # noqa: E731
     for x in (jnp.asarray(0.5), jnp.float32(0.5)):
         with jd.context():
@@ -74,7 +74,7 @@ def test_weak_in_a_batch(big_world, compiled):
 
 
 def with_keys(x, key, *, impl):
-    """Keys of two kinds among the results, one of them made of an argument."""
+    """Return results with random keys of two kinds; those of one kind come from an argument."""
     more = jax.random.split(key, 3)
     noise = jax.random.normal(key, x.shape)
     return {"y": x**2 * noise, "keys": more, "other": jax.random.key(7, impl=impl), "n": jnp.argmax(x)}
@@ -107,7 +107,7 @@ def test_random_keys(big_world, function, way, compiled):
     for derivative in (first, second) if way is sync else (first,):
         with jd.context():
             close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
-            here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 a key that nobody traces
+            here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 the key is not traced
             close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_random_keys(big_world, function, way, compiled):
 @on_worker0
 def test_random_keys_in_a_batch(big_world, compiled):
     keys, xs = jax.random.split(jax.random.key(3), 4), jnp.stack([Y, 2 * Y, Y - 1, Y / 2])
-    loss = functools.partial(by_keys, function=with_keys, impl="threefry2x32")  # what rbg makes depends on batches
+    loss = functools.partial(by_keys, function=with_keys, impl="threefry2x32")  # rbg draws other numbers in a batch
     each = lambda call: jax.vmap(jax.grad(lambda x, key: loss(call, x=x, key=key)))  # noqa: E731
     with jd.context():
         close(compiled(each(sync))(xs, keys), each(serial)(xs, keys), rtol=1e-4, atol=1e-5)
@@ -169,7 +169,7 @@ def test_keys_and_numbers_in_a_scan(big_world, compiled):
 
 
 def without_derivative(x, n):
-    """Integers, booleans and what is of no number at all, beside a float."""
+    """Return results without derivatives beside a float: integers, booleans, a string and a NumPy array."""
     return {"y": x * n, "n": n + 1, "flags": x > 0, "word": "told", "host": np.arange(2)}
 
 

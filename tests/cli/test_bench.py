@@ -1,4 +1,4 @@
-"""`jdistgrad bench`: it measures as threads and as a job, and prints the reference beside."""
+"""`jdistgrad bench`: it measures worlds of threads and a job, and prints reference numbers beside the results."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The doctor's findings for given facts, and one real run."""
+"""The findings of `jdistgrad doctor` for given facts, and one real run."""
 
 import copy
 import subprocess

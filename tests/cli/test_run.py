@@ -57,7 +57,7 @@ jd.shutdown()
 
 @pytest.fixture
 def jdistgrad(tmp_path):
-    """Runs the command line, in a folder with a program in it."""
+    """Return a function that runs the command line in a folder with two programs in it."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "fails.py").write_text(FAILS)
 
@@ -139,7 +139,7 @@ for process in (os.getpid(), os.getppid()):
 time.sleep(60)
 """
 
-# As from a terminal, also where the suite itself was started to outlast its own.
+# SIGHUP has its default effect, as in a terminal, even if the suite itself was started with nohup.
 HANGS_UP = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -160,7 +160,7 @@ def test_a_job_ends_with_the_command_that_started_it(tmp_path, number):
 
 
 def test_a_command_that_shall_outlast_its_terminal_does(tmp_path):
-    """As under nohup: the signal is ignored from the start."""
+    """The command is started with SIGHUP ignored, as nohup does."""
     command = [sys.executable, "-m", "jdistgrad", "run", "-n", "2", "-c", SLEEPS.replace("60", "3") + "print('slept')"]
     ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *command]
     with subprocess.Popen(ignoring, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
@@ -172,7 +172,7 @@ def test_a_command_that_shall_outlast_its_terminal_does(tmp_path):
 
 
 def is_alive(process):
-    """A process that has ended may be there until somebody asks for its status."""
+    """Return whether a process runs. An ended process stays in the table until its parent asks for its status."""
     try:
         return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:

@@ -24,7 +24,7 @@ def test_what_is_averaged_stays_as_it_is(big_world, cap, rank, size):
 
 @on_every_worker
 def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size):
-    """The averages are written into leaf by leaf: zeros that leaves shared would hold the last leaf's numbers."""
+    # Averages are written leaf by leaf: if leaves shared one array of zeros, all would hold the last leaf's numbers.
     found = DataParallel().average([jnp.full(3, float(k)) for k in range(5)])
     assert [float(one[0]) for one in found] == list(range(5))
     assert len({one.unsafe_buffer_pointer() for one in found}) == 5
@@ -35,8 +35,8 @@ def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size)
 @on_every_worker
 def test_leaves_on_several_devices_stay_there(big_world, rank, size):
     dp, devices = DataParallel(), jax.devices()
-    refusal = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
-    for mine in (refusal[::2], refusal, [*refusal, jnp.full(3, 1.0 + rank)]):
+    on_devices = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
+    for mine in (on_devices[::2], on_devices, [*on_devices, jnp.full(3, 1.0 + rank)]):
         found = dp.average(mine)
         assert [one.devices() for one in found[:2]] == [one.devices() for one in mine[:2]]
         for one in found:
@@ -75,6 +75,6 @@ def test_overlap_is_the_default_where_there_is_room(world, room, rank, size):
 
 def test_where_there_is_room_beside_the_computation():
     assert not has_room([{0, 1}, {0, 1}], 2)  # two ranks on two cores
-    assert not has_room([{0}, {1}, {2}], 3)  # each bound to its own
+    assert not has_room([{0}, {1}, {2}], 3)  # each rank is bound to its own core
     assert has_room([{0, 1}, {2, 3}], 2)
-    assert has_room([{0}, {1}], 4)  # others are on another machine: there is waiting to fill
+    assert has_room([{0}, {1}], 4)  # two ranks are on another machine: there is waiting time to use

@@ -51,7 +51,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what
     assert caught.value.rank == 1
     np.testing.assert_array_equal(mine["a"], np.ones(3))
     np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)  # and it still works
-    with pytest.raises(DisagreementError, match=said):  # one rank turns to another tree later
+    with pytest.raises(DisagreementError, match=said):  # a rank averages another tree in a later step
         dp.average(mine)
     with pytest.raises(DisagreementError, match=said):
         dp.broadcast(mine)

@@ -14,12 +14,12 @@ from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 @on_every_worker
 def test_steps_of_different_numbers_are_not_averaged_together(big_world, rank, size):
-    """A rank that failed in a step alone and goes on is one step ahead of the others."""
+    # A rank that goes on after failing alone in a step is one step ahead of the others.
     dp = DataParallel()
     params = {"w": jnp.full(3, 1.0 + rank)}
     dp.average(params)
     if rank == 1:
-        dp.reduction(params)  # and something fails before a gradient is there
+        dp.reduction(params)  # a step that fails before its first gradient
     with pytest.raises(DisagreementError, match="have come apart"):
         dp.average(params)
 

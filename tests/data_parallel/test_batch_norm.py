@@ -27,7 +27,7 @@ def test_batch_norm_over_unequal_and_empty_batches(big_world, rank, size):
 
 @on_every_worker
 def test_flax_with_batch_norm_and_dropout(world, rank, size):
-    """Against flax's own batch norm on the whole batch, in training and in evaluation."""
+    # Compare with flax's own batch norm on the whole batch, in training and in evaluation.
     variables, expected_loss, expected_stats, expected = net_serially(world.size)
     dp = DataParallel()
     norm = functools.partial(SyncBatchNorm, dp.collectives)

@@ -1,4 +1,4 @@
-"""Collectives among workers: every dtype, traced and not, and their derivatives."""
+"""Collectives among workers: every dtype, traced or not, and their derivatives."""
 
 import threading
 import time
@@ -59,20 +59,18 @@ OPERATIONS = {
 
 
 def everybody(name, xs):
-    """The operation on all ranks' inputs at once, in one process: what each rank gets."""
+    """Return what each rank gets: the result of the operation on all ranks' inputs, in one process."""
     return {"sum": sum(xs), "max": jnp.max(jnp.stack(xs), 0), "broadcast": xs[-1], "gather": jnp.stack(xs)}[name]
 
 
 def weight(rank, y):
-    """A loss that differs from rank to rank."""
+    """Return a loss that differs from rank to rank."""
     return jnp.sum(jnp.sin(y) * np.random.default_rng(rank).normal(size=y.shape)) * (rank + 1)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @on_every_worker
 def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, rank, size):
-    """Compare first and second derivatives, eager and compiled."""
-
     def losses(xs):
         return sum(weight(r, everybody(name, xs)) for r in range(len(xs)))
 
@@ -104,7 +102,7 @@ def test_vmap_is_one_operation_on_the_batch(big_world, rank, size):
 
 @on_every_worker
 def test_memory_larger_than_a_chunk(world, monkeypatch, rank, size):
-    """Test the path for arrays larger than MPI can count, with a smaller limit."""
+    # A smaller limit tests the path for arrays larger than MPI can count.
     from jdistgrad.data_parallel.collectives import mpi
 
     monkeypatch.setattr(mpi, "CHUNK", 1000)
@@ -157,7 +155,7 @@ def test_wrong_arguments_are_refused(world, rank, size):
 @pytest.mark.world(4)
 @on_every_worker
 def test_some_of_the_workers(world, rank, size):
-    """A group has the order of its list; other workers take no part, and several groups do not mix."""
+    # A group has the order of its list. Other workers take no part, and groups do not mix.
     named = [size - 1, 0] if rank in (0, size - 1) else list(range(1, size - 1))
     some, everybody = of_this_world(named), of_this_world()
     assert (some.rank, some.size) == (named.index(rank), len(named))

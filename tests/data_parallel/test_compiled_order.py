@@ -14,7 +14,7 @@ import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError
 
-TOLD = (jax.errors.JaxRuntimeError, DisagreementError)  # the type that compiled code has for errors; or Python's own
+TOLD = (jax.errors.JaxRuntimeError, DisagreementError)  # JAX's type for errors in compiled code, or the project's own
 
 
 def square(p):
@@ -45,7 +45,7 @@ def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length, r
 
 @on_every_worker
 def test_operations_in_another_order_are_told_too(big_world, rank, size):
-    """The operations are equal in size: only the roll call tells one from another."""
+    # The operations are equal in size: only the roll call tells them apart.
     c = jd.collectives.of_this_world()
     total, most = jax.jit(c.allreduce), jax.jit(lambda x: c.allreduce(x, "max"))
     x = jnp.arange(3.0) + rank
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_come_is_named(big_world, rank, size):
 
 @on_every_worker
 def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world, rank, size):
-    """Without that, a late rank would meet the others' next operation."""
+    # Otherwise a late rank would meet the others' next operation.
     c = copy.copy(jd.collectives.of_this_world())
     c.timeout = 1
     x = jnp.ones(3)
@@ -83,7 +83,7 @@ def test_operations_of_python_stay_apart_after_a_rank_has_not_come(big_world, ra
 
 
 def meets_in_programs(function, *args):
-    """How often the ranks meet in a program: each section has a beginning and an end."""
+    """Return how often the ranks meet in a program: each section has a beginning and an end."""
     return str(jax.make_jaxpr(function)(*args)).count("ordered_host_call[")
 
 
@@ -93,7 +93,7 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
     args = parameters(), batch(rank)
     assert len(dp._driver.buckets(parameters())) >= 3
     with_check, without = (meets_in_programs(each.value_and_grad(loss), *args) for each in (dp, quiet))
-    assert 1 <= with_check - without <= 2  # its beginning, and over MPI its end
+    assert 1 <= with_check - without <= 2  # the beginning of a section, and over MPI the end
     expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
     for each in (dp, quiet):
         close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
@@ -102,7 +102,7 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
 @pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["compiled", "called"])
 @on_every_worker
 def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeout(big_world, wrap, rank, size):
-    """Each object has a roll call of its own, to which the other ranks never come: no words differ."""
+    # Each object has its own roll call, to which the other ranks never come, so no roll call shows a difference.
     one, two = (wrap(DataParallel(timeout=300).average) for _ in range(2))
     x = {"w": jnp.full((2, 3), 1.0 + rank)}
     jax.block_until_ready((one(x), two(x)))
@@ -110,12 +110,12 @@ def test_two_objects_in_another_order_on_one_rank_are_told_long_before_the_timeo
     told = rf"{other} \(rank \d\) will not come, it waits for this worker elsewhere \(.*\), at .*one order"
     with pytest.raises((jax.errors.JaxRuntimeError, WorkerLostError), match=told):
         jax.block_until_ready(first(x))
-    jd.collectives.of_this_world().allreduce(x["w"])  # nobody leaves until all have been told
+    jd.collectives.of_this_world().allreduce(x["w"])  # no rank leaves until all have raised
 
 
 @on_every_worker
 def test_a_step_is_not_an_average_of_given_gradients(big_world, rank, size):
-    """The trees are equal: only the roll call tells a step from an average."""
+    # The trees are equal: only the roll call tells a step from an average.
     dp = DataParallel()
     a = {"a": jnp.full((2, 2), 1.0 + rank)}
     step, average = jax.jit(dp.value_and_grad(square)), jax.jit(dp.average)

@@ -27,7 +27,7 @@ def test_the_whole_step_inside_one_jit(world, rank, size):
 
 @on_every_worker
 def test_a_step_whose_arguments_are_constants_of_the_program(big_world, rank, size):
-    """No argument of the step is a tracer: the step is compiled all the same, and runs each time."""
+    # No argument of the step is a tracer, but the step must still be compiled and run each time.
     dp, params, x, sums = DataParallel(bucket_cap_mb=SMALL), parameters(), batch(rank), of_this_world()
     run = jax.jit(lambda: (dp.value_and_grad(loss)(params, x)[1], dp.average(params), sums.allreduce(x[0])))
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_no_sync_and_average_in_one_program(big_world, rank, size):
 
 @on_every_worker
 def test_powersgd_decides_in_the_program(big_world, rank, size):
-    """Its first steps are plain; their count is a value of the program, not a constant."""
+    # The hook's first steps are plain averages; their count is a value in the program, not a constant.
     from jdistgrad.optim.averaging import average_gradients
 
     tx = average_gradients(hook=hooks.powersgd(rank=1, start=1, min_rate=0.1))

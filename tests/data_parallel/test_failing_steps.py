@@ -15,7 +15,7 @@ MIXED = {"a": jnp.ones(3), "b": jnp.ones(4, jnp.float16), "c": jnp.ones(5, jnp.b
 
 
 def half_a_step(dp, number):
-    """A step that fails after ``number`` of its gradients."""
+    """Begin a step that fails after ``number`` of its gradients."""
     reduction = dp.reduction(MIXED)
     for leaf in range(3)[::-1][:number]:
         reduction.ready(leaf, jnp.copy(jax.tree.leaves(MIXED)[leaf]))
@@ -23,7 +23,7 @@ def half_a_step(dp, number):
 
 @on_every_worker
 def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, rank, size):
-    """Otherwise one rank's third step would be averaged with another's fourth."""
+    # Otherwise one rank's third step would be averaged with another's fourth.
     dp = DataParallel(timeout=20)
     dp.average(MIXED)
     half_a_step(dp, 2 if rank == 0 else 0)
@@ -35,7 +35,7 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
 
 
 def failing_on(ranks, rank):
-    """A hook that fails on some ranks, once, before or after it has reduced."""
+    """Return a hook that fails once on some ranks, before it reduces."""
     fails = iter([rank in ranks])
 
     def apply(bucket, state, collectives):
@@ -107,7 +107,7 @@ def test_ranks_that_have_joined_outlast_a_step_that_fails_on_all_others(big_worl
 
 @on_every_worker
 def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
-    """A rank's sparse layout is refused after the step has begun."""
+    # Rank 1's sparse layout is refused after the step has begun.
     dp, other = DataParallel(timeout=15), DataParallel()
     layout = {"n_batch": 1} if rank == 1 else {"n_dense": 1}
     expected = (LeafError, "1 batch dimensions") if rank == 1 else (DisagreementError, "rank 1 has failed")
@@ -118,7 +118,7 @@ def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
 
 @on_every_worker
 def test_a_tree_that_only_one_rank_can_average(big_world, rank, size):
-    """The other ranks raise an error that names the leaf, instead of waiting."""
+    # The other ranks raise an error that names the leaf, instead of waiting.
     dp = DataParallel()
     with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
         dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})

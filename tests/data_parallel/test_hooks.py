@@ -16,7 +16,7 @@ from jdistgrad.optim.averaging import average_gradients
 
 
 def watching(seen):
-    """A hook that averages and keeps the buckets it gets."""
+    """Return a hook that averages, and appends the buckets that it gets to ``seen``."""
 
     def apply(bucket, state, collectives):
         seen.append(bucket)
@@ -37,7 +37,7 @@ def tree(rank):
 @pytest.mark.parametrize("jitted", [False, True], ids=["from Python", "jit"])
 @on_every_worker
 def test_a_hook_is_shown_its_bucket(big_world, jitted, rank, size):
-    """Index, dtype, each leaf's path, place and shape, the numbers themselves, and which bucket is the last."""
+    # A hook gets the index, dtype, each leaf's path, place and shape, the numbers, and whether the bucket is the last.
     seen = []
     dp = DataParallel(hook=watching(seen), bucket_cap_mb=20 / 2**20)
     average = jax.jit(dp.average) if jitted else dp.average
@@ -87,7 +87,7 @@ def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world, rank
 
 @on_every_worker
 def test_transformations_made_in_every_step_share_what_they_need(big_world, rank, size):
-    """Each transformation has a new hook, and all share one thread and so one channel."""
+    # Each transformation has a new hook, but all share one thread and so one channel.
     c, threads = of_this_world(), set()
 
     def apply(bucket, state, collectives):
@@ -132,7 +132,7 @@ def test_sums_that_would_overflow(big_world, rank, size):
 
 @on_every_worker
 def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world, rank, size):
-    """Eager and compiled steps give the same numbers."""
+    # Eager and compiled steps must give the same numbers.
     seen = []
     dp = DataParallel(hook=watching(seen), sparse=["['table']"])
     mine = {"table": jnp.zeros((4, 2)).at[rank].set(1.0), "w": jnp.ones(3)}

@@ -20,7 +20,7 @@ def mine(rank):
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @on_every_worker
 def test_ranks_that_divide_differently_are_told_so(big_world, odd, rank, size):
-    """The sums of one step must not be divided by different numbers on different ranks."""
+    # The sums of one step must not be divided by different numbers on different ranks.
     dp, steps = DataParallel(timeout=20), []
     first, second = ("False", "True") if odd == 0 else ("True", "False")
     said = rf"rank 0 is in join\(divide_by_initial_world_size={first}\), rank {odd or 1} in .*={second}\)"
@@ -38,7 +38,7 @@ def test_ranks_that_divide_differently_are_told_so(big_world, odd, rank, size):
 @pytest.mark.parametrize("inside", [0, 1, 2])
 @on_every_worker
 def test_a_rank_alone_in_a_join_block_is_told_so(big_world, inside, rank, size):
-    """The error comes before the rank's first step, not when it waits for the others at the end of its block."""
+    # The error comes before the rank's first step, not when it waits for the others at the end of its block.
     dp, steps = DataParallel(timeout=20), []
 
     def train():
@@ -66,7 +66,7 @@ def test_a_rank_that_has_joined_where_others_are_in_no_block(big_world, rank, si
 
 @on_every_worker
 def test_blocks_follow_each_other_with_different_divisors(big_world, rank, size):
-    """The second block is inside the first: the end of the second does not end the first."""
+    # The second block is inside the first: the end of the second must not end the first.
     dp, found = DataParallel(timeout=20), []
 
     def steps(count):
@@ -109,7 +109,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 @on_every_worker
 def test_the_settings_of_a_rank_that_has_joined_count_too(big_world, name, rank, size):
-    """A rank that has joined gets the tree from the others, but would cut it into buckets by its own settings."""
+    # A rank that has joined gets the tree from the other ranks, but would cut it into buckets by its own settings.
     settings, said = SETTINGS[name]
     dp, steps = DataParallel(timeout=20, **({} if rank == 2 else settings)), []
 

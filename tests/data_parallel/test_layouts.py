@@ -11,7 +11,7 @@ from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
-HERE = 1  # the rank where they do
+HERE = 1  # the rank with such arrays
 
 
 def table(rank, start=0.0):

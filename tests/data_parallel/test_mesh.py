@@ -69,7 +69,7 @@ def test_flax_with_batch_norm_and_dropout():
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_average_gradients(typed):
-    """With types, JAX has summed the gradients of replicated parameters already: they must not be summed twice."""
+    # With types, JAX has already summed the gradients of replicated parameters: they must not be summed again.
     tx = optax.chain(average_gradients(Mesh("batch"), bucket_cap_mb=1e-4), optax.sgd(0.1))
 
     def step(params, x):
@@ -106,7 +106,7 @@ def floats():
 
 
 def test_derivatives_with_and_without_types():
-    """Losses differ from rank to rank: the derivative is that of their sum, as in all implementations."""
+    # Losses differ from rank to rank: the derivative is that of their sum, as with all collectives.
     xs = jnp.arange(1.0, 1 + RANKS)
     expected = jax.grad(lambda xs: sum(jnp.sin(jnp.sum(xs)) * (r + 1) * xs[r] for r in range(RANKS)))(xs)
     for typed in (True, False):
@@ -122,7 +122,7 @@ def test_derivatives_with_and_without_types():
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("name", ["max", "min", "broadcast", "gather"])
 def test_derivatives_of_the_other_operations(name, typed):
-    """Derivatives are those of the sum of all ranks' losses; equal maxima share the derivative."""
+    # Derivatives are those of the sum of all ranks' losses; equal maxima share the derivative.
     xs = jnp.array([1.0, 5.0, 2.0, 5.0, 1.0, 3.0, 4.0, 1.0])
     whole = {"max": jnp.max, "min": jnp.min, "broadcast": lambda x: x[3], "gather": lambda x: x @ jnp.arange(8.0)}[name]
     expected = jax.grad(lambda xs: sum(jnp.sin(whole(xs)) * (r + 1) for r in range(RANKS)))(xs)

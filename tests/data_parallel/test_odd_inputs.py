@@ -42,7 +42,7 @@ def test_numbers_smaller_than_a_byte(big_world, rank, size):
     for _ in range(3):
         found = DataParallel().average([mine, jnp.ones(3) * rank])
     expected = np.zeros(37, np.float32)
-    for _ in range(size):  # in this type every sum is rounded, from rank to rank
+    for _ in range(size):  # this dtype rounds the sum after each rank
         expected = (expected + (np.arange(37) % 2 * 2 / size).astype(mine.dtype).astype(np.float32)).astype(mine.dtype)
         expected = expected.astype(np.float32)
     np.testing.assert_allclose(np.asarray(found[0], np.float32), expected, atol=0.5)

@@ -51,7 +51,7 @@ def test_large_leaves_may_stand_alone():
 
 
 def test_eight_layers_of_300_at_a_cap_of_one():
-    """The order of PyTorch's rebuilt buckets: biases and weights, last layer first."""
+    # The order is that of PyTorch's rebuilt buckets: biases and weights, last layer first.
     leaves = [leaf(4 * n) for _ in range(8) for n in (300 * 300, 300)]
     assert [len(b) for b in plan_buckets(leaves, limits_of(1), order=range(15, -1, -1))] == [6, 6, 4]
 
@@ -106,11 +106,11 @@ def test_bad_limits_and_orders_are_refused():
 
 
 def test_a_hundred_thousand_leaves_are_planned():
-    """How long that takes is measured by benchmarks/data_parallel.py."""
+    # benchmarks/data_parallel.py measures how long planning takes.
     leaves = [leaf(400, "float32" if k % 3 else "float64") for k in range(100_000)]
     plan = plan_buckets(leaves, limits_of(None), order=range(99_999, -1, -1))
     assert sorted(k for bucket in plan for k in bucket) == list(range(100_000))
-    assert plan[0][:3] == [99_998, 99_997, 99_995]  # twice as many of that dtype: its first bucket is full first
+    assert plan[0][:3] == [99_998, 99_997, 99_995]  # float32 has twice as many leaves: its first bucket is full first
 
 
 @settings(deadline=None)

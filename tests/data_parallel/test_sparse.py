@@ -1,4 +1,4 @@
-"""Sparse gradients, of which each rank has only some rows."""
+"""Sparse gradients: each rank has only some rows."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_a_table_of_which_few_rows_are_used(big_world, rank, size):
 
 
 def rows_of(rank):
-    """A row of this rank's own, and one that all have."""
+    """Return a gradient of two rows: one of this rank's own, and one that all ranks have."""
     return BCOO((jnp.ones((2, 3)) * (1 + rank), jnp.array([[rank], [4]])), shape=(5, 3))
 
 

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.reducing.statistics import Clock, Span, times
 
-PATIENCE = 20  # seconds until a test is red; nothing waits that long else
+PATIENCE = 20  # seconds until a test fails; nothing waits that long otherwise
 
 
 @on_every_worker
@@ -39,7 +39,7 @@ def test_statistics(big_world, rank, size):
 
 
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
-    """Each reduction waits for the next piece to begin, and each piece for the reduction to begin."""
+    # Each reduction waits for the next piece of the backward pass to begin, and that piece for the reduction to begin.
     layers = 8
 
     def body(rank, size):

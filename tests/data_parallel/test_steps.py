@@ -43,7 +43,7 @@ def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
 
 @jax.custom_vjp
 def along(a, x):
-    """A loss whose gradient is the array x itself, not a computed value."""
+    """Return a loss; its gradient is the array ``x`` itself, not a computed value."""
     return jnp.vdot(a, x)
 
 
@@ -52,7 +52,7 @@ along.defvjp(lambda a, x: (jnp.vdot(a, x), x), lambda x, g: (x, x))
 
 @on_every_worker
 def test_inputs_survive_gradients_that_are_inputs(world, rank, size):
-    """Averages overwrite the gradients' memory; gradients that are inputs are copied first."""
+    # Averages overwrite the gradients' memory, so gradients that are inputs must be copied first.
 
     def odd(params, x):
         return along(params["a"], x) + along(params["b"], x) + params["c"].sum(), params["c"]
@@ -86,7 +86,7 @@ def test_argnums_and_keywords(big_world, rank, size):
 
 @on_every_worker
 def test_sums_are_right_when_gradients_come_in_different_orders(world, rank, size):
-    """Equal shapes, so a reduction of the wrong partners would go unnoticed; 200 steps."""
+    # The leaves have equal shapes, so only the numbers would show that different leaves were summed.
     dp = DataParallel(bucket_cap_mb=SMALL / 100)
     like, chance = [jnp.zeros(3)] * 4, random.Random(rank)
     for step in range(200):
@@ -101,7 +101,7 @@ def test_sums_are_right_when_gradients_come_in_different_orders(world, rank, siz
 
 @on_every_worker
 def test_batches_of_different_sizes(big_world, rank, size):
-    """A program for each shape; the ranks agree on the tree only, which is the same."""
+    # Each shape needs its own program. The ranks agree only on the tree of parameters, which is the same.
     dp = DataParallel()
     step = dp.value_and_grad(loss)
     for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):

@@ -91,7 +91,7 @@ def test_powersgd_of_full_rank_is_the_average(big_world, rank, size):
 
 @on_every_worker
 def test_error_feedback_loses_nothing(big_world, rank, size):
-    """What int8 rounds off one step comes with the next: the sum over steps is right to one step's rounding."""
+    # The rounding error of one step is added to the next: the sum over steps is right to one step's rounding.
     dp = DataParallel(hook=hooks.int8())
     cubes = np.linspace(-1, 1, 50, dtype="float32") ** 3
     total = sum(np.asarray(dp.average({"w": jnp.asarray(cubes * (rank + 1))})["w"]) for _ in range(50))

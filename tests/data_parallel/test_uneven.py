@@ -1,4 +1,4 @@
-"""Uneven steps: gradients accumulated, ranks with different numbers of batches, steps in contexts."""
+"""Uneven steps: accumulated gradients, different numbers of batches on different ranks, and steps in contexts."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world, rank, size
 
 @on_every_worker
 def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
-    """Values that were not used count as zero; what has no derivative stays as it is."""
+    # Gradients of unused values count as zero; leaves without a derivative stay as they are.
     dp = DataParallel()
     used, unused = jd.RRef({"w": jnp.arange(3.0), "n": jnp.arange(2)}), jd.RRef(jnp.ones(2))
     optimizer = jd.DistributedOptimizer(optax.sgd(1.0), [used, unused])
@@ -51,7 +51,7 @@ def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
 
 @on_every_worker
 def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
-    """Rank r has r + 1 steps, each with a context of its own; all end with the last one's value."""
+    # Rank r takes r + 1 steps, each in its own context; all ranks end with the value of the last active rank.
     dp, dense = DataParallel(), jd.RRef(jnp.ones(3))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [dense])
     with dp.join(divide_by_initial_world_size=False) as join:
@@ -67,7 +67,7 @@ def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
 
 @on_every_worker
 def test_parameters_averaged_every_few_steps(big_world, rank, size):
-    """Ranks train alone for some steps, then average their parameters."""
+    # Ranks train alone for some steps, then average their parameters.
     dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
     for _ in range(2):
         params = dp.average(jax.tree.map(lambda p: p + rank, params))
@@ -78,7 +78,7 @@ def test_parameters_averaged_every_few_steps(big_world, rank, size):
 @pytest.mark.parametrize("initially", [True, False])
 @on_every_worker
 def test_join_with_uneven_inputs(world, initially, rank, size):
-    """Rank r has 2 r batches: rank 0 none at all. Against the same steps made by hand."""
+    # Rank r has 2 r batches, rank 0 none at all. The expected values come from the same steps made by hand.
     expected = parameters()
     for k in range(2 * (world.size - 1)):
         batches = [batch(r, seed=k) for r in range(world.size) if 2 * r > k]
@@ -96,8 +96,8 @@ def test_join_with_uneven_inputs(world, initially, rank, size):
     close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], rtol=1e-4, atol=1e-4)
 
 
-def refusal(got, expected):
-    """How far two trees are apart, relative to the second."""
+def distance(got, expected):
+    """Return the distance of two trees, relative to the norm of the second."""
     a, b = (
         np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(t)]) for t in (got, expected)
     )
@@ -112,7 +112,7 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
         for k in range(1 + rank):
             _, gradients = step(params, batch(rank, seed=k))
             expected = serial(loss, params, [batch(r, seed=k) for r in range(k, size)])[1]
-            assert refusal(gradients, expected) < 0.02
+            assert distance(gradients, expected) < 0.02
             assert all(jax.tree.leaves(dp.used))
         marked = join.finish({"rank": jnp.float32(rank)})
     assert float(marked["rank"]) == size - 1
@@ -120,12 +120,12 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
         for _ in range(size - rank):
             _, gradients = step(params, batch(rank))
     if rank == 0:  # the last step was this rank's alone
-        assert refusal(gradients, gradient(loss)(params, batch(0))) < 0.02
+        assert distance(gradients, gradient(loss)(params, batch(0))) < 0.02
 
 
 @on_every_worker
 def test_numbers_that_are_not_finite_do_not_end_a_join(big_world, rank, size):
-    """Active ranks get the error and go on; ranks that have joined go on with them."""
+    # Active ranks get the error and go on; ranks that have joined go on with them.
     dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
     with dp.join() as join:
         for k in range(3 * rank):

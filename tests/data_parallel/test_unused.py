@@ -111,7 +111,7 @@ def used(*names):
 
 @on_every_worker
 def test_steps_without_sync_count_for_the_next_average(big_world, rank, size):
-    """They do not count for the average after that."""
+    # The steps must not count for the average after that.
     dp = DataParallel(find_unused_parameters=True)
     left, right = stepping(dp, "left"), stepping(dp, "right")
     with dp.no_sync():
@@ -129,7 +129,7 @@ def test_steps_without_sync_count_for_the_next_average(big_world, rank, size):
         left()
     right()
     assert dp.used == used("both", "left", "right")
-    dp.average(total)  # of which nothing is known
+    dp.average(total)  # no step is known for these gradients: all parameters count as used
     assert dp.used == used(*NAMES)
     dp.average({"another": jnp.ones(3)})
     assert dp.used == {"another": True}

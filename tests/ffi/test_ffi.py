@@ -22,7 +22,7 @@ mlir.register_lowering(
 
 
 def calling(function):
-    """A compiled function that calls this one in its middle, on arrays large enough for XLA's threads."""
+    """Return a compiled function that calls ``function`` in its middle. With large arrays it runs on XLA's threads."""
     return jax.jit(lambda x: jnp.cos(host_p.bind(jnp.sin(x), function=function)))
 
 
@@ -37,11 +37,11 @@ def test_arrays_of_all_kinds_come_and_go(dtype, shape):
         return [np.flip(x)]
 
     np.testing.assert_array_equal(jax.jit(lambda x: host_p.bind(x, function=flip))(x), np.flip(x))
-    assert seen == [(shape, x.dtype)] * (x.size > 0)  # XLA leaves out what makes nothing
+    assert seen == [(shape, x.dtype)] * (x.size > 0)  # XLA leaves out operations with empty results
 
 
 def test_more_programs_wait_than_xla_has_threads():
-    count = 24  # JAX lets 32 of a device be under way
+    count = 24  # JAX allows 32 programs of a device to be under way
     everybody = threading.Barrier(count)
 
     def meet(x):
@@ -113,7 +113,7 @@ def test_calls_with_an_effect_keep_their_order_and_none_is_left_out():
 
 
 def test_a_site_goes_with_its_program():
-    jax.clear_caches()  # those of the tests before
+    jax.clear_caches()  # drop the programs of earlier tests
     gc.collect()
     before = len(sites._sites)
     run = calling(lambda x: [x])
@@ -126,7 +126,7 @@ def test_a_site_goes_with_its_program():
 
 
 def test_a_program_under_way_keeps_its_sites_when_nobody_keeps_its_function():
-    """It runs when what it needs has been copied to its device: by then its function has been forgotten."""
+    """The program runs when its argument has been copied to its device: by then the compiled function is gone."""
     large, device = jnp.ones((64, 1024, 1024)), jax.devices()[-1]
     like = jax.ShapeDtypeStruct(large.shape, large.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
     program = jax.jit(lambda x: host_p.bind(x[0, :3, :3], function=lambda x: [2 * x])).lower(like).compile()

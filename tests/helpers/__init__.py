@@ -1,1 +1,1 @@
-"""What tests share: worlds to run in, programs to run there, models, data, jobs."""
+"""Helpers that tests share: worlds to run in, programs to run there, models, data, jobs."""

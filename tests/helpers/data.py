@@ -1,4 +1,4 @@
-"""Data of tests: comparing trees, drawing them at random, damaging bytes."""
+"""Test data: functions that compare trees, draw random trees, and damage bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def close(found, expected, rtol=1e-5, atol=1e-6):
-    """Check that trees have the same structure, shapes and dtypes, and values but for rounding in their dtype."""
+    """Check that two trees agree in structure, shapes and dtypes, and in values up to rounding in their dtypes."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.shape(one) == jnp.shape(other)
@@ -17,12 +17,12 @@ def close(found, expected, rtol=1e-5, atol=1e-6):
 
 
 def widened(leaf):
-    """A 16-bit float in a dtype that NumPy can compare."""
+    """Convert a bfloat16 leaf to float32, which NumPy can compare; return any other leaf as it is."""
     return np.asarray(leaf, np.float32) if jnp.result_type(leaf) == jnp.bfloat16 else leaf
 
 
 def random_like(tree, seed=0):
-    """Random numbers in the place of a tree's floats; of other leaves, the cotangent JAX wants: float0."""
+    """Draw random numbers in place of a tree's floats. Other leaves get zeros of dtype float0, JAX's cotangents."""
     chance = np.random.default_rng(seed)
 
     def draw(leaf):
@@ -38,7 +38,7 @@ def random_like(tree, seed=0):
 
 
 def sum_squares(tree):
-    """A scalar that no two leaves contribute to alike."""
+    """Return a weighted sum of squares, with a different weight for each leaf."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     return sum((k + 1.5) * jnp.sum(jnp.abs(leaf) ** 2) for k, leaf in enumerate(floats))
 
@@ -74,7 +74,7 @@ def extended(data, chance):
 
 
 def damaged(data, chance, begin=0):
-    """The bytes with something wrong with them, behind ``begin``."""
+    """Return the bytes, damaged at random from index ``begin`` on."""
     kept, changed = bytes(data[:begin]), bytearray(data[begin:])
     while changed == data[begin:]:
         chance.choice([flipped, overwritten, blanked, moved, cut, extended] if changed else [extended])(changed, chance)

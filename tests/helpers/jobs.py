@@ -1,4 +1,4 @@
-"""Finished jobs, and the examples: as modules, as programs and as jobs."""
+"""Finished jobs, and the examples, run as modules, as programs and as jobs."""
 
 import importlib
 import os
@@ -36,13 +36,13 @@ def as_job(n, name):
 
 
 class Job:
-    """A finished job: its exit status, and what it printed."""
+    """A finished job: its exit status and its output."""
 
     def __init__(self, process):
         self.status, self.output = process.returncode, process.stdout
 
     def expect(self, *texts, status=0):
-        """Check the exit status (``None``: any failure) and that all of these texts were printed."""
+        """Check the exit status (``None``: any failure) and that the output contains all of these texts."""
         assert self.status == status if status is not None else self.status != 0, self.output
         for text in texts:
             assert text in self.output, f"{text!r} is not in\n{self.output}"
@@ -50,7 +50,7 @@ class Job:
 
 
 def finished_job(n, script, timeout, environment):
-    """The job of a script on some ranks, which may import ``helpers``."""
+    """Run a script on ``n`` ranks; return the finished job. The script may import ``helpers``."""
     process = subprocess.run(
         launch.command(n, [str(script)]),
         env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1]), **environment},

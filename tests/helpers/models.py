@@ -1,4 +1,4 @@
-"""Models and their serial programs: of the data-parallel steps, and those whose parameters live on another worker."""
+"""Models and their serial programs: for data-parallel steps, and for parameters that live on another worker."""
 
 import functools
 import threading
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, nnx
 
-SMALL = 2e-4  # MiB: a layer of the model below
+SMALL = 2e-4  # bucket size in MiB: about one layer of the model below
 
 
 def parameters(seed=0):
-    """Several dtypes, ranks of tensor and sizes; one leaf is empty, one a scalar."""
+    """Return parameters of several dtypes, shapes and sizes; one leaf is empty, one a scalar."""
 
     def draw(k, *shape, dtype=jnp.float32):
         return jnp.asarray(np.random.default_rng([seed, k]).normal(size=shape) / 2, dtype)
@@ -41,7 +41,7 @@ _one_at_a_time = threading.Lock()
 
 
 def serially(function, *args):
-    """What a function gives in one process, as NumPy arrays: compiled once for the workers of all devices."""
+    """Run a function in this process; return NumPy arrays. All workers use one device, so it compiles only once."""
     with _one_at_a_time, jax.default_device(jax.local_devices()[0]):
         return jax.tree.map(np.asarray, compiled(function)(*jax.tree.map(np.asarray, args)))
 
@@ -50,7 +50,7 @@ compiled = functools.cache(jax.jit)
 
 
 def serial(loss, params, batches):
-    """Value and gradients of the mean of the losses."""
+    """Return the value and the gradients of the mean of the losses."""
     return serially(mean_of(loss), params, batches)
 
 
@@ -73,7 +73,7 @@ ROWS = 2
 
 
 class Net(nn.Module):
-    """Each row is dropped by a key of its own, so that a row is treated the same wherever it is."""
+    """A network with a dropout key for each row, so that dropout does not depend on the rank that has a row."""
 
     norm: object
 
@@ -90,7 +90,7 @@ def net_inputs(rank):
 
 
 def net_loss(norm, params, stats, x, rows):
-    """A loss, and the batch statistics after it."""
+    """Return a loss and the updated batch statistics."""
     y, changed = Net(norm).apply({"params": params, "batch_stats": stats}, x, rows, mutable=["batch_stats"])
     return jnp.mean(y**2), changed["batch_stats"]
 
@@ -101,7 +101,7 @@ def net_evaluated(norm, variables, x, rows):
 
 @functools.cache
 def net_serially(size):
-    """Initial variables; the loss, the statistics and the gradients of the step on everybody's inputs."""
+    """Return initial variables, and the loss, statistics and gradients of one step on the inputs of all ranks."""
     x, rows = (np.concatenate(parts) for parts in zip(*map(net_inputs, range(size)), strict=True))
     net = Net(nn.BatchNorm)
     variables = serially(lambda x, rows: net.init(jax.random.key(0), x, rows, train=False), x, rows)
@@ -110,7 +110,7 @@ def net_serially(size):
     return variables, value, stats, gradients
 
 
-# Whose parameters live on another worker:
+# Models whose parameters live on another worker.
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -118,7 +118,7 @@ traced = []
 
 
 class Encoder(nn.Module):
-    """Says when it is traced."""
+    """A module that appends the shape of its input to ``traced`` when it is traced."""
 
     width: int
     layers: tuple = ()
@@ -132,7 +132,7 @@ class Encoder(nn.Module):
         return 2 * y if double else y
 
 
-def count_traces(rank):
+def take_traces(rank):
     found = list(traced)
     traced.clear()
     return found
@@ -146,7 +146,7 @@ class Normalized(nn.Module):
 
 
 class Both(nnx.Module):
-    """Parameters, statistics and a random generator."""
+    """A module with parameters, statistics and a random generator."""
 
     def __init__(self, inputs, outputs, *, rngs):
         self.first = nnx.Linear(inputs, outputs, rngs=rngs)
@@ -159,7 +159,7 @@ class Both(nnx.Module):
 
 
 class Line(nnx.Module):
-    """What is made of nothing but ``rngs``."""
+    """A module whose only argument is ``rngs``."""
 
     def __init__(self, rngs):
         self.only = nnx.Linear(4, 3, rngs=rngs)

@@ -1,6 +1,6 @@
-"""Functions for workers to run, and programs run twice: with calls to other workers, and with none.
+"""Functions for workers to run, and programs that run twice: with remote calls, and serially.
 
-Such a program takes ``call``, the way to have a function run by a worker, as its first argument.
+The first argument of such a program is ``call``, a function that runs another function on a worker.
 """
 
 import jax
@@ -36,7 +36,7 @@ def identity(x):
 
 
 def handed_on(to, function, *args, **kwargs):
-    """The result goes from its owner to a third worker, which hands it back."""
+    """Return the result after it has gone from its owner to another worker, which hands it back."""
     rref = jd.remote(rank(to), function, args=args, kwargs=kwargs)
     return jd.rpc_sync(rank(to + 1), identity, args=(rref,))
 
@@ -45,13 +45,13 @@ WAYS = [sync, eventually, fetched, handed_on]
 
 
 def pulled_back(program, call, args, seed=0):
-    """A program's results and the cotangents of its arguments, for random cotangents of the results."""
+    """Return a program's results, and its arguments' cotangents for random cotangents of the results."""
     results, pullback = jax.vjp(lambda *args: program(call, *args), *args)
     return results, pullback(random_like(results, seed))
 
 
 def same_gradients(program, *args, call=sync, **tolerances):
-    """Results and pullback of a program, against the serial one."""
+    """Compare the results and the pullback of a program with its serial run."""
     with jd.context():
         found = pulled_back(program, call, args)
     close(found, pulled_back(program, serial, args), **tolerances)
@@ -66,7 +66,7 @@ def loss(x):
 
 
 def still_differentiates():
-    """In the context that is open, or else in one of its own."""
+    """Check a gradient, in the context that is open, or else in a context of its own."""
     close(jd.grad(loss)(X), 2 * X)
 
 

@@ -1,4 +1,4 @@
-"""Running tests in worlds, and what tests ask of workers: something small to do, whether they work, what they own."""
+"""Decorators that run tests in worlds, and functions for workers: small tasks, and checks of what workers own."""
 
 import functools
 import gc
@@ -16,15 +16,15 @@ from jdistgrad.wire import launcher_env
 
 needs_pickling = pytest.mark.skipif(
     not launcher_env.launched(),
-    reason="local worlds hand objects over unpickled: the runs with 2, 3 and 4 ranks have it",
+    reason="local worlds hand objects over unpickled: the runs with 2, 3 and 4 ranks run this test",
 )
 
 
 @pytest.fixture
 def wire_world(world):
-    """A world in which a message from worker 0 to the last one is pickled."""
+    """Return a world of several workers: under mpirun, messages from worker 0 to the last worker are pickled."""
     if world.size == 1:
-        pytest.skip("one rank calls itself without pickling: the runs with 2, 3 and 4 ranks have it")
+        pytest.skip("one rank calls itself without pickling: the runs with 2, 3 and 4 ranks run this test")
     return world
 
 
@@ -32,7 +32,7 @@ def on_worker0(test=None, **settings):
     """Let worker 0 run a test that has a world among its fixtures, while the other workers serve.
 
     Arguments:
-      settings: of ``World.drive``.
+      settings: arguments of ``World.drive``.
     """
     if test is None:
         return functools.partial(on_worker0, **settings)
@@ -45,7 +45,7 @@ def on_worker0(test=None, **settings):
 
 
 def on_every_worker(test):
-    """Let every worker run a test that has a world among its fixtures, and ``rank`` and ``size`` as last arguments."""
+    """Let every worker run a test with a world among its fixtures and ``rank`` and ``size`` as its last arguments."""
 
     @functools.wraps(test)
     def run(**fixtures):
@@ -80,7 +80,7 @@ def last():
 
 
 def rank(k):
-    """A worker for the k-th call, in a world of any size."""
+    """Return the rank of the worker for the k-th call, in a world of any size."""
     return k % jd.world_size()
 
 
@@ -103,18 +103,18 @@ def make(n):
 
 
 def owned_values():
-    """How many values this worker owns for others."""
+    """Return how many values this worker owns for references."""
     return len(current_worker().references.owned)
 
 
 def owned_here():
-    """The same, once what has been dropped has come home."""
+    """Collect this worker's garbage, which may hold references; return how many values it owns then."""
     gc.collect()
     return owned_values()
 
 
 def wait_until_owned(rank, count):
-    gc.collect()  # what pytest.raises has seen lives in a cycle
+    gc.collect()  # exceptions that pytest.raises has caught are in reference cycles
     deadline = time.monotonic() + 20
     while (found := jd.rpc_sync(rank, owned_here)) != count:
         assert time.monotonic() < deadline, f"worker {rank} owns {found} values, not {count}"
@@ -134,7 +134,7 @@ def takes_part():
 
 
 def holders():
-    """The ranks that take part in some context."""
+    """Return the ranks of the workers that take part in any context."""
     with within(None):
         return {k for k in range(jd.world_size()) if jd.rpc_sync(k, takes_part)}
 

@@ -29,7 +29,7 @@ def test_the_readmes_program_prints_what_it_shows(tmp_path):
 
 
 def test_the_readmes_program_runs_as_threads(tmp_path):
-    """The program is unchanged, but its last part becomes ``main``."""
+    # The program is unchanged, but its last part becomes ``main``.
     source = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     functions, program = source.split("me = jd.init()")
     main = "def main():\n    me = jd.init()" + program.replace("\n", "\n    ") + "\njd.spawn(main, 2)\n"

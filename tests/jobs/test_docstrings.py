@@ -1,4 +1,4 @@
-"""The docstrings' examples run in a world of three, with the names that the examples do not define."""
+"""The examples in docstrings: they run in a world of three, with the names that they do not define."""
 
 import contextlib
 import doctest
@@ -14,12 +14,12 @@ from flax import linen as nn
 
 import jdistgrad as jd
 
-ALONE = {"spawn", "local_workers", "launched", "timeline"}  # they make their world
-LEFT_OUT = {  # what the reader has done before
+ALONE = {"spawn", "local_workers", "launched", "timeline"}  # these examples make their own world
+LEFT_OUT = {  # code that the reader has run before the example
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",
     "jit": "loss_fn = lambda enc, head, x, y: enc.to_here().sum() * head.sum()",
 }
-TOGETHER = {"init", "DataParallel", "DataParallel.join", "keep_unused"}  # every worker runs them
+TOGETHER = {"init", "DataParallel", "DataParallel.join", "keep_unused"}  # every worker runs these
 
 
 def init_params(seed):
@@ -38,7 +38,7 @@ def value_of(part):
 
 
 def loss_fn(*parts):
-    """Of references, functions of x, or arrays."""
+    """Return a loss of references, functions of ``x``, or arrays."""
     return sum(jnp.sum(value_of(part) ** 2) for part in parts)
 
 
@@ -93,7 +93,7 @@ def of_each_worker():
 
 
 def examples():
-    """Everything offered, and the public methods of it, that has an example."""
+    """Yield every public name and method that has an example in its docstring."""
     for name in dir(jd):
         one = getattr(jd, name)
         methods = {f"{name}.{k}": v for k, v in vars(one).items() if k[0] != "_"} if inspect.isclass(one) else {}
@@ -104,7 +104,7 @@ def examples():
 
 
 def execute(found, names):
-    """Run an example's lines; what they show is compared where the docstring shows it."""
+    """Run an example's lines; compare their output where the docstring shows one."""
     for example in found:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed) if example.want else contextlib.nullcontext():

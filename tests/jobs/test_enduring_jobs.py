@@ -1,4 +1,4 @@
-"""Jobs that go on: beside the program's own MPI, through interrupts and foreign bytes on the wire."""
+"""Jobs that go on: beside the program's own use of MPI, and after interrupts, suspension and foreign bytes."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
 
 @pytest.mark.parametrize(("ranks", "start"), [(3, "main()"), (1, "jd.spawn(main, 3)")], ids=["processes", "threads"])
 def test_a_job_that_stood_still_goes_on(mpi_job, ranks, start):
-    """Ctrl-Z, a suspended machine: all stop, and each wakes up to others that have said nothing for a long time."""
+    # After Ctrl-Z or a suspended machine, every rank resumes among others that have been silent for a long time.
     mpi_job(
         ranks,
         f"""
@@ -101,7 +101,7 @@ def test_interrupting_a_wait_under_mpi(mpi_job):
 
 
 def test_interrupts_under_traffic_lose_nothing(mpi_job):
-    """Ctrl-C again and again while the main thread itself looks for messages: each ends one wait, and nothing else."""
+    # Ctrl-C comes again and again while the main thread itself polls for messages: each ends one wait and nothing else.
     mpi_job(
         2,
         """
@@ -137,7 +137,7 @@ def test_interrupts_under_traffic_lose_nothing(mpi_job):
 
 
 def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
-    """Foreign bytes, and frames cut short: a call among them fails with an error, the world goes on."""
+    # Foreign bytes and damaged frames arrive: a call in a damaged frame fails with an error, and the world goes on.
     job = mpi_job(
         2,
         """
@@ -175,7 +175,7 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
 
 @pytest.mark.parametrize("wrap", ["jax.jit", "jd.jit"])
 def test_interrupting_compiled_code_that_waits(mpi_job, wrap):
-    """The main thread is inside XLA then: nothing but the end of the call brings it back."""
+    # The main thread is inside XLA and returns only when the call ends, so the interrupt must end the call.
     mpi_job(
         3,
         f"""

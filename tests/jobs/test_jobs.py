@@ -1,4 +1,4 @@
-"""Jobs that end badly: they end, and the message names rank and cause. The fixture ends jobs that hang."""
+"""Jobs that fail: they end, and the message names the rank and the cause. The fixture ends jobs that hang."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_a_rank_that_raises_what_has_no_text_ends_the_job_too(mpi_job):
 
 
 def test_a_shutdown_that_waits_says_for_what_on_stderr(mpi_job):
-    """The warning appears without any setting of the logging module."""
+    # The warning appears without any setting of the logging module.
     job = mpi_job(
         3,
         """
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_job(mpi_job):
 
 
 def test_a_hung_rank_is_noticed(mpi_job):
-    """A stopped process breaks no connection: only its silence tells."""
+    # A stopped process breaks no connection: only its silence shows that it hangs.
     job = mpi_job(
         3,
         """

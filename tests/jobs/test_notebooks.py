@@ -7,13 +7,13 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter's own code
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Jupyter's own code
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 def shown(notebook):
-    """What each code cell shows, as one text: a stream may come in several pieces."""
+    """Return the output of each code cell as one text, since a stream may come in several pieces."""
     return [
         "".join(str(output.get("text") or output.get("data", {}).get("text/plain")) for output in cell.outputs)
         for cell in notebook.cells
@@ -23,7 +23,7 @@ def shown(notebook):
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch, tmp_path):
-    """Jupyter's files are the test's own: the machine may have no home to keep them in."""
+    """Keep Jupyter's files in the test's folder, since the machine may have no home folder."""
     for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
 
@@ -51,7 +51,7 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
 
     assert execute("import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
     waits = "print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)"
-    identifier = client.execute(waits, stop_on_error=False)  # else jupyter gives up what comes soon after
+    identifier = client.execute(waits, stop_on_error=False)  # otherwise Jupyter drops requests that follow soon
     while client.get_iopub_msg(timeout=30)["content"].get("text") != "waiting\n":
         pass
     manager.interrupt_kernel()

@@ -16,7 +16,7 @@ NAME = re.compile(r"\bjd\.([a-zA-Z_]+(?:\.\w+)?)")
 
 
 def programs():
-    """Every block that imports the package is a program of its own."""
+    """Yield every block that imports the package, as a program, with the output that the page shows."""
     for page in PAGES:
         for number, found in enumerate(BLOCK.finditer(page.read_text())):
             if "import jdistgrad" in found["source"]:
@@ -52,7 +52,7 @@ def test_the_journey_is_the_real_one():
 
 
 def test_the_journey_of_a_step_is_the_real_one():
-    """But for JAX's names of what a piece computes, which change with its versions."""
+    # JAX's names for the equations of a piece are left out: they change with JAX's versions.
 
     def without_names(text):
         return re.sub(r"compute .*", "compute", text)

@@ -36,7 +36,7 @@ ADDS = """
 
 @pytest.fixture
 def user_tests(tmp_path):
-    """Runs a test file of somebody else's project, here or on some ranks."""
+    """Return a function that runs a test file of another project, in one process or on some ranks."""
 
     def run(source, *, ranks=0, fails=False, time_limit=60, options=()):
         (tmp_path / "test_user.py").write_text(textwrap.dedent(source))

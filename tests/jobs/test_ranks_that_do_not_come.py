@@ -28,7 +28,7 @@ SOON = {"JDISTGRAD_SILENCE": "4", "JDISTGRAD_HEARTBEAT": "0.5"}
 @COMPILED
 @pytest.mark.parametrize("delay", [0.0, 0.017])
 def test_a_rank_that_is_stopped_while_all_average(mpi_job, wrap, delay):
-    """Before, in or behind a reduction: what waits for it is bounded by the silence that is allowed."""
+    # The rank stops before, in or after a reduction. The others wait for it no longer than the allowed silence.
     job = mpi_job(3, PROGRAM.format(timeout=300, wrap=wrap, act=STOP.format(delay=delay)), **SOON)
     job.expect("begun", "worker1 (rank 1) is lost: it gave no sign of life for 4 s", status=None)
 
@@ -47,7 +47,7 @@ def test_a_rank_that_shuts_down_while_others_average(mpi_job, wrap):
 
 @COMPILED
 def test_a_rank_that_raises_before_it_shuts_down(mpi_job, wrap):
-    """``try: ... finally: shutdown()``: its traceback comes first, and nobody waits for it."""
+    # With ``try: ... finally: shutdown()``, the rank's traceback comes first, and no rank waits for it.
     job = mpi_job(
         3,
         f"""

@@ -1,4 +1,4 @@
-"""The examples whose parts live on several workers: they learn what one process would learn."""
+"""The examples with parts on several workers: they learn what one process would learn."""
 
 import re
 

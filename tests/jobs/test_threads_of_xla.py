@@ -1,4 +1,4 @@
-"""XLA has as many threads as cores: no program may hold one while it waits for another worker."""
+"""XLA has as many threads as cores: no program may occupy a thread while it waits for another worker."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_collectives_in_compiled_code_of_more_workers_than_cores(mpi_job, worker
 
 
 def test_programs_whose_arguments_are_still_being_copied(mpi_job):
-    """XLA runs them on its own threads: one for each worker, if they wait for each other."""
+    # XLA runs such programs on its own threads; if they wait for each other, it needs one thread for each worker.
     mpi_job(
         1,
         on_two_cores(
@@ -129,7 +129,7 @@ jd.shutdown()
 
 @pytest.mark.parametrize("workers", [3, 4, 8])
 def test_jitted_functions_of_local_workers_that_call_each_other(mpi_job, workers):
-    """All workers call at once."""
+    # All workers call at once.
     mpi_job(
         1,
         on_two_cores(
@@ -191,7 +191,7 @@ def test_compiled_code_finds_its_context_in_a_world_of_several_devices(mpi_job):
 
 
 def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_job):
-    """JAX was started first, so its settings can no longer be changed; a warning says so."""
+    # JAX was started first, so its settings can no longer be changed; a warning says so.
     mpi_job(
         1,
         """
@@ -214,7 +214,7 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
 
 @pytest.mark.parametrize("wrap", ["", "jax.jit"], ids=["called", "compiled"])
 def test_a_served_program_that_begins_late_is_still_in_its_context(mpi_job, wrap):
-    """Its arguments are not there yet when its function returns: its own calls come after that, and need the scope."""
+    # The arguments are not there yet when the served function returns: its own calls come later, and need the scope.
     mpi_job(
         1,
         on_two_cores(
@@ -248,7 +248,7 @@ def test_a_served_program_that_begins_late_is_still_in_its_context(mpi_job, wrap
 
 
 def test_a_new_world_does_not_inherit_the_error_of_a_compiled_step(mpi_job):
-    """While its argument is copied a step runs on a thread of XLA's, and JAX repeats its error in every later step."""
+    # While its argument is being copied, a step runs on a thread of XLA; JAX repeats its error in every later step.
     mpi_job(
         3,
         on_two_cores(

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from helpers.data import close
-from helpers.models import Both, Encoder, Line, Normalized, X, count_traces, squares
+from helpers.models import Both, Encoder, Line, Normalized, X, take_traces, squares
 from helpers.worlds import last, on_worker0, owned_values
 
 import jdistgrad as jd
@@ -17,7 +17,7 @@ from jdistgrad.modules.module import RemoteModule
 
 
 def serial(module, *args, seed=3):
-    """A linen module's parameters, and its result as a function of them."""
+    """Return a linen module's parameters, and a function that applies the module to parameters and inputs."""
     variables = module.init(jax.random.key(seed), *args)
     rest = {name: value for name, value in variables.items() if name != "params"}
     return variables["params"], lambda params, x, **kwargs: module.apply({"params": params, **rest}, x, **kwargs)
@@ -64,17 +64,17 @@ def test_an_nnx_module_is_the_serial_one(big_world, staged, make):
 @on_worker0
 def test_the_worker_traces_a_module_once_for_each_shape(big_world):
     remote = RemoteModule(last(), Encoder(6), (X,))
-    jd.rpc_sync(last(), count_traces, args=(last(),))
+    jd.rpc_sync(last(), take_traces, args=(last(),))
     for _ in range(3):
         for x in (X, X[:1]):
             remote(x)
-    assert jd.rpc_sync(last(), count_traces, args=(last(),)) == [(2, 4), (1, 4)]
+    assert jd.rpc_sync(last(), take_traces, args=(last(),)) == [(2, 4), (1, 4)]
     for _ in range(3):
         again = RemoteModule(last(), Encoder(6), (X,), rng=1)
-        jd.rpc_sync(last(), count_traces, args=(last(),))  # init's
+        jd.rpc_sync(last(), take_traces, args=(last(),))  # forget the traces of init
         with jd.context():
             jd.value_and_grad(squares)(again, X)
-    assert jd.rpc_sync(last(), count_traces, args=(last(),)) == []
+    assert jd.rpc_sync(last(), take_traces, args=(last(),)) == []
 
 
 @on_worker0

@@ -29,7 +29,7 @@ def loss_fn(w, x):
 
 
 def record(world, body):
-    """What is recorded of a body: of all workers, or of this rank."""
+    """Run a body on worker 0; return the recorded events: of all workers, or under mpirun of this rank."""
     with jd.timeline() as recorded:
         world.drive(body)
     return recorded.events
@@ -88,7 +88,7 @@ def test_a_gradient_through_two_workers_in_order(world):
 
 
 def asked_for_together(events, worker):
-    """The one call that asks a worker for a result and for its pullback."""
+    """Return the single call that requests from a worker a result and its pullback together."""
     to_it = [event for event in events if event.kind == "call" and event.details["to"] == worker]
     (call,) = [event for event in to_it if "through_both, the pullback of" in event.name]
     return call

@@ -19,7 +19,7 @@ from jdistgrad.optim.sharding import shard_state
 
 @functools.cache
 def optimized_serially(tx, size, steps):
-    """The parameters after some steps of an optimizer on everybody's batches."""
+    """Return the parameters after some steps of an optimizer on the batches of all ranks."""
 
     def step(params, state, batches):
         _, gradients = mean_of(loss)(params, batches)
@@ -50,7 +50,7 @@ def test_average_gradients_with_any_optimizer(world, jitted, plain, rank, size):
 
     def update(gradients, state, params):
         traced.append(1)
-        updates, state = tx.update(gradients, state, params, value=1.0)  # an extra argument nobody takes
+        updates, state = tx.update(gradients, state, params, value=1.0)  # no transformation here uses value
         return optax.apply_updates(params, updates), state
 
     run = jax.jit(update) if jitted else update

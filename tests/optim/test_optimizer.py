@@ -105,7 +105,7 @@ def test_leaves_that_are_no_floats_stay(world):
 
 @on_worker0
 def test_state_survives_in_another_job(world, tmp_path_factory):
-    """Saved with orbax by one optimizer, restored by another: they go on alike."""
+    """After a state is saved with orbax and restored in another optimizer, both optimizers make the same steps."""
     folder = tmp_path_factory.mktemp("state")
     refs = references()
     first = jd.DistributedOptimizer(optax.adam(1e-2), refs)
@@ -157,7 +157,7 @@ def run_together(target, count):
 
 @on_worker0
 def test_trainers_on_other_workers_converge(big_world):
-    """A parameter server with a trainer on every other worker: each gets the optimizer passed on."""
+    """A parameter server with a trainer on every other worker: each trainer gets the optimizer as an argument."""
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.02), [params])
     trainers = range(jd.world_size() - 1)

@@ -25,7 +25,7 @@ def make_array(shape, dtype="float32"):
 
 
 def changed(state, number, **leaves):
-    """A state in which the leaves of one value are changed."""
+    """Return a state in which leaves of one value are changed or added."""
     values = [{**one, **leaves} if k == number else one for k, one in enumerate(state["values"])]
     return {**state, "values": values}
 
@@ -42,7 +42,7 @@ def other_moments(state, change):
     return {**state, "states": states}
 
 
-# What is wrong, and what is said of it. The first value lives on the last worker, the second on worker 0.
+# Changes that spoil a state, and the error text. The first value lives on the last worker, the second on worker 0.
 WRONG = {
     "shape": (lambda s: changed(s, 1, w=jnp.ones((2, 4))), r"\['values'\]\[1\]\['w'\] is float32\[2, 4\], .*\[2, 3\]"),
     "dtype": (lambda s: changed(s, 0, b=jnp.ones(2, jnp.bfloat16)), r"\[0\]\['b'\] is bfloat16\[2\], .* float32\[2\]"),
@@ -92,7 +92,7 @@ def test_what_is_no_state_is_refused(world, saved, said):
 
 @on_worker0
 def test_random_keys_are_restored_among_values_and_in_states(world):
-    """Values and moments are those of before, and what follows from the keys is drawn again."""
+    """Values and moments are restored, and the restored keys lead to the same random numbers again."""
     tx = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.adam(1e-2))
     params = jd.remote(last(), make_with_key, args=(5,))
     optimizer = jd.DistributedOptimizer(tx, [params])
@@ -123,7 +123,7 @@ def make_plain(seed):
 
 @on_worker0
 def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
-    """NumPy's arrays, also for Python's numbers, as a file gives them back: and nobody else can write to them."""
+    """Files give NumPy arrays back, also for Python numbers. Restored values have their old types, and are copies."""
     params = jd.remote(last(), make_plain, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), [params])
     saved = jax.tree.map(np.array, optimizer.state())
@@ -141,7 +141,7 @@ def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
 
 @on_worker0
 def test_training_goes_on_from_a_restored_state(world):
-    """The result is that of a serial program restored to the same state."""
+    """The result equals that of a serial program with only the steps before the save and after the restore."""
     tx = optax.adam(1e-2)
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(tx, [params])

@@ -1,4 +1,4 @@
-"""Calls with an unknown worker, something that is no function, or code: a clear error, and nothing is lost."""
+"""Calls with an unknown worker, an object that is no function, or code: a clear error, and the world works on."""
 
 import operator
 

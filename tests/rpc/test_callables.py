@@ -41,7 +41,7 @@ class Counter:
 
 
 class WithFieldsOfItsOwn:
-    """A user's object: its fields may be called as they like."""
+    """A user's callable object. Its fields have the names of attributes that the package gives its own functions."""
 
     takes_references = pure = True
     failed = False
@@ -71,7 +71,7 @@ CALLABLES = [
 
 @on_worker0
 def test_fields_of_a_callable_object_mean_nothing_here(world):
-    """``failed`` was called, ``takes_references`` kept references: the call was never answered, and shutdown waited."""
+    """The worker used to call ``failed`` and obey ``takes_references``: it never answered, and shutdown waited."""
     function, to = WithFieldsOfItsOwn(), jd.world_size() - 1
     assert jd.rpc_sync(to, function, args=(jd.RRef(4),)) == 8
     with pytest.raises(ValueError, match="negative") as raised:

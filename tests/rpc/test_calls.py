@@ -57,7 +57,7 @@ def test_own_names(world):
 
 
 def bounce(path):
-    """Call the next worker of a path; what everybody on it answers, in order."""
+    """Call the next worker of a path; return the ranks of the workers that ran, in order."""
     if not path:
         return [jd.worker_info().rank]
     return [jd.worker_info().rank, *jd.rpc_sync(path[0], bounce, args=(path[1:],))]
@@ -105,7 +105,7 @@ def meet():
 
 @on_worker0
 def test_slow_calls_to_one_worker_overlap(world):
-    """Eight calls end only when all eight are running."""
+    """Each of eight calls ends only when all eight are running."""
     futures = [jd.rpc_async(peers()[-1], meet) for _ in range(8)]
     assert {future.result() for future in futures} == {peers()[-1]}
 
@@ -140,7 +140,7 @@ def hit(chain):
 
 
 def test_shutdown_waits_for_calls_nobody_waits_for(world):
-    """Each of 20 calls makes the next without waiting: shutdown returns after the last."""
+    """Each of 20 calls makes the next call without waiting for it; shutdown returns after the last call."""
     hits.clear()
 
     def main():

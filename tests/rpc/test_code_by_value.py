@@ -1,4 +1,4 @@
-"""Worlds that allow code by value: importable code goes by name, other code by value."""
+"""Worlds that allow code by value: importable code travels by name, other code by value."""
 
 BOTH_HAVE = """
 import dataclasses
@@ -79,7 +79,7 @@ jd.shutdown()
 
 
 def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
-    """JAX knows their pytree classes there, and their exceptions can be caught by class."""
+    """Objects become instances of the receiver's classes: its JAX knows the pytree classes, and ``except`` matches."""
     mpi_job(3, BOTH_HAVE).expect("caught: not a word\ncaught: not a word")
 
 

@@ -1,4 +1,4 @@
-"""The encoder: snapshots, copies, and which values are decoded only once."""
+"""The codec: snapshots, copies, and values that are decoded only once."""
 
 import numpy as np
 import pytest

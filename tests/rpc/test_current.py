@@ -1,4 +1,4 @@
-"""Slots: threads in one scope share its slot, and scopes side by side have separate slots."""
+"""Slots: threads in one scope share its slot, and scopes that are in use at the same time have separate slots."""
 
 from jdistgrad.rpc.current import Slots
 from jdistgrad.rpc.scopes import Scope

@@ -1,4 +1,4 @@
-"""One GPU for each process of a node, chosen before JAX opens any; tested in separate processes, without GPUs."""
+"""The choice of a GPU for each process of a node, before JAX opens any; tested in separate processes, without GPUs."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def taken(rank, *, before="", **environment):
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, "0"), (2, "2"), (5, "1")])
 def test_each_local_rank_takes_its_gpu(rank, expected):
-    """More ranks than GPUs share them."""
+    """If there are more ranks than GPUs, several ranks share a GPU."""
     assert taken(rank, CUDA_VISIBLE_DEVICES="0,1,2,3") == [expected, "None"]
 
 

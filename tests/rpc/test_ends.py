@@ -1,4 +1,4 @@
-"""Worlds that do not end: a waiting worker names the workers and calls it waits for, and again when it gives up."""
+"""Shutdowns that wait: warnings, and the error after a timeout, name the workers and calls that are waited for."""
 
 import concurrent.futures
 import contextlib
@@ -48,7 +48,7 @@ def until_two_are_served():
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """A function that waits for a text in the log; workers warn after 0.1 s."""
+    """Return a function that waits for a text in the log. Workers warn after 0.1 s."""
     monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.1)
     for one in released:
         one.clear()
@@ -56,7 +56,7 @@ def said(caplog, monkeypatch):
     def wait(text, times=1):
         end = time.monotonic() + 30
         while caplog.text.count(text) < times:
-            assert time.monotonic() < end, f"{text!r} was not said, but {caplog.text!r}"
+            assert time.monotonic() < end, f"{text!r} was not logged, but {caplog.text!r}"
             time.sleep(0.01)
 
     return wait
@@ -64,7 +64,7 @@ def said(caplog, monkeypatch):
 
 @pytest.fixture
 def beside():
-    """A function that runs work on another thread of the same worker."""
+    """Yield a function that runs work on another thread of the same worker."""
     threads, failures = [], []
 
     def start(work):
@@ -85,7 +85,7 @@ def beside():
 
 @pytest.mark.parametrize("function", [wait_here, promise], ids=["a thread that waits", "a future"])
 def test_who_serves_a_call_for_long_is_named_with_its_function(big_world, said, beside, function):
-    """All workers have called shutdown: they wait for the call alone."""
+    """All workers have called shutdown, so they wait for the call only."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     def end_when_said():
@@ -107,7 +107,7 @@ def test_who_serves_a_call_for_long_is_named_with_its_function(big_world, said, 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_who_has_not_called_shutdown_is_named_by_the_lowest_that_has(big_world, said, beside, caplog, late):
-    """This holds also if worker 0, which conducts the end, is late; no other worker warns."""
+    """Worker 0 conducts the shutdown, but another worker warns if worker 0 is late. Only one worker warns."""
     speaker, third = (0, 1) if late else (1, 2)
     text = f"for worker{late} (rank {late}), which has not called shutdown"
 
@@ -134,7 +134,7 @@ def test_who_has_not_called_shutdown_is_named_by_the_lowest_that_has(big_world, 
 
 @pytest.mark.parametrize("impatient", [0, 1])
 def test_who_gives_up_says_for_which_functions_it_waited(big_world, said, impatient):
-    """This holds on any worker: those that do not conduct the end ask for themselves."""
+    """Any worker can name the calls: a worker that does not conduct the shutdown asks the others for reports itself."""
 
     def main():
         me = jd.init()
@@ -151,7 +151,7 @@ def test_who_gives_up_says_for_which_functions_it_waited(big_world, said, impati
 
 
 def test_workers_of_a_notebook_do_not_say_that_they_wait(said, caplog):
-    """Workers of a notebook only serve, so their waiting is normal."""
+    """Workers of a notebook only serve: a long wait in shutdown is normal for them, so they do not warn."""
     with jd.local_workers(3):
         time.sleep(0.5)
         assert jd.rpc_sync(2, release) is None
@@ -174,7 +174,7 @@ def fail():
 
 
 def being_served():
-    """The calls being served here. One that has been answered may be about to leave."""
+    """Return the functions of the calls being served here, once calls that were answered have left the table."""
     end = time.monotonic() + 20
     while True:
         found = [call.function for call in current_worker().server.being_served.shown()]
@@ -184,7 +184,7 @@ def being_served():
 
 
 def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
-    """Workers that were told to close earlier have left: that is not a lost worker."""
+    """Workers that got the message to close earlier have left: they do not count as lost."""
     monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.05)
     asked, send = threading.Event(), local.LocalTransport.send
 

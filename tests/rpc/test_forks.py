@@ -1,4 +1,4 @@
-"""Processes forked from a worker's: they have no world, get errors that say so, and end without harm to others."""
+"""Processes forked from a worker: they have no world, get errors that say so, and end without harm to others."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ USES = """
 import operator, os, sys, warnings
 import jax.numpy as jnp
 import jdistgrad as jd
-warnings.simplefilter("ignore")  # JAX's own, of forks
+warnings.simplefilter("ignore")  # JAX warns when a process forks
 
 def refused(what, use):
     try:
@@ -138,7 +138,7 @@ print("child:", threads, flush=True)
 
 
 def test_a_child_of_another_thread_can_be_interrupted():
-    """Though the main thread, which is not there, was where interrupts are put off."""
+    """The parent's main thread, which put off interrupts, does not exist in the child."""
     ended = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], timeout=60, text=True, stdout=subprocess.PIPE, check=False
     )

@@ -1,4 +1,4 @@
-"""Functions by name and by registration."""
+"""Functions that travel by their import path, and registered functions."""
 
 import functools
 import math

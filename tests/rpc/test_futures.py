@@ -1,4 +1,4 @@
-"""Futures: those that calls return, and those that served functions return as their answer."""
+"""Futures that calls return, and futures that served functions return as their answers."""
 
 import concurrent.futures
 import threading
@@ -31,7 +31,7 @@ def test_futures_are_concurrent_futures(world):
 
 @on_worker0
 def test_callbacks_may_call(world):
-    """They run where waiting is allowed, not on the thread that moves messages."""
+    """Callbacks run where waiting is allowed, not on the thread that moves messages."""
     outcome = concurrent.futures.Future()
 
     def chained(future):
@@ -48,7 +48,7 @@ def slow_square(x):
 
 
 def later(x):
-    """Answers when its future is done; no thread waits meanwhile."""
+    """Return a future. The worker answers when the future is done; no thread waits meanwhile."""
     future = concurrent.futures.Future()
     threading.Timer(0.05, future.set_result, [x + 1]).start()
     return future

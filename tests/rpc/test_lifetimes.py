@@ -47,7 +47,7 @@ def test_a_failed_encoding_costs_no_weight(world):
 
 
 def never_called(reference, pair):
-    raise TypeError("a local world hands everything over: here the call arrives")
+    raise TypeError("a local world hands objects over unpickled, so this call arrives")
 
 
 def unsendable():
@@ -124,7 +124,7 @@ def raise_stubborn():
 
 @on_worker0
 def test_references_to_what_could_not_be_made_are_free(world):
-    """The owner keeps the exception; each caller raises a new one, whose traceback holds the reference."""
+    """The owner keeps the exception. Each caller raises a new exception with a traceback that holds the reference."""
     last = jd.world_size() - 1
     for _ in range(5):
         with pytest.raises((StubbornError, jd.RemoteError), match="stubborn 1 and 2"):

@@ -43,7 +43,7 @@ def test_what_all_must_have_alike(mpi_job, before, message):
 
 @pytest.fixture
 def two_programs(mpi_job, tmp_path):
-    """Run one script as rank 0 and another as ranks 1 and 2, as ``mpirun -n 1 ... : -n 2 ...`` does."""
+    """Return a function that runs one script on rank 0 and another on ranks 1 and 2, like mpirun -n 1 ... : -n 2 ..."""
     for name in ("leads.py", "follows.py"):
         (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
     become = f"""

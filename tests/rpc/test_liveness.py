@@ -7,7 +7,7 @@ from jdistgrad.rpc.members.liveness import Liveness
 
 
 def followed(liveness, awaited, *times):
-    """Return the peers asked and given up at each of these times, without times at which there are none."""
+    """Return (time, peers to ask, peers to give up) for each of these times, without times that have no such peers."""
     looks = [(now, *liveness.look(awaited, now)) for now in times]
     return [(now, ask, lost) for now, ask, lost in looks if ask or lost]
 

@@ -130,7 +130,7 @@ def test_local_workers_hand_arrays_over_uncopied():
 
 
 def test_an_interrupted_wait_leaves_the_world_usable():
-    """What Ctrl-C in a notebook does: SIGINT for the process, while its main thread waits."""
+    """Ctrl-C in a notebook sends SIGINT to the process while its main thread waits."""
     released = threading.Event()
     with jd.local_workers(2):
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()

@@ -1,4 +1,4 @@
-"""Exceptions and results whose classes raise something themselves: the caller gets an answer, and the world ends."""
+"""Exceptions and results with odd methods, many of which raise: the caller gets an answer, and the world can end."""
 
 import concurrent.futures
 import operator
@@ -9,7 +9,7 @@ from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_w
 import jdistgrad as jd
 from jdistgrad.wire import launcher_env
 
-SECONDS = 20  # for a call that would never be answered
+SECONDS = 20  # timeout of calls that would never be answered if the test failed
 
 
 class TruthlessError(Exception):
@@ -100,7 +100,7 @@ def test_what_the_wire_can_carry_keeps_its_type(world, kind):
 
 @on_worker0
 def test_what_the_class_passed_on_otherwise_is_there(big_world):
-    """A local world makes it without its ``__init__``; over a wire it arrives as text."""
+    """A local world copies the exception without calling its ``__init__``; over a wire it arrives as text."""
     with pytest.raises((UncopiedError, jd.RemoteError), match="one and two") as caught:
         jd.rpc_sync(last(), fail, args=(UncopiedError,), timeout=SECONDS)
     assert getattr(caught.value, "both", ("one", "two")) == ("one", "two")
@@ -122,7 +122,7 @@ def test_a_result_that_ends_the_thread_when_it_is_pickled(wire_world):
 
 
 class Returned:
-    """A future that cannot be waited for."""
+    """A callable whose result is a future that cannot be waited for."""
 
     def __new__(cls):
         return UnwaitedFuture()
@@ -141,7 +141,7 @@ def test_a_future_that_cannot_be_waited_for(world):
 
 
 class Secretive:
-    """A function that raises when it is asked for a name."""
+    """A callable that raises when its name, or another attribute that it lacks, is looked up."""
 
     def __call__(self):
         return 1
@@ -152,7 +152,7 @@ class Secretive:
 
 @on_worker0
 def test_a_function_that_must_not_be_asked(world):
-    """Encoding the function asks for its name; calling it does not."""
+    """Encoding the function looks up its name; calling the function does not."""
     if launcher_env.launched() and jd.world_size() > 1:
         with pytest.raises((SystemError, jd.EncodingError)):
             jd.rpc_sync(last(), Secretive(), timeout=SECONDS)

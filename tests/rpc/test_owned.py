@@ -1,4 +1,4 @@
-"""The owner's table and the holders' claims, for messages in any order."""
+"""The owner's table of values and the holders' table of claims, with messages in any order."""
 
 import random
 

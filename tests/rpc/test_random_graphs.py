@@ -1,4 +1,4 @@
-"""Random graphs of calls and references over three workers: values as in a serial program, and nothing left.
+"""Random graphs of calls and references over three workers: values as in a serial program, and no leftovers.
 
 The graph is drawn as a list of steps that a small interpreter runs twice: with remote calls, and with none.
 """
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jdistgrad as jd
 
 WORKERS = 3
-VALUES = st.integers(0, 30)  # which of the values so far; taken modulo their number
+VALUES = st.integers(0, 30)  # index of an earlier value, taken modulo the number of values
 RANKS = st.integers(0, WORKERS - 1)
 
 STEPS = st.one_of(
@@ -25,7 +25,7 @@ STEPS = st.one_of(
 
 
 def combine(a, b):
-    """Shapes differ from value to value; the result keeps the larger."""
+    """Combine two arrays of any sizes into an array of the larger size."""
     n = max(a.size, b.size)
     return np.resize(a, n + 1)[:n] * 3 + np.resize(b, n)
 
@@ -41,7 +41,7 @@ def hand_on(path, reference):
 
 
 def run(steps, calls):
-    """The values a program of these steps ends with. ``calls`` says how each step is made."""
+    """Run a program of these steps; return its values at the end. The methods of ``calls`` make the steps."""
     values = [np.arange(1.0 + k) for k in range(3)]
     for name, *details in steps:
         getattr(calls, name)(values, *details)
@@ -77,7 +77,7 @@ class Serial:
 
 
 class Remote(Serial):
-    """Values may be arrays or references to some."""
+    """Steps made with remote calls. Values may be arrays or references to arrays."""
 
     def local(self, value):
         return value.to_here() if isinstance(value, jd.RRef) else value
@@ -116,5 +116,5 @@ def check_program(steps):
 
 
 def test_random_programs(big_world):
-    """One world for all programs: a table that one of them leaves full would show in the end."""
+    """All programs run in one world: at its end, entries that any of them left in a table would be found."""
     big_world.drive(check_program)

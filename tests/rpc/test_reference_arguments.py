@@ -81,7 +81,7 @@ def test_a_reference_to_a_reference(world):
     inner = outer.to_here()
     assert inner.owner.rank == (n - 1) // 2
     assert inner.to_here().tolist() == [0, 1, 2]
-    assert jd.rpc_sync(0, is_reference, args=(outer,))[0]  # one step is taken, not two
+    assert jd.rpc_sync(0, is_reference, args=(outer,))[0]  # the outer reference is resolved, the inner reference is not
 
 
 @on_worker0

@@ -1,4 +1,4 @@
-"""References: where their values are, and which operations work on them, and when."""
+"""References: their owners, the operations on them, and the errors of operations that are refused."""
 
 import copy
 import operator
@@ -40,7 +40,7 @@ def test_an_own_value(world):
 
 @on_worker0
 def test_use_before_the_value_is_made(world):
-    """A third worker may ask the owner before the owner has heard of the value."""
+    """A third worker may request the value before the message that creates it has reached the owner."""
     rref = jd.remote(jd.world_size() - 1, slow, args=(5, 0.2))
     assert jd.rpc_sync(0, operator.add, args=(rref, 1)) == 6
     assert jd.rpc_sync(min(1, jd.world_size() - 1), operator.add, args=(rref, 1)) == 6

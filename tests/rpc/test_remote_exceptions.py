@@ -1,4 +1,4 @@
-"""Exceptions of remote functions: their type, causes and notes on the caller, and the chain of workers they name."""
+"""Exceptions of remote functions: type, causes and notes on the caller, and the chain of workers in the notes."""
 
 import pytest
 from helpers.worlds import last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world

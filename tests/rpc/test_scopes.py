@@ -1,4 +1,4 @@
-"""The table of scopes: data that several workers keep under one id until they close it."""
+"""The table of scopes: data that several workers keep under one id until the scope is closed."""
 
 import itertools
 import threading
@@ -51,7 +51,7 @@ def test_an_unknown_scope_is_made_by_a_message_only():
 
 
 def test_a_release_may_overtake_what_it_releases():
-    """The scope's last call may be still under way to here, on another worker's path."""
+    """A call in the scope may still be on its way here from another worker."""
     table = ScopeTable(1)
     assert table.release(42) is None
     with pytest.raises(jd.ContextError, match="has been closed"):
@@ -72,7 +72,7 @@ def test_so_many_closed_scopes_are_remembered_and_no_more():
         table.release(identifier)
     with pytest.raises(jd.ContextError, match="has been closed"):
         table.enter(1)
-    assert table.enter(0).id == 0  # forgotten: as good as never heard of
+    assert table.enter(0).id == 0  # forgotten, so treated as new
 
 
 def test_each_layer_keeps_one_object():

@@ -63,7 +63,7 @@ def test_for_how_long_calls_are_served_makes_no_difference():
 
 @pytest.mark.parametrize("seed", range(50))
 def test_no_message_is_ever_under_way_at_the_end(seed):
-    """Workers that answer a message with another until a budget is spent; delivery and surveys interleave at random."""
+    """Simulated workers reply to messages until a budget is spent; deliveries and reports interleave at random."""
     chance, size, budget = random.Random(seed), 4, 30
     sent, received, under_way = [0] * size, [0] * size, []
 

@@ -1,4 +1,4 @@
-"""Timeouts of calls, worlds and references: what the error names, and that the call itself goes on."""
+"""Timeouts of calls, worlds and references: the contents of the error, and calls that go on after it."""
 
 import concurrent.futures
 import math

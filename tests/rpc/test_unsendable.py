@@ -1,4 +1,4 @@
-"""Arguments and results that cannot be sent: the error names them, and nothing is lost."""
+"""Arguments and results that cannot be sent: the error names them, and the world works on."""
 
 import functools
 import types
@@ -42,7 +42,7 @@ class Holder:
 @needs_pickling
 @on_worker0
 def test_traced_values_inside_objects_are_refused(wire_world):
-    """In a pytree they are part of the call's derivative; inside other objects nothing finds them."""
+    """Traced values in a pytree take part in the call's derivative; inside other objects nothing finds them."""
     with pytest.raises(jd.EncodingError, match=r"a traced value has no data yet"):
         jax.jit(lambda x: jd.rpc_sync(last(), type, args=(Holder(x),)))(1.0)
     still_works()
@@ -57,7 +57,7 @@ def apply_to(function, x):
 
 
 def held_in(x, y):
-    """Calls of functions that hold what JAX traces, in each of the ways a function can hold something."""
+    """Return calls of functions that hold traced values, for each of the ways in which a function can hold a value."""
     scaled = lambda z: z * x  # noqa: E731
     return {
         "closure": lambda: jd.rpc_sync(last(), lambda: 2 * x),
@@ -95,7 +95,7 @@ def dtype_of(x):
 @needs_pickling
 @on_worker0
 def test_jax_doubles_on_a_worker_without_them(wire_world):
-    """NumPy's doubles travel as they are; a JAX double arrives as one or not at all."""
+    """NumPy's doubles travel as they are; a JAX double either arrives as a JAX double or is refused."""
     assert jd.rpc_sync(last(), dtype_of, args=(np.ones(2),)) == "float64"
     with jax.enable_x64(True):
         double = jnp.ones(2, jnp.float64)
@@ -124,7 +124,7 @@ def nested(depth):
 
 
 def calls_left(depth=0):
-    """How deep this thread may still call."""
+    """Return how deep this thread may still nest calls."""
     try:
         return calls_left(depth + 1)
     except RecursionError:

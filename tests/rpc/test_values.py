@@ -75,7 +75,7 @@ def test_random_keys(world):
 
 
 def test_weak_types_stay_weak(world):
-    """Otherwise a remote function would compute in another dtype than the same function here."""
+    """If weak types were lost, a remote function would compute in another dtype than the same function run here."""
     half = jnp.ones(2, jnp.bfloat16)
     world.drive(lambda: same(half * 2.0, half * round_trip(jnp.asarray(2.0))))
 
@@ -154,7 +154,7 @@ def int_sum(array):
 
 
 def test_more_than_two_gibibytes(mpi_job):
-    """In a job of its own: two ranks, two copies each, are all this machine's memory is asked for."""
+    """A separate job of two ranks, with two copies each, limits the memory that the test needs."""
     mpi_job(
         2,
         """

@@ -1,4 +1,4 @@
-"""The warnings of a worker that waits for the end of its world, and when it gives them."""
+"""The warnings of a worker that waits for the end of its world, and their times."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_it_speaks_when_nothing_moves():
 
 
 def test_programs_that_are_still_now_and_then_are_told_a_few_times():
-    """Messages are counted every 30 s for 200 minutes, then none: few warnings at first, and some at the end."""
+    """A message every 30 s for 200 minutes: at most 3 warnings. After that no message moves, and warnings follow."""
     rhythm = [(float(now), {0: IDLE, 1: Report(False, False, min(now, 12_000) // 30, 3)}) for now in range(13_000)]
     told = times(Patience(10, 0.0), rhythm)
     assert len([now for now in told if now < 12_000]) <= 3

@@ -29,7 +29,7 @@ def test_everything_comes_home_in_any_history(history):
             holders += [kept, given_away]
         elif what == "drop" and len(holders) > 1:
             returned = returned + holders.pop(k % len(holders))
-            assert WHOLE - returned  # somebody still holds some: the owner must keep the value
+            assert WHOLE - returned  # other holders still have weight: the owner must keep the value
     for holder in holders:
         returned = returned + holder
     assert not WHOLE - returned

@@ -64,7 +64,7 @@ def test_shutdown_names_who_has_not_called(big_world):
         if me.rank == 0:
             with pytest.raises(jd.CallTimeoutError, match=r"waited 0\.3 s for .*worker2 \(rank 2\)"):
                 jd.shutdown(timeout=0.3)
-            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3  # the world still stands
+            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3  # the world is still open
         if me.rank == 2:
             time.sleep(1)
         jd.shutdown()
@@ -128,13 +128,13 @@ traced_rank = jax.jit(rank_in_trace)
 
 @on_worker0
 def test_traces_are_not_shared_between_workers(world):
-    """A jitted function that looks at its worker while it is traced."""
+    """The jitted function reads its worker's rank while it is traced."""
     for rank in range(jd.world_size()):
         assert jd.rpc_sync(rank, traced_rank, args=(10,)) == 10 + rank
 
 
 def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
-    """The handled exception is not the world's: the worker still waits for the others and serves them."""
+    """The exception is older than the world, so the worker still waits for the others and serves them."""
 
     def main():
         try:

@@ -1,4 +1,4 @@
-"""Random programs in every kind of world, counted: ``make torture``, or ``python -m torture --help``."""
+"""Random programs in every kind of world, and counts of failures: ``make torture``, ``python -m torture --help``."""
 
 import argparse
 import collections
@@ -34,7 +34,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(world: World, chosen: argparse.Namespace) -> bool:
-    """Run the programs in one world, and print what was wrong and the counts. Whether all was right."""
+    """Run the programs in one world, and print failures and counts. Return whether there was no failure."""
     counts, start = collections.Counter(), time.monotonic()
     seeds = chosen.seeds or range(chosen.seed, chosen.seed + chosen.programs)
     for verdict in watching.verdicts(world, seeds, chosen.features, chosen.limit):
@@ -47,9 +47,9 @@ def run(world: World, chosen: argparse.Namespace) -> bool:
 
 
 def described(world: World, verdict: Verdict, chosen: argparse.Namespace) -> str:
-    """A failure: the command that repeats it, the program, and what was found.
+    """Describe a failure: the command that repeats it, the program, and the problems found.
 
-    What a process has compiled for earlier programs may be part of a failure, so these are named too.
+    Code that the process has compiled for earlier programs may be part of the cause, so their seeds are printed too.
     """
     command = f"PYTHONPATH=tests .venv/bin/python -m torture --worlds {world.name}"
     if set(chosen.features) != set(FEATURES):
@@ -66,5 +66,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C: the batch under way is ended too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, to end the batch under way too
     sys.exit(main())

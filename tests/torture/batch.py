@@ -1,7 +1,7 @@
-"""Programs of some seeds, one after the other, in this process or MPI job; each worker writes down what it finds.
+"""A batch: the programs of some seeds, one after the other, in one process or MPI job. Each process writes notes.
 
-Started by ``torture.watching``, which looks at the notes and ends a batch that stands still. Before, it asks for the
-stacks of all threads by a signal: they are written without Python's lock, whoever holds it.
+``torture.watching`` starts batches, reads their notes and ends a batch that stands still. Before that it requests the
+stacks of all threads by a signal: the handler writes them without the GIL, whichever thread holds it.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import jdistgrad as jd
 from jdistgrad.wire import launcher_env
 from torture import checking, generator, judging
 
-CORES = 2  # XLA has a thread for each: where there are two, programs that block them are found
+CORES = 2  # XLA has one thread per core: with only two, programs that block threads are found
 
 
 class Notes:
-    """What one process writes down, line by line: what begins, and how it ended."""
+    """The notes of one process, line by line: each program that begins, and how it ended."""
 
     def __init__(self, folder: pathlib.Path, rank: int):
         self._file: TextIO = (folder / f"notes-{rank}").open("w")
@@ -61,7 +61,7 @@ def main(chosen: argparse.Namespace) -> None:
 
 
 def run(program: Any, workers: int, timeout: float) -> list[Any]:
-    """What is wrong with a program: on this rank, or on all workers of a local world."""
+    """Run a program; return its problems on this rank, or on all workers of a local world."""
     if not workers:
         return checking.check(program, timeout)
     try:

@@ -1,4 +1,4 @@
-"""One random program in a world: run by worker 0 or by all, compared with the serial one."""
+"""The check of one random program: worker 0 or all workers run it, and its results must be the serial ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,10 @@ MODES: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "jd.jit": jd.jit, 
 
 
 def check(program: Program | ParallelProgram, timeout: float) -> list[Problem]:
-    """Run a program as one worker of a new world; what is wrong. Every worker calls it.
+    """Run a program as one worker of a new world, and return the problems. Every worker calls this function.
 
     Arguments:
-      timeout: seconds for each call and each collective. The end of the world has none: the others wait there.
+      timeout: seconds for each call and each collective. The shutdown has no timeout: other workers wait in it.
     """
     me = jd.init(timeout=timeout)
     told, problems = may_fail(program), []
@@ -33,7 +33,7 @@ def check(program: Program | ParallelProgram, timeout: float) -> list[Problem]:
 
 
 def may_fail(program: Program | ParallelProgram) -> bool:
-    """Whether the world may come to a bad end: that of ranks that do not do the same."""
+    """Return whether the world may fail to shut down, because its ranks take different steps."""
     return isinstance(program, ParallelProgram) and not program.agreed(jd.world_size())
 
 
@@ -52,7 +52,7 @@ def on_worker(program: Program | ParallelProgram, rank: int, timeout: float) -> 
 
 
 def compare_rounds(program: Program) -> list[Problem]:
-    """Compiled programs run twice: the second time nothing is traced."""
+    """Compare each round of a program. Compiled programs run twice: the second time nothing is traced."""
     try:
         remotely = MODES[program.mode](interpreter.derivative(program, interpreter.Remote()))
         serially = interpreter.derivative(program, interpreter.Serial())
@@ -81,6 +81,6 @@ def compare(program: Program, round_: int, remotely: Callable[..., Any], seriall
 
 
 def fetched(tree: Any) -> Any:
-    """Gradients that lie with their values, brought here."""
+    """Fetch the gradients in a tree that are on other workers."""
     remote = lambda leaf: isinstance(leaf, jd.RemoteGradient)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.to_here() if remote(leaf) else leaf, tree, is_leaf=remote)

@@ -43,12 +43,12 @@ MAKERS = {
 
 
 def floats(tree: Any) -> list[Any]:
-    """The arrays of floats of a tree; not its counters and keys."""
+    """Return a tree's arrays of floats, without its counters and keys."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def refilled(tree: Any, *arrays: Any) -> Any:
-    """The same tree with other arrays of floats."""
+    """Return the same tree with other arrays of floats."""
     rest = iter(arrays)
     return jax.tree.map(lambda leaf: next(rest) if is_float(leaf) else leaf, tree)
 

@@ -1,4 +1,4 @@
-"""A program from a seed. Pure: the same seed and features give the same program everywhere."""
+"""Programs drawn from seeds. Pure functions: the same seed and features give the same program everywhere."""
 
 import dataclasses
 import random
@@ -10,15 +10,15 @@ from torture.programs import FEATURES, Node, ParallelProgram, Program, Step
 
 SMALL = ((3,), (2, 3), (4, 1))
 LARGE = (300, 300)
-BODIES = 6  # jitted functions that call others: few, since each is compiled on each worker
+BODIES = 6  # the number of jitted functions that call others: few, since every worker compiles each of them
 
 TREES = ("one", "two", "three", "deep")
 KINDS = ("compiled", "python", "average", "sums", "optimizer", "sharded")
-AGREED_ON = ("compiled", "average", "optimizer")  # what ranks may come to in different orders: DataParallel's steps
+AGREED_ON = ("compiled", "average", "optimizer")  # DataParallel's steps, which ranks may take in different orders
 
 
 class Chance:
-    """Random choices for one program, out of what the features allow."""
+    """Random choices for one program, among those that the features allow."""
 
     def __init__(self, seed: Any, features: Collection[str]):
         self._random, self.features = random.Random(str(seed)), frozenset(features)
@@ -27,7 +27,7 @@ class Chance:
         return feature in self.features
 
     def wants(self, feature: str, share: float) -> bool:
-        """Whether this program has the feature: never, where it is switched off."""
+        """Draw whether this program has a feature: never if the feature is switched off."""
         found = self._random.random() < share
         return found and self.has(feature)
 
@@ -42,7 +42,7 @@ class Chance:
 
 
 def draw(seed: int, features: Collection[str] = tuple(FEATURES)) -> Program | ParallelProgram:
-    """The program of a seed. Every fifth is data parallel."""
+    """Return the program of a seed. Every fifth program is data parallel."""
     unknown = set(features) - set(FEATURES)
     if unknown:
         raise ValueError(f"unknown features {sorted(unknown)}; there are {', '.join(FEATURES)}")
@@ -72,11 +72,11 @@ def draw_program(seed: int, chance: Chance) -> Program:
 
 
 class Drawing:
-    """Draws the calls of a program, or of a function that is called.
+    """The drawing of the calls of a program, or of a function that a program calls.
 
     Arguments:
-      large: whether there shall be work for XLA's threads.
-      compiled: whether all is traced: a value can be made a reference where it has data only.
+      large: whether there must be work for XLA's threads.
+      compiled: whether all values are traced: only a value that has data can become a reference.
     """
 
     def __init__(self, chance: Chance, *, large: bool, compiled: bool):
@@ -88,7 +88,7 @@ class Drawing:
             yield self._nested(2) if deep else self._node()
 
     def _node(self) -> Node:
-        """A call, or a reference: how it is made, and of which function."""
+        """Draw a call or a reference: its function, and the way to make it."""
         chance, pack, function = self._chance, "", self._function()
         how = chance.one(("sync", "sync", "eventually"))
         if chance.wants("remote", 0.5):
@@ -110,7 +110,7 @@ class Drawing:
         return self._jitted(chance.one(names))
 
     def _with_other_results(self, function: str) -> tuple[str, str]:
-        """Perhaps a function whose results are no single array, and the container for its arguments."""
+        """Keep the function, or draw one that returns more than an array; return it and its arguments' container."""
         if self._chance.wants("containers", 0.25):
             return self._jitted("inside"), self._chance.one(tuple(containers.MAKERS))
         return (self._jitted("noisy") if self._chance.wants("keys", 0.15) else function), ""
@@ -119,7 +119,7 @@ class Drawing:
         return f"fast_{name}" if self._chance.wants("jitted", 0.5) else name
 
     def _nested(self, depth: int) -> Node:
-        """A call of a function that makes calls itself; a jitted one is one of a few."""
+        """Draw a call of a function that makes calls itself. If it is jitted, it is one of a few functions."""
         chance, to, arguments = self._chance, self._chance.number(0, 3), self._chance.several(0, 20, 2)
         if chance.wants("jitted", 0.5):
             name = f"body {chance.number(0, BODIES - 1)} of depth {depth}, large: {self._large}"
@@ -128,7 +128,7 @@ class Drawing:
         return Node("nested", "", to, arguments, body=self.body(depth))
 
     def body(self, depth: int) -> tuple[Node, ...]:
-        """What a function does that makes calls itself."""
+        """Draw the calls of a function that makes calls itself."""
         found = [self._node() for _ in range(self._chance.number(1, 2))]
         if depth > 1 and self._chance.wants("nested", 0.5):
             found.append(self._nested(depth - 1))
@@ -146,7 +146,7 @@ def draw_parallel(seed: int, chance: Chance) -> ParallelProgram:
 
 
 def disagreement(chance: Chance, order: tuple[int, ...]) -> dict[str, Any]:
-    """One rank that takes two steps in the other order, or leaves out the last."""
-    k = chance.number(0, len(set(order)) - 2)  # the first are all different
+    """Draw a rank that takes two steps in the other order, or leaves out the last step."""
+    k = chance.number(0, len(set(order)) - 2)  # the first steps are all different
     swapped = (*order[:k], order[k + 1], order[k], *order[k + 2 :])
     return {"odd_rank": chance.number(0, 3), "odd_order": chance.one((swapped, swapped, order[:-1]))}

@@ -1,4 +1,4 @@
-"""Running a program: serially, or with calls to other workers. One class says how each step of it is made."""
+"""The interpreter of programs. ``Serial`` makes every node in this process, ``Remote`` by calls to other workers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torture.programs import Node, Program
 
 
 class Serial:
-    """Every call is a call of the function here, and every reference its value."""
+    """The serial interpreter: a call is a local call, and a reference is its value."""
 
     def local(self, value: Any) -> Any:
         return value
@@ -38,7 +38,7 @@ class Serial:
 
 
 class Remote(Serial):
-    """Values may be arrays or references to some."""
+    """The interpreter that calls other workers. Values are arrays or references to arrays."""
 
     def local(self, value: Any) -> Any:
         return value.to_here() if isinstance(value, jd.RRef) else value
@@ -56,14 +56,14 @@ class Remote(Serial):
         return palette.finish(self.remote(node, given).to_here())
 
     def handed(self, node: Node, given: Sequence[Any]) -> Any:
-        """The result goes from its owner to another worker, which finishes it."""
+        """Pass the result from its owner to another worker, which finishes it."""
         return jd.rpc_sync(worker(node.to + 1), palette.finish, args=(self.remote(node, given),))
 
     def own(self, node: Node, given: Sequence[Any]) -> Any:
         return given[0] if isinstance(given[0], jd.RRef) else jd.RRef(given[0])
 
     def kept(self, node: Node, given: Sequence[Any]) -> Any:
-        """References that arrive as references; the function there fetches them."""
+        """Pass references as references; the function on the worker fetches them."""
         return jd.rpc_sync(worker(node.to), opened, args=(node, *by_reference(given)))
 
     def nested(self, node: Node, given: Sequence[Any]) -> Any:
@@ -82,7 +82,7 @@ def by_reference(given: Sequence[Any]) -> list[Any]:
 
 
 def target(node: Node, given: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that a node calls, and with what."""
+    """Return the function that a node calls, and the arguments."""
     if node.pack:
         given = (containers.MAKERS[node.pack](*given),)
     if "noisy" in node.function:
@@ -91,7 +91,7 @@ def target(node: Node, given: Sequence[Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def run(nodes: Sequence[Node], values: Sequence[Any], calls: Serial) -> list[Any]:
-    """The values there are in the end."""
+    """Run nodes; return the given values and those of all nodes."""
     values = list(values)
     for node in nodes:
         given = [values[k % len(values)] for k in node.arguments]
@@ -100,12 +100,12 @@ def run(nodes: Sequence[Node], values: Sequence[Any], calls: Serial) -> list[Any
 
 
 def opened(node: Node, *given: Any) -> Any:
-    """What a call that was given references runs on its worker."""
+    """Fetch references and run a node's function on their values: the task of ``kept`` on its worker."""
     return Serial().sync(node, [Remote().local(value) for value in given])
 
 
 def perform(body: tuple[Node, ...], *given: Any) -> Any:
-    """What a nested call runs on its worker."""
+    """Run the body of a nested call on its worker."""
     calls = Remote()
     return calls.local(run(body, given, calls)[-1])
 
@@ -117,7 +117,7 @@ fast_perform = jax.jit(perform, static_argnums=0)
 
 
 def arguments(program: Program, round_: int) -> tuple[Any, ...]:
-    """What the program is a function of; other numbers in each round."""
+    """Return the program's arguments, with other numbers in each round."""
     seed = (program.seed, round_)
     found = [palette.drawn((*seed, k), shape) for k, shape in enumerate((program.shape, program.shape, ()))]
     if program.weak:
@@ -126,7 +126,7 @@ def arguments(program: Program, round_: int) -> tuple[Any, ...]:
 
 
 def parameter(program: Program, calls: Serial) -> tuple[Any, ...]:
-    """The parameter that a worker holds, if the program has one."""
+    """Return a tuple of the parameter that a worker holds, or an empty one if the program has no parameter."""
     if program.held is None:
         return ()
     seed = (program.seed,)
@@ -136,14 +136,14 @@ def parameter(program: Program, calls: Serial) -> tuple[Any, ...]:
 
 
 def chosen(program: Program, calls: Serial, given: Sequence[Any]) -> list[Any]:
-    """The values that count, here."""
+    """Run the program; return the values that its result depends on, fetched."""
     values = run(program.nodes, given, calls)
     picked = sorted({k % len(values) for k in program.used} | {len(values) - 1})
     return [calls.local(values[k]) for k in picked]
 
 
 def loss(program: Program, calls: Serial) -> Callable[..., Any]:
-    """A scalar in which no two elements count alike, and linear in none: second derivatives need the values too."""
+    """Return a scalar function that weighs no two elements alike; it is not linear: higher derivatives need values."""
 
     def of(given: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
         values = [value.astype(given[0].dtype) for value in chosen(program, calls, (*given, *held))]
@@ -158,7 +158,7 @@ def weights(shape: tuple[int, ...]) -> Any:
 
 
 def raised(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """A scalar function of a gradient: its derivative is the next order."""
+    """Return a scalar function of a gradient; its derivative is of the next order."""
 
     def of(given: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
         return sum(
@@ -170,7 +170,7 @@ def raised(gradient: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def derivative(program: Program, calls: Serial) -> Callable[..., Any]:
-    """What the program computes."""
+    """Return the function that the program computes."""
     if program.order == 0:
         return lambda given, held: chosen(program, calls, (*given, *held))
     function = loss(program, calls)
@@ -183,5 +183,5 @@ def derivative(program: Program, calls: Serial) -> Callable[..., Any]:
 
 
 def differentiates_held(program: Program) -> bool:
-    """Whether the gradient of the parameter is asked for: of the first order, it stays with the parameter."""
+    """Return whether the program takes the parameter's gradient: of first order, it stays with the parameter."""
     return program.order == 1 and program.held is not None and program.mode != "jax.jit"

@@ -1,4 +1,4 @@
-"""Whether two runs of a program found the same, and what is wrong where they did not."""
+"""The comparison of two runs of a program, and the description of differences and failures."""
 
 import re
 import traceback
@@ -19,12 +19,13 @@ JAX_SAYS = (
     "exception. Set JAX_TRACEBACK_FILTERING=off to include these.\n"
 )
 
-SHAKEN = 10.0  # how many times as far as the serial program moves
-ROUNDING = {2: 4e-2, 4: 2e-4, 8: 1e-10}  # by bytes: what sums and compiled code may differ by, of the largest number
+SHAKEN = 10.0  # the difference to allow, in multiples of the serial program's own movement
+# By bytes: the error that sums and compiled code may have, relative to the largest number.
+ROUNDING = {2: 4e-2, 4: 2e-4, 8: 1e-10}
 
 
 class Problem(NamedTuple):
-    """What is wrong: a mismatch, a crash or a hang, and its description."""
+    """A mismatch, a crash or a hang, and its description."""
 
     kind: str
     text: str
@@ -33,10 +34,10 @@ class Problem(NamedTuple):
 def compare(
     found: Any, expected: Any, *, exactly: bool, least_bytes: int, moved: Callable[[], Any] | None = None
 ) -> list[Problem]:
-    """Structures, shapes, dtypes, and values but for the rounding of numbers of so many bytes.
+    """Compare structures, shapes, dtypes, and values but for the rounding of numbers of ``least_bytes`` bytes.
 
     Arguments:
-      moved: what the serial program finds for arguments ``a_little_off``: numbers that nearly cancel differ there too.
+      moved: returns the serial program's results for arguments ``a_little_off``: numbers that nearly cancel differ too.
     """
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return [Problem(MISMATCH, f"structure: {jax.tree.structure(found)}, not {jax.tree.structure(expected)}")]
@@ -52,7 +53,7 @@ def compare(
 
 
 def _but_for(problems: list[Problem], found: Any, expected: Any, moved: Any, rounding: float) -> list[Problem]:
-    """No problems where all is explained by how far the serial program moves by itself."""
+    """Return the problems, or none if the serial program's own movement explains all differences."""
     leaves = [jax.tree.leaves(tree) for tree in (found, expected, moved)]
     explained = all(
         not difference(one, other, rounding, SHAKEN * _distance(other, third))
@@ -68,7 +69,7 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def a_little_off(tree: Any) -> Any:
-    """Floats as they might have been rounded in a few operations."""
+    """Return a tree with its floats changed as much as a few operations might round them."""
 
     def move(leaf: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -79,7 +80,7 @@ def a_little_off(tree: Any) -> Any:
 
 
 def difference(one: Any, other: Any, rounding: float, more: float = 0.0) -> str:
-    """What two arrays differ in; empty where they do not. ``more``: by how much they may differ besides."""
+    """Return how two arrays differ, or an empty text if they do not. ``more``: a further difference to allow."""
     for what in (jnp.shape, jnp.result_type):
         if what(one) != what(other):
             return f"{what.__name__} {what(one)}, not {what(other)}"
@@ -99,12 +100,12 @@ OURS = tuple(name for name, value in vars(errors).items() if isinstance(value, t
 
 
 def names_an_error(text: str) -> bool:
-    """Whether one of the project's own errors is among what was said; JAX puts them into errors of its own."""
+    """Return whether a text names one of the project's own errors; JAX puts these into errors of its own."""
     return any(name in text for name in OURS)
 
 
 def failure(error: BaseException) -> Problem:
-    """An exception, as a crash or, where somebody was waited for in vain, as a hang; its cause comes first."""
+    """Return an exception as a crash, or as a hang if a wait has timed out; the text begins with the cause."""
     trace = "".join(traceback.format_exception(error, limit=-6)).replace(JAX_SAYS, "")
     causes = re.findall(r"^[\w.]*(?:Error|Exception|Exit)\b.*", trace, re.MULTILINE)
     text = "\n".join([*dict.fromkeys(causes), trace])

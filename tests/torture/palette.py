@@ -22,12 +22,12 @@ def bend(a: Any, b: Any) -> Any:
 
 
 def many(a: Any, b: Any) -> Any:
-    """Enough operations for XLA to divide among its threads, where arrays are large."""
+    """Run enough operations for XLA to divide among its threads, if the arrays are large."""
     return sum(jnp.sin(a * (k / 40)) + 0.1 * jnp.cos(b * (k / 40)) for k in range(1, 41)) / 20
 
 
-# Rules that are not the true derivative: what stands for PyTorch's hooks on gradients. Second derivatives show whether
-# the call is recorded as what its rule computed, or as the function again.
+# Custom rules that are not the true derivative: JAX's way to do what PyTorch does by hooks on gradients. Second
+# derivatives show whether the recorded call is differentiated as the rule's forward pass, or as the function again.
 
 
 @jax.custom_vjp
@@ -66,7 +66,7 @@ def squashed(a: Any, b: Any) -> Any:
     return jnp.sin(squashed_gradient(a)) * b
 
 
-# What looks at dtypes: a number that has lost its weak type, or an array that is wider, gives other results.
+# Functions that depend on dtypes: a number that has lost its weak type, or a wider array, gives other results.
 
 
 def scaled(a: Any, b: Any) -> Any:
@@ -78,11 +78,11 @@ def by_width(a: Any, b: Any) -> Any:
     return jnp.sin(product) * (product.dtype.itemsize / 4) + 0.5 * a
 
 
-# Results that are no array: finish makes one of them, on whatever worker.
+# Functions that do not return a single array: ``finish`` makes one of their results, on any worker.
 
 
 def inside(tree: Any) -> Any:
-    """Of a container, one like it."""
+    """Return a container like the given one, around other arrays."""
     a, b = containers.floats(tree)
     return containers.refilled(tree, mix(a, b), bend(b, a))
 
@@ -93,7 +93,7 @@ def noisy(a: Any, b: Any, key: Any) -> Any:
 
 
 def finish(result: Any) -> Any:
-    """One array, of what any function of the palette returns."""
+    """Return one array, made from the result of any function of the palette."""
     if isinstance(result, jax.Array | np.ndarray | np.generic):
         return result
     drawn = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
@@ -112,11 +112,11 @@ OF_TYPES = ("scaled", "by_width")
 
 
 def function(name: str) -> Any:
-    """A function by its name in this module."""
+    """Return a function of this module by its name."""
     return globals()[name]
 
 
 def drawn(seed: Sequence[int], shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """An array of a program, the same on every worker; of JAX's widest float unless told otherwise."""
+    """Return an array of a program, the same on every worker; its dtype is by default JAX's widest float."""
     numbers = np.random.default_rng(list(seed)).uniform(-1, 1, size=shape)
     return jnp.asarray(numbers, dtype or jnp.result_type(float))

@@ -1,4 +1,4 @@
-"""What a random program is: plain data, which workers send each other, and from which both runs are made."""
+"""Random programs as plain data, which workers send each other. The serial and the remote run are made from it."""
 
 import dataclasses
 
@@ -23,16 +23,16 @@ FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One value, made of earlier ones.
+    """A value of a program, made from earlier values.
 
     Attributes:
       how: a method of the interpreter: sync, eventually, fetched, handed, remote, own, kept, mapped, nested or
         fast_nested.
-      function: which function of the palette.
-      to: the worker; taken modulo the size of the world.
-      arguments: which of the values so far; taken modulo their number.
-      pack: the container that the arguments and the results lie in; none where empty.
-      body: of a nested call, what the called function does itself; its last value is the result.
+      function: the name of a function of the palette.
+      to: the worker's rank; taken modulo the size of the world.
+      arguments: the indices of earlier values; taken modulo their number.
+      pack: the name of the container of the arguments and the results; empty if there is none.
+      body: for a nested call, the nodes that the called function makes; the last value is the result.
     """
 
     how: str
@@ -48,13 +48,13 @@ class Program:
     """A function of arrays, and what to do with it.
 
     Attributes:
-      shape: that of most of its arrays.
+      shape: the shape of most of its arrays.
       weak: whether a half-precision array and a weakly typed number are among the arguments.
-      held: the worker with a parameter of the program; none where it is None.
-      used: which of the values the result depends on.
+      held: the rank of the worker that holds the program's parameter; None if there is no parameter.
+      used: the indices of the values that the result depends on; taken modulo their number.
       order: how many times the function is differentiated.
       mode: eager, jd.jit or jax.jit.
-      crowd: whether every worker runs it, or worker 0 only.
+      crowd: whether every worker runs the program, or worker 0 only.
     """
 
     seed: int
@@ -70,7 +70,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One data-parallel step: what does it (a method of ``steps.Steps``), and with which parameters."""
+    """A data-parallel step: its kind, a method of ``steps.Steps``, and its parameters, a name in ``steps.SHAPES``."""
 
     kind: str
     tree: str
@@ -78,13 +78,13 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelProgram:
-    """Steps that all ranks take, all but one rank in the same order.
+    """Steps that all ranks take; one rank may take them in another order.
 
     Attributes:
-      order: which steps, one after the other.
-      odd_rank: the rank with an order of its own; taken modulo the number of ranks. None where they agree.
-      odd_order: that rank's steps.
-      warm: whether every step was taken once by all ranks before.
+      order: the indices of the steps, in the order in which ranks take them.
+      odd_rank: the rank with another order; taken modulo the number of ranks. None if all ranks agree.
+      odd_order: the order of the odd rank.
+      warm: whether all ranks take every step once before the program.
     """
 
     seed: int
@@ -95,10 +95,10 @@ class ParallelProgram:
     warm: bool
 
     def order_of(self, rank: int, size: int) -> tuple[int, ...]:
-        """The steps of a rank."""
+        """Return the order of a rank's steps."""
         odd = self.odd_rank is not None and rank == self.odd_rank % size
         return self.odd_order if odd else self.order
 
     def agreed(self, size: int) -> bool:
-        """Whether all ranks do the same."""
+        """Return whether all ranks take the same steps."""
         return self.odd_rank is None or size == 1

@@ -1,4 +1,4 @@
-"""Data-parallel programs: steps of several kinds, and what each must find, computed from the data of all ranks."""
+"""Data-parallel programs: steps of several kinds, and their expected results, computed from the data of all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from torture import judging, palette
 from torture.judging import MISMATCH, Problem
 from torture.programs import ParallelProgram, Step
 
-# Two of one size, which MPI would add up without a word.
+# Two trees have the same size: MPI would add them up without an error.
 SHAPES = {"one": {"a": (2, 2)}, "two": {"b": (4,)}, "three": {"c": (3, 2), "s": ()}, "deep": {"w": (300, 300)}}
 
 
@@ -21,7 +21,7 @@ def parameters(tree: str) -> dict[str, Any]:
 
 
 def numbers(program: ParallelProgram, tree: str, rank: int, position: int) -> dict[str, Any]:
-    """What a rank has to offer at a place of the program."""
+    """Return a rank's data for the step at one position of the program."""
     seed = (program.seed, position + len(program.steps), rank)
     return {name: palette.drawn((*seed, *name.encode()), shape) for name, shape in SHAPES[tree].items()}
 
@@ -35,7 +35,7 @@ gradient = jax.jit(jax.grad(loss))
 
 
 class Steps:
-    """The steps of a program on one rank: each a function of this rank's numbers."""
+    """The steps of a program on one rank: each is a function of this rank's numbers."""
 
     def __init__(self, program: ParallelProgram, timeout: float):
         self._parallel = jd.DataParallel(timeout=timeout)
@@ -70,7 +70,7 @@ def updates(optimizer: Any, tree: str) -> Callable[..., Any]:
 
 
 def expected(step: Step, everybody: list[dict[str, Any]]) -> Any:
-    """What the serial program finds, from the numbers of all ranks."""
+    """Return the serial program's result, computed from the numbers of all ranks."""
     summed = jax.tree.map(lambda *parts: sum(parts), *everybody)
     gradients = [gradient(parameters(step.tree), own) for own in everybody]
     mean = jax.tree.map(lambda *parts: sum(parts) / len(parts), *gradients)
@@ -81,7 +81,7 @@ def expected(step: Step, everybody: list[dict[str, Any]]) -> Any:
 
 
 def run(program: ParallelProgram, rank: int, size: int, timeout: float) -> list[Problem]:
-    """Take this rank's steps. Where ranks agree every number must be right; else no wrong one may be given."""
+    """Take this rank's steps; return the problems. No number may be wrong; ranks that disagree must get an error."""
     steps, order, problems = Steps(program, timeout), program.order_of(rank, size), []
     places = [(-1 - k, k) for k in range(len(program.steps))] if program.warm else []
     try:
@@ -98,12 +98,12 @@ def run(program: ParallelProgram, rank: int, size: int, timeout: float) -> list[
 
 
 def told(program: ParallelProgram, error: Exception, size: int) -> bool:
-    """Whether an error is what must come: the ranks do not do the same, and it says so in the project's words."""
+    """Return whether an error is expected: the ranks take different steps, and it names an error of the project."""
     return not program.agreed(size) and judging.names_an_error(judging.failure(error).text)
 
 
 def untold(program: ParallelProgram, rank: int, size: int) -> list[Problem]:
-    """Nothing was said: right where the ranks agree, or where this one had taken all that the others took."""
+    """Return a problem if an error is missing. A rank that only leaves out the last step may end without an error."""
     if program.agreed(size) or (program.order_of(rank, size) == program.order[:-1]):
         return []
     return [Problem(MISMATCH, "the ranks took different steps, and this one was told nothing")]

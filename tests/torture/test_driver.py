@@ -1,4 +1,4 @@
-"""The driver: a few programs in processes of their own, where XLA has a thread for each of two cores and no more."""
+"""The driver: a few programs in processes of their own, in which XLA has two threads, one for each of two cores."""
 
 import signal
 import subprocess
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.mark.parametrize(("where", "seeds", "features"), CASES.values(), ids=CASES)
 def test_programs_are_right(where, seeds, features, capsys):
-    """``CASES`` says what each has found."""
+    # The keys of ``CASES`` name the fault that each case has found.
     chosen = ["--features", *features] if features else []
     status = main(["--worlds", where, "--seeds", *seeds, "--limit", "30", *chosen])
     printed = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_a_fault_is_counted_and_changes_the_exit_status(monkeypatch, capsys):
 
 
 def test_a_batch_that_stands_still_is_ended_with_its_stacks(tmp_path):
-    """Its last note is old; what it writes when asked is what the signal's handler writes."""
+    # The batch's last note is old; the handler of the signal writes its stacks.
     code = (
         "import pathlib, sys, time; from torture.batch import Notes\n"
         "def waiting_for_nothing(): time.sleep(600)\n"

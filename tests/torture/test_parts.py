@@ -1,4 +1,4 @@
-"""The generator draws everything, the same each time; what compares and what judges can find fault."""
+"""The torture test's parts: the generator draws everything, the same each time; comparison and verdicts find faults."""
 
 import functools
 import json
@@ -120,7 +120,7 @@ def test_the_last_digit_counts_where_the_same_operations_run():
 
 @pytest.mark.parametrize(("found", "right"), [(2.0e-4, True), (1.5, False)], ids=["rounding", "wrong"])
 def test_numbers_that_nearly_cancel_may_differ_as_the_serial_program_does(found, right):
-    """Of two large terms, 1e-4 is left: by a rounding of their arguments it becomes another number."""
+    # Two large terms cancel to 1e-4; a rounding of the argument changes that number completely.
 
     def serial(x):
         return jnp.float32(x * 100.0 - 100.0 + 1e-4)
@@ -155,7 +155,7 @@ def test_what_any_rank_found_counts(tmp_path):
 
 @pytest.mark.parametrize(("status", "kind"), [(None, "hang"), (134, "crash"), (0, "crash")])
 def test_a_batch_that_stops_at_a_program(tmp_path, status, kind):
-    """One rank has not come to the end of the second program; the third has not begun."""
+    # One rank has not finished the second program, and the third has not begun.
     left = ended(tmp_path, status, [done(1), done(2)], [done(1)], output="the last words")
     first, second = judged(World("mpi-2"), [1, 2, 3], list(FEATURES), left)
     assert (first.kind, second.kind) == ("", kind)

@@ -1,4 +1,4 @@
-"""A handful of random programs, as threads and under mpirun. ``make torture`` runs hundreds, with XLA's threads few."""
+"""A handful of random programs, as threads and under mpirun. ``make torture`` runs hundreds, with few XLA threads."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SEEDS = {
 
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
 def test_a_random_program(world, seed):
-    """``SEEDS`` says what each has found, or shows."""
+    # The keys of ``SEEDS`` name the fault that each program has found, or the feature that it shows.
     program = generator.draw(seed)
     for problems in world.run(checking.check, program, 50.0):
         assert problems == [], f"{program}\n" + "\n".join(problem.text for problem in problems)

@@ -1,4 +1,4 @@
-"""Running many programs: batches of them in processes of their own, watched, so that a hang costs one program."""
+"""Batches of programs in processes of their own, watched, so that a hang costs only one program."""
 
 import contextlib
 import dataclasses
@@ -20,16 +20,16 @@ from torture.judging import CRASH, HANG, MISMATCH, Problem
 from torture.programs import ParallelProgram
 
 TO_START = 120.0  # seconds in which a batch must have begun its first program
-TOGETHER = 40  # programs of one process: what it has compiled stays, and slows down the collection of garbage
-TO_WRITE = 1.0  # seconds for the stacks
+TOGETHER = 40  # programs per process: compiled code stays, and slows down the garbage collection
+TO_WRITE = 1.0  # seconds for processes to write their stacks
 
-# What a program's seed says of the process that runs it: whether floats are 64 bits wide, and how many devices it has.
+# The settings of the process that runs a program, by its seed: whether floats have 64 bits, and the number of devices.
 PLACES = ((False, 1), (True, 1), (False, 2), (True, 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Where programs run: ``local-3`` is three threads of one process, ``mpi-3`` three processes."""
+    """A kind of world to run programs in: ``local-3`` is three threads of one process, ``mpi-3`` three processes."""
 
     name: str
 
@@ -47,7 +47,7 @@ class World:
 
     @property
     def writers(self) -> int:
-        """How many processes take notes."""
+        """Return the number of processes that write notes."""
         return 1 if self.local else self.size
 
     def command(self, arguments: Sequence[str]) -> list[str]:
@@ -64,7 +64,7 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of one program; ``kind`` is empty where all was right.
+    """The outcome of one program; ``kind`` is empty if there was no problem.
 
     Attributes:
       before: the seeds of the programs that ran before it in the same processes.
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def verdicts(world: World, seeds: Sequence[int], features: Sequence[str], limit: float) -> Iterator[Verdict]:
-    """Run all programs, those whose processes are alike together; what stops one batch begins another."""
+    """Run all programs, in batches of equal process settings; a new batch follows one that stopped. Yield verdicts."""
     for place in dict.fromkeys(PLACES):
         left = [seed for seed in seeds if PLACES[seed % len(PLACES)] == place]
         while left:
@@ -89,7 +89,7 @@ def verdicts(world: World, seeds: Sequence[int], features: Sequence[str], limit:
 def run_batch(
     world: World, seeds: Sequence[int], features: Sequence[str], limit: float, place: tuple[bool, int]
 ) -> list[Verdict]:
-    """The verdicts on the first of these programs: on all, or until one ended its process."""
+    """Run a batch; return the verdicts on its programs, up to the first that ended the process."""
     with tempfile.TemporaryDirectory() as name:
         folder, (x64, devices) = pathlib.Path(name), place
         listed = ["--seeds", ",".join(map(str, seeds)), "--features", ",".join(features)]
@@ -99,7 +99,7 @@ def run_batch(
 
 
 def watched(world: World, arguments: Sequence[str], folder: pathlib.Path, limit: float) -> int | None:
-    """Run a batch to its end; its exit status, or None where it stood still and was ended."""
+    """Run a batch to its end; return its exit status, or None if it stood still and was ended."""
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(
             world.command(arguments), env=world.environment(), stdout=output, stderr=output, start_new_session=True
@@ -127,7 +127,7 @@ def watch(job: subprocess.Popen, folder: pathlib.Path, limit: float) -> int | No
 
 
 def ask_for_stacks(folder: pathlib.Path) -> None:
-    """Let each process of a batch write down where its threads are."""
+    """Make each process of a batch write down the stacks of its threads."""
     for path in folder.glob("notes-*"):
         for entry in notes(path):
             if "process" in entry:
@@ -137,7 +137,7 @@ def ask_for_stacks(folder: pathlib.Path) -> None:
 
 
 def end(job: subprocess.Popen) -> None:
-    """Leave no process of a batch behind: mpirun ends its ranks where it is asked to, and is given the time."""
+    """End all processes of a batch. mpirun ends its ranks on SIGTERM, so it gets time before SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             os.killpg(job.pid, number)
@@ -148,7 +148,7 @@ def end(job: subprocess.Popen) -> None:
 
 
 class Ended:
-    """What a batch left: the notes of its processes, its output, its exit status."""
+    """The remains of a batch: the notes of its processes, its output and its exit status."""
 
     def __init__(self, folder: pathlib.Path, status: int | None, writers: int):
         self.status = status
@@ -157,17 +157,17 @@ class Ended:
         self._notes = [list(notes(folder / f"notes-{rank}")) for rank in range(writers)]
 
     def problems(self, seed: int) -> list[Problem]:
-        """What all processes found."""
+        """Return the problems that all processes found in a program."""
         entries = [entry for notes in self._notes for entry in notes if entry.get("ends") == seed]
         return [Problem(*problem) for entry in entries for problem in entry["problems"]]
 
     def finished(self, seed: int) -> bool:
-        """Whether every process came to the end of a program."""
+        """Return whether every process finished a program."""
         return all(any(entry.get("ends") == seed for entry in notes) for notes in self._notes)
 
 
 def notes(path: pathlib.Path) -> Iterator[dict]:
-    """A process's notes; the last line may have been cut off by its end."""
+    """Yield a process's notes, without a last line that the end of the process has cut off."""
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         if line.endswith("\n"):
             yield json.loads(line)
@@ -185,18 +185,18 @@ def judged(world: World, seeds: Sequence[int], features: Sequence[str], ended: E
 
 
 def verdict(seed: int, problems: Sequence[Problem]) -> Verdict:
-    """The worst of what was found decides the kind."""
+    """Return the verdict on a program; the worst problem decides its kind."""
     kind = next((kind for kind in (HANG, CRASH, MISMATCH) if any(one.kind == kind for one in problems)), "")
     return Verdict(seed, kind, "\n".join(one.text for one in problems))
 
 
 def interrupted(world: World, seed: int, features: Sequence[str], ended: Ended) -> Verdict:
-    """The verdict on a program at which its batch stood still or ended."""
+    """Return the verdict on a program during which its batch stood still or ended."""
     before = "\n".join(one.text for one in ended.problems(seed))
     if ended.status is None:
         return Verdict(seed, HANG, f"{before}\n{ended.stacks}\n{ended.output[-3000:]}")
     program = generator.draw(seed, features)
     odd = isinstance(program, ParallelProgram) and not program.agreed(world.size)
     if odd and not before and judging.names_an_error(ended.output):
-        return Verdict(seed)  # the job was ended, with a message: that tells every rank
+        return Verdict(seed)  # the error has ended the job, and so has reached every rank
     return Verdict(seed, CRASH, f"{before}\nthe process ended with status {ended.status}\n{ended.output[-3000:]}")

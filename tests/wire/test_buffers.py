@@ -1,4 +1,4 @@
-"""Receive buffers: reused as soon as, and only when, no array uses them any more."""
+"""Receive buffers: reused as soon as no array uses them any more, and not earlier."""
 
 import gc
 
@@ -41,7 +41,7 @@ def test_a_jax_array_that_aliases_keeps_its_block():
         pool.lease(400_000)[:] = 0
     assert (np.asarray(array) == 3).all()
     del array
-    gc.collect()  # JAX lets go of host memory when it is called next, or with the garbage
+    gc.collect()  # JAX releases host memory at the next call of JAX, or in a garbage collection
     assert pool.idle_bytes >= 2 * size_class(400_000)
 
 

@@ -1,4 +1,4 @@
-"""Damaged bytes between workers: their calls fail, no damaged request is served, nobody waits, the world ends."""
+"""Damaged bytes between workers: the calls fail, no damaged call is served, no worker hangs, and the world ends."""
 
 import operator
 import random
@@ -36,7 +36,7 @@ def frame_of(kind):
 
 @on_worker0
 def test_damaged_headers_of_every_kind_are_ignored(wire_world):
-    """Thousands of frames: none is taken for a message, whatever it was."""
+    """Thousands of damaged frames of all kinds arrive, and none is taken for a message."""
     worker, chance = current_worker(), random.Random(3)
     for kind in Kind:
         whole = frame_of(kind)
@@ -69,7 +69,7 @@ def test_damaged_calls_fail_and_count_as_done(wire_world, size):
     genuine = transport.send
 
     def send_damaged(peer, message):
-        if message.kind not in CALLS:  # a reference has been dropped meanwhile
+        if message.kind not in CALLS:  # such as the drop of a reference
             genuine(peer, message)
             return
         frame, _ = frames.pack(message.kind, message.id, 5, message.body)
@@ -98,7 +98,7 @@ def test_a_damaged_answer_fails_its_call(wire_world):
 
 
 def answer_damaged(seed):
-    """The next message from here, the answer to this call, is sent damaged."""
+    """Send the next message from here, which is the answer to this call, damaged."""
     transport, chance = current_worker().transport, random.Random(seed)
 
     def send_damaged(peer, message):

@@ -1,4 +1,4 @@
-"""Ctrl-C is put off until a safe place."""
+"""Ctrl-C in blocks that put it off until they end."""
 
 import os
 import signal

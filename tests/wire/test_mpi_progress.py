@@ -14,7 +14,7 @@ from jdistgrad.wire.mpi_progress import Progress
 
 
 class Mailbox:
-    """A queue of tasks in place of a transport; counts the threads that look at once."""
+    """A queue of tasks in place of a transport; counts the threads that look at the same time."""
 
     def __init__(self):
         self.tasks = queue.SimpleQueue()
@@ -57,7 +57,7 @@ class Mailbox:
         self.ticks += 1
 
     def future(self):
-        """A future that a task will complete, once somebody looks."""
+        """Return a future that a queued task completes once a thread looks."""
         future = concurrent.futures.Future()
         self.tasks.put(lambda: future.set_result(threading.current_thread().name))
         return future
@@ -98,7 +98,7 @@ def test_many_waiters_and_one_baton(mailbox):
 
 
 class Asked(concurrent.futures.Future):
-    """A future that counts how often somebody asks whether it is done."""
+    """A future that counts the calls of ``done``."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Asked(concurrent.futures.Future):
 
 
 class AnsweredWhenWoken(Asked):
-    """One whose answer comes at the moment its waiter is woken to look."""
+    """A future whose answer comes at the moment its waiter is woken to look."""
 
     def done(self):
         if self.count == 2:
@@ -120,7 +120,7 @@ class AnsweredWhenWoken(Asked):
 
 @pytest.fixture
 def waiting(mailbox):
-    """Starts threads that wait for a future each, one after the other; the first of them looks."""
+    """Yield a function that starts a thread that waits for a future of its own. The first of these threads looks."""
     threads, futures = [], []
 
     def start(kind=Asked):
@@ -174,7 +174,7 @@ def test_who_has_its_answer_calls_another_to_look(mailbox, waiting):
 
 
 def test_who_is_called_to_look_and_has_its_answer_calls_the_next(mailbox, waiting):
-    """The latest waiter is woken first."""
+    """The latest waiter is woken first, and has its answer by then."""
     first, last, _ = waiting(), waiting(), waiting(AnsweredWhenWoken)
     mailbox.tasks.put(functools.partial(first[1].set_result, 1))
     until(lambda: last[0].ident in mailbox.seen)
@@ -206,7 +206,7 @@ def test_sleepers_wake_when_the_transport_ends(waiting, mailbox):
 
 
 def test_a_task_that_waits_for_the_next_does_not_stop_the_next(mailbox):
-    """As deep as one likes: each task is done only when the one after it has run."""
+    """Tasks may wait for each other at any depth: each of these is done only when the task after it has run."""
     depth, done = 40, [threading.Event() for _ in range(41)]
     for k in range(depth):
         mailbox.tasks.put(lambda k=k: (done[k + 1].wait(30), done[k].set()))

@@ -1,4 +1,4 @@
-"""Which operations of a step share a message, without any wire."""
+"""Bundling, without a transport: the operations of a step that share a message."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def call(to, function, *operands, extra=(), **settings):
 
 
 def bundles(fun, *args):
-    """For each message of the step, the functions it asks for."""
+    """Return the names of the functions that each message of the step requests."""
     plan = cut(jax.make_jaxpr(fun)(*args))
     return [[member.operation.function.__name__ for member in one.members] for one in plan.operations]
 
@@ -66,7 +66,7 @@ def test_another_worker_gets_a_message_of_its_own():
 
 
 def test_an_answer_from_elsewhere_is_not_waited_for():
-    """The first could have gone at once; the second needs what another worker says."""
+    # The call of sin can be sent at once, but add needs the answer of another worker.
 
     def step(x):
         elsewhere = call(2, jnp.cos, x)
@@ -130,7 +130,7 @@ def test_one_number_everywhere_is_made_where_it_is_used(length):
 
 
 def test_all_that_is_made_stays_in_order():
-    """A local computation that uses an early answer comes after the whole row."""
+    # A local computation that uses an early answer must come after the whole bundle.
 
     def step(x):
         first = call(1, jnp.sin, x)
@@ -150,5 +150,5 @@ def test_a_row_does_not_wait_until_an_array_is_no_longer_weakly_typed():
 
     plan = cut(jax.make_jaxpr(step)(jnp.full(3, 2.0)))
     assert next(unit.inputs for unit in plan.units if unit.operation) == plan.inputs
-    scalar = cut(jax.make_jaxpr(step)(jnp.asarray(2.0)))  # a weak number decides of what type a product is
+    scalar = cut(jax.make_jaxpr(step)(jnp.asarray(2.0)))  # the weak type of a scalar decides the dtype of a product
     assert next(unit.inputs for unit in scalar.units if unit.operation) != scalar.inputs

@@ -1,4 +1,4 @@
-"""The plan of a staged step, without any wire: operations that only name themselves."""
+"""The plan of a staged step, without a transport: the operations have only a name."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def plan_of(fun, *args):
 
 
 def names(plan):
-    """The units; those that only copy what was answered, for whoever gets it, are left out."""
+    """Return the names of the units, without the pieces that only copy answers to the step's outputs."""
     return [str(unit.operation) if unit.operation else "piece" for unit in plan.units if not copies(unit)]
 
 
@@ -106,7 +106,7 @@ def test_every_unit_comes_after_those_it_needs():
 
 
 def test_what_can_be_computed_meanwhile_does_not_wait():
-    """Of constants alone, but used together with an answer."""
+    # The product is of constants alone, but it is used together with an answer.
     matrix = np.ones((3, 3), np.float32)
 
     def step(x):
@@ -127,7 +127,7 @@ def test_a_plan_can_be_read():
 
 
 def operands(plan):
-    """What the first message is given: inputs of the step, by number."""
+    """Return the numbers of the step's inputs that the first message gets."""
     unit = next(unit for unit in plan.units if unit.operation)
     return [plan.inputs.index(atom) for atom in unit.inputs if isinstance(atom, int) and atom in plan.inputs]
 
@@ -138,7 +138,7 @@ def test_nothing_is_multiplied_by_one_before_a_message():
 
 
 def test_what_is_returned_is_no_input():
-    """A product with one is made where the step returns it: who donates it must not lose an input."""
+    # A product with one that the step returns is computed: a caller that donates the result must not lose an input.
 
     def step(x):
         ones = jnp.ones(3)

@@ -1,4 +1,4 @@
-"""The staged step: the same numbers as the serial program."""
+"""The staged step, compared with the serial program."""
 
 import contextlib
 
@@ -46,7 +46,7 @@ def test_parameters_that_stay_on_their_owners(world):
     with jd.context():
         value, (of_params, of_x) = step(params, X)
         close((value, (of_params.to_here(), of_x)), expected)
-    value, (of_params, _) = step(params, X)  # a context of its own
+    value, (of_params, _) = step(params, X)  # opens its own context
     close(of_params.to_here(), expected[1][0])
     del of_params
 
@@ -92,7 +92,7 @@ def test_scan_and_cond_with_calls_inside(world):
 
     def serial(x):
         for k in range(4):
-            carry = x if k == 0 else carry  # noqa: F821 the first turn sets it
+            carry = x if k == 0 else carry  # noqa: F821 set in the first iteration
             carry = mix(carry, x) if k % 2 == 0 else carry * 0.5
         return carry.sum()
 

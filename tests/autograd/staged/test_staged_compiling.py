@@ -1,4 +1,4 @@
-"""What staging traces and compiles: once per shape, here and at the callee."""
+"""Tracing and compiling of staged steps: once per shape, on the caller and on the callee."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def compiled_so_far():
 
 @pytest.fixture
 def counted():
-    """Compilations of this process are counted."""
+    """Count the compilations of this process."""
     jax.monitoring.register_event_duration_secs_listener(count_compilations)
     yield
     jax.monitoring.clear_event_listeners()

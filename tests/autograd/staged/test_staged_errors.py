@@ -1,4 +1,4 @@
-"""Errors of a staged step name the function, the worker and the line of the call."""
+"""Errors of a staged step: they name the function, the worker and the line of the call."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def forget_runs():
 
 
 def sometimes(x):
-    """Fails at every second call with data."""
+    """Return ``x``, but fail in every second call with data."""
     if not isinstance(x, jax.core.Tracer):
         runs.append(x)
         if len(runs) % 2 == 0:
@@ -83,7 +83,7 @@ def change_mood(*new):
 
 
 class Moody(ServedFunction):
-    """Compiled, by contract: it raises while it is traced."""
+    """A function that is pure by contract, so that it is compiled; in a bad mood it raises while it is traced."""
 
     pure = True
     label = f"{__name__}.moody"

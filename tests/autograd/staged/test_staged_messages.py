@@ -1,4 +1,4 @@
-"""What a staged step sends: each thing once, together where it can, and nothing that nobody needs."""
+"""The messages of a staged step: nothing is sent twice or without need, and operations share messages."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
         return ((mix(x, y) + y) * y).sum()
 
     step = jd.jit(jd.value_and_grad(through_three, argnums=(0, 1)))
-    step.plan(X, X + 1)  # traced, with the functions for their shapes
+    step.plan(X, X + 1)  # traces the step, and the functions for their shapes
     with jd.context() as ctx, jd.timeline() as recorded:
         close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
         assert jd.rpc_sync(last(), recordings) == 0

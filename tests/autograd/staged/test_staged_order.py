@@ -1,4 +1,4 @@
-"""What a staged step has under way at the same time, and what waits for what."""
+"""Concurrency in a staged step: the operations that are under way together, and those that wait."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.world(1, 3)
 
 
 def held_until_pulled(x):
-    """Returns once its caller has asked for its pullback; at once where it is traced for its shapes."""
+    """Return once the caller has requested the pullback, or at once if the function is traced for its shapes."""
     deadline = time.monotonic() + 20
     while current_scope() and not jd.rpc_sync(0, pulls_sent):
         assert time.monotonic() < deadline, "nobody has asked for the pullback"
@@ -54,7 +54,7 @@ waiting = set()
 
 
 def meet(x, name, count):
-    """Returns when so many such calls are being served at the same time."""
+    """Return when ``count`` calls of this function are being served at the same time."""
     with arrived:
         waiting.add(name)
         arrived.notify_all()
@@ -65,7 +65,7 @@ def meet(x, name, count):
 
 @on_worker0
 def test_independent_calls_are_under_way_together(world):
-    """Each of three calls to one worker ends only when the others have come: one after the other they never would."""
+    # Each of the three calls to one worker ends only when all have arrived: served in sequence, they would time out.
     jd.rpc_sync(last(), waiting.clear)
     step = jd.jit(lambda x: sum(jd.rpc_sync(last(), meeting(name), args=(x,)) for name in "abc"))
     close(step(X), X * 6)
@@ -84,7 +84,7 @@ def meet_c(x):
 
 
 def forward(x, name):
-    """Traced for its shape first: only a real array meets the others."""
+    """Meet the other calls if ``x`` is a real array, not the tracer of the first call, which is for shapes."""
     return x * 2 if isinstance(x, jax.core.Tracer) else meet(x, name, 3)
 
 
@@ -94,7 +94,7 @@ def meeting(name):
 
 @on_worker0
 def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
-    """Where the cotangent does not depend on the answer, nothing waits for it."""
+    # The cotangent does not depend on the answer, so the pull need not wait for the answer.
     step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), held_until_pulled, args=(x,)).sum()))
     value, gradient = step(X)
     close((value, gradient), ((X * X).sum(), 2 * X))
@@ -119,7 +119,7 @@ def sleep_and_double(x):
 
 @on_worker0(timeout=1)
 def test_a_pullback_has_time_to_wait_for_its_call(big_world):
-    """The call may take longer than the world's calls; so may what was asked for together with it."""
+    # The call's own timeout is longer than the world's, and must count for the pull that waits for the call.
     step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
     close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
 
@@ -132,7 +132,7 @@ def test_a_reference_is_passed_on_before_its_value_is_made(world):
         return (made.to_here() * y).sum()
 
     step = jd.jit(jd.value_and_grad(program))
-    step.plan(X)  # traced, with the functions for their shapes
+    step.plan(X)  # traces the step, and the functions for their shapes
     jd.rpc_sync(last(), hold)
     with jd.context():
         value, gradient = step(X)

@@ -1,4 +1,4 @@
-"""What a staged step takes and returns: its own arrays, of the types that JAX would make."""
+"""Arguments and results of a staged step: results are arrays of their own, with the types that JAX would give them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.world(1, 3)
 
 
 def aligned(size):
-    """Memory that XLA could use as it is."""
+    """Return memory that is aligned so that XLA could use it without a copy."""
     memory = np.zeros(size + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4
     return memory[start : start + size]
@@ -53,7 +53,7 @@ def test_results_do_not_change_with_what_they_were_made_of(world):
 
 @on_worker0
 def test_gradients_are_no_arguments(world):
-    """Who donates them to an update keeps his batch."""
+    # Donating the gradients to an update must not delete the batch.
     x, w = jnp.arange(3.0), jnp.ones(3)
     step = jd.jit(
         jax.grad(
@@ -121,7 +121,7 @@ def test_a_value_whose_creation_nobody_awaits_any_more_can_be_had(world):
 
 @on_worker0
 def test_surroundings_of_local_equations_are_kept(world):
-    """What JAX's context managers have set where the step was traced: here, which random bits a key gives."""
+    # JAX's context managers where the step was traced must count: here, they choose the random bits of a key.
     key = jax.random.key(7)
 
     def noisy(partitionable):
@@ -132,7 +132,7 @@ def test_surroundings_of_local_equations_are_kept(world):
         return step
 
     found = {}
-    for partitionable in (True, False):  # steps that compute the same but for what surrounds it
+    for partitionable in (True, False):  # the two steps differ only in the surrounding setting
         _, found[partitionable] = jd.jit(noisy(partitionable))(X)
         with jax.threefry_partitionable(partitionable):
             np.testing.assert_array_equal(found[partitionable], jax.random.bits(key, (2, 3)) >> 9)
