@@ -11,27 +11,31 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs torture lint bench docs doctor clean
+.PHONY: demo test test-worlds test-jobs test-install torture lint bench docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
-SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-mpi-2 test-mpi-1 docs
+SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-mpi-2 test-install test-mpi-1 docs
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
 test-worlds: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --basetemp build/files-of-worlds
+	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
+
+test-install: .venv/installed-test
+	@mkdir -p build
+	$(BIN)/python -m pytest tests/installing --basetemp build/files-of-install
 
 test-jobs: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
 
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli
+	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing
 
 # Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
 # unless there were no mismatches, crashes and hangs.

@@ -32,7 +32,7 @@ choice="${JDISTGRAD_MPI:-pypi} ${CUDA_ROOT:-}"
 CUDA_ROOT="${CUDA_ROOT:-$PWD/.venv/no-cuda}"; export CUDA_ROOT
 install --no-build-isolation --no-cache-dir "mpi4jax>=0.9"
 # As a path: found by the finder of an editable install, the package would lose against any folder of its name.
-install --no-build-isolation --config-settings editable_mode=compat --editable .
+install --no-build-isolation --config-settings editable_mode=compat --editable ".[mpi,mpi4jax]"
 echo "$choice" > .venv/choice
 touch .venv/installed
 echo "Done."

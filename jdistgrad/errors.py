@@ -64,6 +64,8 @@ class RemoteError(DistgradError, RuntimeError):
 class WorkerLostError(DistgradError, ConnectionError):
     """A worker died, left or stopped answering while something waited for it."""
 
+    worker: Any = None
+
 
 class WorldClosedError(DistgradError, RuntimeError):
     """The world was shut down while a call was still in flight."""

@@ -13,6 +13,7 @@ from jdistgrad.autograd.staged.jit import jit as jit
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm as SyncBatchNorm
 from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets
+from jdistgrad.data_parallel.collectives.default import barrier as barrier
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
@@ -48,14 +49,17 @@ from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timelin
 from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from jdistgrad.optim.sharding import shard_state as shard_state
-from jdistgrad.rpc.api import remote as remote, rpc_async as rpc_async, rpc_sync as rpc_sync
+from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
+from jdistgrad.rpc.mapping import map as map
 from jdistgrad.rpc.references.rref import RRef as RRef, by_reference as by_reference
 from jdistgrad.rpc.worlds.local import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
 from jdistgrad.rpc.worlds.worlds import (
     init as init,
     launched as launched,
+    local_rank as local_rank,
+    rank as rank,
     shutdown as shutdown,
     worker_info as worker_info,
     world_size as world_size,

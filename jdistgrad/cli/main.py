@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jdistgrad._version import __version__
 from jdistgrad.cli import doctor, launch, programs
-from jdistgrad.errors import DistgradError, TimelineError
+from jdistgrad.errors import DistgradError, LauncherError, TimelineError
 from jdistgrad.observe import chrome
 
 VALUED = ("-n", "-np", "--timeline")  # options of run that have a value
@@ -48,6 +48,20 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while k < len(arguments) and arguments[k].startswith("-") and arguments[k] not in ("-m", "-c"):
         k += 2 if arguments[k] in VALUED else 1
     return list(arguments[:k]), list(arguments[k:])
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options. Raises LauncherError for options of mpirun, which start jobs on several machines."""
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown and options.command == "run":
+        raise LauncherError(
+            f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local "
+            "and --timeline. To use several machines, or other options of mpirun or srun, start the ranks with these: "
+            "mpirun --hostfile hosts -n 8 python program.py."
+        )
+    if unknown:
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 def run(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -92,11 +106,11 @@ def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     ours, program = split(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(ours)
     try:
+        options = parsed(ours)
         return options.act(options, program)
     except DistgradError as error:
-        print(f"jdistgrad {options.command}: {error}", file=sys.stderr)
+        print(f"jdistgrad {ours[0]}: {error}", file=sys.stderr)
         return 2
 
 

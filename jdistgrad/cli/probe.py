@@ -1,6 +1,7 @@
 """The facts about the installation that one process finds; ``doctor`` judges them."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -8,13 +9,16 @@ import socket
 import subprocess
 from typing import Any
 
-PACKAGES = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle", "mpi4py", "mpi4jax")
+from jdistgrad.wire import launcher_env
+
+NEEDED = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle")
+OPTIONAL = ("mpi4py", "mpi4jax")
 
 Facts = dict[str, Any]
 
 
 def versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in PACKAGES}
+    return {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
 
 
 def _version(package: str) -> str | None:
@@ -48,7 +52,9 @@ def devices() -> Facts:
 
 
 def mpi4jax() -> Facts:
-    """Check that mpi4jax reduces an array over all ranks inside jit. Every rank must call it."""
+    """Check that mpi4jax, if installed, reduces an array over all ranks inside jit. Every rank must call it."""
+    if importlib.util.find_spec("mpi4jax") is None:
+        return {"missing": True}
     try:
         import jax.numpy as jnp
         from jax import jit
@@ -78,6 +84,7 @@ def collect() -> Facts:
         warnings.simplefilter("ignore")  # mpi4jax warns of every jax newer than itself
         return {
             "host": socket.gethostname(),
+            "launched": launcher_env.launched(),
             "python": platform.python_version(),
             "versions": versions(),
             "mpi": mpi(),

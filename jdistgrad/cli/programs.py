@@ -58,8 +58,6 @@ def check(arguments: Sequence[str]) -> None:
             raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
             raise no_module(rest[0])
-    elif how.startswith("-"):
-        raise LauncherError(f"{how} is no option of `jdistgrad run`; it knows -n, --local and --timeline (see --help)")
     elif not pathlib.Path(how).is_file():
         raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}")
 

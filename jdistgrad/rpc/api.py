@@ -1,11 +1,12 @@
 """The public functions that call other workers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.rpc.futures import CallFuture, CallFutures
+from jdistgrad.rpc.mailbox import current_mailbox
 from jdistgrad.rpc.references import rref
 from jdistgrad.rpc.references.rref import RRef
 
@@ -60,6 +61,31 @@ def rpc_async(
     """
     future: CallFuture = rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
     return future
+
+
+def rpc_all(
+    workers: Iterable[AnyWorker] | None,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> CallFutures:
+    """Call a function on several workers without waiting. See ``rpc_sync``. The arguments are encoded once.
+
+    Arguments:
+      workers: the workers; None for all workers of the world, this one among them.
+
+    Returns:
+      The futures of the results, in the order of the workers. Their ``result()`` returns a list, or raises an
+      ``ExceptionGroup`` of the exceptions of all calls that failed.
+
+    Example:
+      >>> jd.rpc_all(["worker1", "worker2"], jnp.add, args=(1, 2)).result()
+      [Array(3, dtype=int32, weak_type=True), Array(3, dtype=int32, weak_type=True)]
+    """
+    chosen = current_mailbox().directory.workers if workers is None else tuple(workers)
+    return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args), dict(kwargs or {}), timeout))
 
 
 def remote(

@@ -25,6 +25,7 @@ class Resident(Protocol):
     size: int
     device: Any
     slots: "Slots"
+    closed: bool
     severed: bool
     hands_over: bool
 
@@ -109,6 +110,11 @@ def find_resident() -> Resident | None:
     if worker is None and not _seated.get():
         worker = _of_process
     return None if worker is None or worker.severed else worker
+
+
+def any_local_worker() -> bool:
+    """Return whether threads of this process are workers of an open local world."""
+    return any(not worker.closed for worker in list(_workers.values()))
 
 
 def current_scope() -> Scope | None:

@@ -3,13 +3,15 @@
 import dataclasses
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError
 from jdistgrad.rpc import likeness
 
 LONGEST_NAME = 64
+
+Names = str | Sequence[str] | Callable[[int], str] | None  # what ``init`` takes as the name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -78,12 +80,35 @@ def agree(hellos: Sequence[Hello]) -> Directory:
         if hello.name in ranks:
             raise DuplicateNameError(
                 f"init: ranks {ranks[hello.name]} and {rank} both want the name {hello.name!r}. "
-                "Names must be unique; leave name out for worker0, worker1, ...",
+                "Names must be unique: init('trainer{rank}') makes them so; left out, they are worker0, worker1, ...",
                 name=hello.name,
             )
         ranks[hello.name] = rank
     likeness.check([hello.facts for hello in hellos])
     return Directory([hello.name for hello in hellos])
+
+
+def check_names(names: Any) -> None:
+    """Raise ValueError unless the name of a worker can be found from this, once the rank is known."""
+    if names is not None and not callable(names) and not isinstance(names, list | tuple):
+        checked_name(names)
+
+
+def name_of(names: Names, rank: int, size: int) -> str:
+    """Return the name of the worker of a rank.
+
+    Arguments:
+      names: the name, in which ``{rank}`` stands for the rank; the names of all ranks; a function of the rank; or None.
+    """
+    if names is None:
+        return f"worker{rank}"
+    if isinstance(names, str):
+        return checked_name(names.replace("{rank}", str(rank)))
+    if callable(names):
+        return checked_name(names(rank))
+    if len(names) != size:
+        raise ValueError(f"init: there are {len(names)} names for a world of {size} workers. Give one for each rank.")
+    return checked_name(names[rank])
 
 
 def checked_name(name: Any) -> str:

@@ -54,18 +54,16 @@ class CallFuture(concurrent.futures.Future[Any]):
         run_elsewhere(functools.partial(self.set_result, None))
 
     def result(self, timeout: float | None = None) -> Any:
-        super().result(self._time_left_after_waiting(timeout))
-        value, error = self._opened()
+        error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
         if error is None:
-            return value
+            return self._result
         try:
             raise error
         finally:
             error = None  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(self._time_left_after_waiting(timeout))
-        return error if error is not None else self._opened()[1]
+        return super().exception(self._time_left_after_waiting(timeout))
 
     def _time_left_after_waiting(self, timeout: float | None) -> float | None:
         start = time.monotonic()
@@ -83,8 +81,76 @@ class CallFuture(concurrent.futures.Future[Any]):
                 self._open = None
             return self._outcome
 
+    def then(self, fn: Callable[[Any], Any]) -> "CallFuture":
+        """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
+
+        ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already.
+        """
+        after = CallFuture(self._wait_for)
+
+        def run(future: concurrent.futures.Future[Any]) -> None:
+            outcome: Callable[[], Any]
+            try:
+                outcome = functools.partial(_same, fn(future.result()))
+            except BaseException as error:
+                outcome = functools.partial(_raised, error)
+            after.answer(outcome, lambda task: task())
+
+        self.add_done_callback(run)
+        return after
+
+    # The base class reads its result and its exception here, so ``Future.result(future)`` opens the answer too.
+
+    @property
+    def _has_answer(self) -> bool:
+        return self._open is not None or self._outcome is not None
+
+    @property
+    def _result(self) -> Any:
+        return self._opened()[0] if self._has_answer else None
+
+    @_result.setter
+    def _result(self, value: Any) -> None:
+        pass  # only notes that the future is done
+
+    @property
+    def _exception(self) -> BaseException | None:
+        return self._opened()[1] if self._has_answer else self._failure
+
+    @_exception.setter
+    def _exception(self, error: BaseException | None) -> None:
+        self._failure = error
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a future cannot be sent to another worker: return it from the remote function (the answer then goes out "
             "when it is done), or send its result()"
         )
+
+
+class CallFutures(tuple[CallFuture, ...]):
+    """The futures of one call on several workers, in the order of the workers."""
+
+    def result(self) -> list[Any]:
+        """Wait for all, and return their results.
+
+        Raises:
+          ExceptionGroup: some calls failed; it holds their exceptions, whose notes name the workers.
+        """
+        results, errors = list[Any](), list[Exception]()
+        for future in self:
+            try:
+                results.append(future.result())
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup(f"{len(errors)} of {len(self)} calls failed", errors)
+        return results
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _raised(error: BaseException) -> Any:
+    raise error

@@ -1,6 +1,7 @@
 """The facts that must agree on all processes of a world, because functions travel by name and arrays by dtype."""
 
 import hashlib
+import importlib.metadata
 import pathlib
 import platform
 import sys
@@ -26,19 +27,25 @@ SAME_INSTALLATION = "Start every rank with the same installation."
 
 def of_this_process() -> dict[str, str]:
     """Return the facts that the processes of an MPI job compare. Workers of one process need not compare them."""
-    import mpi4py
-
     found = {
         "jdistgrad": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),  # code and pickles do not depend on the rest
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "numpy": np.__version__,
-        "mpi4py": mpi4py.__version__,
+        "mpi4py": _installed("mpi4py"),
+        "mpi4jax": _installed("mpi4jax"),  # without it, compiled programs reduce in another way
         X64: str(jax.dtypes.canonicalize_dtype(np.float64) == np.float64),
     }
     script = _script() if settings.same_script else None
     return found if script is None else {**found, SCRIPT: script}
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _script() -> str | None:

@@ -99,7 +99,7 @@ class Mailbox:
             self.work.sending(message.kind)
             parcel: Parcel | None = None
             try:
-                if message.kind in ENCODED and message.body is not None and not self.hands_over and peer != self.rank:
+                if message.kind in ENCODED and self._wants_encoding(peer, message.body):
                     parcel = self.codec.encode(message.body, snapshot=snapshot)
                     message = Message(message.kind, message.source, message.id, parcel)
                 self.transport.send(peer, message)
@@ -108,6 +108,19 @@ class Mailbox:
                     parcel.undo()
                 self.work.not_sent(message.kind)
                 raise
+
+    def _wants_encoding(self, peer: int, body: Any) -> bool:
+        return not (body is None or self.hands_over or peer == self.rank or isinstance(body, Parcel))
+
+    def for_several(self, body: Any) -> Any:
+        """Encode a body that will be posted to several workers; return it as it is if each needs its own parcel."""
+        if self.hands_over:
+            return body
+        parcel = self.codec.encode(body, snapshot=True)
+        if parcel.attached and parcel.undo is not None:  # it gives weight of references away, to one worker only
+            parcel.undo()
+            return body
+        return parcel
 
     def open(self, message: Message) -> Any:
         """Return a message's body, decoded if it came over a wire. Raises the WireError of a damaged message."""

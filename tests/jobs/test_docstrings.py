@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import jdistgrad as jd
 
-ALONE = {"spawn", "local_workers", "launched", "timeline"}  # these examples make their own world
+ALONE = {"spawn", "local_workers", "launched", "timeline", "map"}  # these examples make their own world
 LEFT_OUT = {  # code that the reader has run before the example
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",
     "jit": "loss_fn = lambda enc, head, x, y: enc.to_here().sum() * head.sum()",

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from helpers.data import close
-from helpers.models import Both, Encoder, Line, Normalized, X, take_traces, squares
+from helpers.models import Both, Encoder, Line, Normalized, X, squares, take_traces
 from helpers.worlds import last, on_worker0, owned_values
 
 import jdistgrad as jd

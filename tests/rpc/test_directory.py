@@ -6,7 +6,7 @@ import pytest
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
 from jdistgrad.rpc import likeness
-from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, checked_name
+from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, check_names, checked_name, name_of
 
 
 def hello(name, **facts):
@@ -67,3 +67,29 @@ def test_names_that_cannot_stand_in_a_message(name):
 @pytest.mark.parametrize("name", ["ps", "trainer-1", "Größe/2", "w" * 64])
 def test_names_that_can(name):
     assert checked_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (None, "worker2"),
+        ("trainer{rank}", "trainer2"),
+        ("{rank}-of-{many}", "2-of-{many}"),
+        (["ps", "a", "b"], "b"),
+        (lambda rank: "ps" if rank == 0 else f"trainer{rank}", "trainer2"),
+    ],
+)
+def test_a_name_is_found_for_a_rank(names, expected):
+    check_names(names)
+    assert name_of(names, 2, 3) == expected
+
+
+def test_there_is_a_name_for_each_rank():
+    with pytest.raises(ValueError, match=r"there are 2 names for a world of 3 workers\. Give one for each rank"):
+        name_of(["ps", "a"], 0, 3)
+
+
+@pytest.mark.parametrize("names", [lambda rank: rank, ["a", "", "c"], lambda rank: "with space"])
+def test_a_name_found_for_a_rank_is_checked(names):
+    with pytest.raises(ValueError, match="a worker's name is a string"):
+        name_of(names, 1, 3)

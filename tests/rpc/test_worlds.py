@@ -29,6 +29,60 @@ def test_nothing_works_before_init_or_after_shutdown(world):
     world.run(program)
 
 
+def test_names_by_role(world):
+    def main():
+        for names, expected in (
+            ("trainer{rank}", "trainer{0}"),
+            ([f"member{rank}" for rank in range(world.size)], "member{0}"),
+            (lambda rank: f"role{rank}", "role{0}"),
+        ):
+            me = jd.init(names)
+            assert me.name == expected.format(me.rank)
+            assert jd.rpc_sync(expected.format(0), operator.add, args=(1, 2)) == 3
+            jd.shutdown()
+
+    world.run(main)
+
+
+def test_ranks_are_known_before_init_and_after_shutdown(world):
+    def main():
+        ranks = [(jd.rank(), jd.local_rank())]
+        me = jd.init()
+        ranks += [(jd.rank(), jd.local_rank()), jd.rpc_sync(me.rank, both_ranks)]
+        jd.shutdown()
+        ranks.append((jd.rank(), jd.local_rank()))
+        assert ranks == [(me.rank, me.rank)] * 4
+        return me.rank
+
+    assert world.run(main) == ([jd.rank()] if launcher_env.launched() else list(range(world.size)))
+
+
+def both_ranks():
+    return jd.rank(), jd.local_rank()
+
+
+@pytest.mark.one_process
+def test_a_thread_that_belongs_to_no_worker_has_no_rank(big_world):
+    def main():
+        jd.init()
+        caught = []
+
+        def ask():
+            try:
+                caught.append(jd.rank())
+            except jd.NotInitializedError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert isinstance(caught[0], jd.NotInitializedError)
+        jd.shutdown()
+
+    big_world.run(main)
+    assert jd.rank() == jd.local_rank() == 0
+
+
 def test_two_inits(world):
     def main():
         me = jd.init()

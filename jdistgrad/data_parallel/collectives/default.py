@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from jdistgrad.data_parallel.collectives import world
+from jdistgrad.data_parallel.collectives.agreeing import Agreeing
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.calls.caller import checked_timeout
 
 
 def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -> HostCollectives:
@@ -45,3 +47,17 @@ def shared() -> HostCollectives:
         found = of_this_world()
         world.keep("collectives", found)
     return found
+
+
+def barrier(*, timeout: float | None = None) -> None:
+    """Return when every worker of this world has called ``barrier``.
+
+    Arguments:
+      timeout: seconds to wait; by default 300.
+
+    Raises:
+      MissingRanksError: some workers did not come in time; the message names them.
+      DisagreementError: a worker is in another collective instead.
+    """
+    everybody = shared()
+    Agreeing(everybody, "jdistgrad.barrier")(everybody.timeout if timeout is None else checked_timeout(timeout))

@@ -3,17 +3,20 @@
 import abc
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 TIMEOUT = 300.0
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -107,19 +110,43 @@ class HostCollectives(Collectives):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
 
-    # Inside jit:
+    # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
 
-    @abc.abstractmethod
     def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
+        shape = (self.size, *x.shape) if name == "allgather" else x.shape
+        result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
+        if not on_cpus():
+            return io_callback(lambda x: channel.on_host(name, x, root), result, x, ordered=True)
+        (made,) = call_in_order(lambda x: [channel.on_host(name, x, root)], [result], x, effect=in_order())
+        return made
 
-    @abc.abstractmethod
+    def of_programs(self) -> "HostCollectives":
+        """Return the same group, over the channel that compiled programs use."""
+        return self
+
     def _opened(self, what: str) -> "HostCollectives":
         """Add the agreement on a section to the program; return a copy of these collectives for its operations."""
+        channel, timeout = self.of_programs(), self.timeout
 
-    @abc.abstractmethod
+        def agree() -> None:
+            Agreeing(channel, f"compiled {what}")(timeout)
+
+        if on_cpus():
+            call_in_order(agree, (), effect=in_order())
+        else:
+            io_callback(agree, None, ordered=True)
+        return copy.copy(self)
+
     def _end(self) -> None:
-        """Add the end of the section to the program."""
+        """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
+
+
+@functools.cache
+def in_order() -> Any:
+    """Return the effect of callbacks that run in the program's order."""
+    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+    return effect
 
 
 def described(name: str, x: Any, root: int) -> str:

@@ -1,16 +1,13 @@
 """Collectives of a local world, where workers are threads of one process and read each other's arrays."""
 
 import collections
-import copy
 import functools
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
@@ -18,7 +15,6 @@ from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
 from jdistgrad.errors import MissingRanksError
-from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
@@ -102,33 +98,6 @@ class Local(HostCollectives):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange("a gather of objects", value)
-
-    # Inside jit:
-
-    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
-        shape = (self.size, *x.shape) if name == "allgather" else x.shape
-        result = jax.ShapeDtypeStruct(shape, x.dtype)
-        if not on_cpus():
-            return io_callback(lambda x: self.on_host(name, x, root), result, x, ordered=True)
-        (made,) = call_in_order(lambda x: [self.on_host(name, x, root)], [result], x, effect=_in_order())
-        return made
-
-    def _opened(self, what: str) -> "Local":
-        if on_cpus():
-            call_in_order(lambda: self.agree(f"compiled {what}"), (), effect=_in_order())
-        else:
-            io_callback(lambda: self.agree(f"compiled {what}"), None, ordered=True)
-        return copy.copy(self)
-
-    def _end(self) -> None:
-        """Do nothing: each operation has waited for all ranks by itself."""
-
-
-@functools.cache
-def _in_order() -> Any:
-    """Return the effect of callbacks that run in the program's order."""
-    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
-    return effect
 
 
 class _Lazy:

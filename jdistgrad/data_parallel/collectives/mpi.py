@@ -1,10 +1,11 @@
-"""Collectives over an MPI communicator: mpi4py on host memory, mpi4jax inside jit."""
+"""Collectives over an MPI communicator: mpi4py on host memory; mpi4jax, where it is installed, inside jit."""
 
 import copy
 import functools
+import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +35,30 @@ _begun: dict[int, Any] = {}  # the gathers under way: MPI uses their memory even
 class MPI(HostCollectives):
     """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.
 
+    Where mpi4jax is installed, compiled programs reduce through it, without calling Python for each operation.
+
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
     """
 
+    def __new__(cls, comm: Any = None) -> "MPI":
+        return object.__new__(WithMpi4jax if cls is MPI and has_mpi4jax() else cls)
+
     def __init__(self, comm: Any = None):
-        from mpi4py import MPI as mpi  # noqa: N811
+        try:
+            from mpi4py import MPI as mpi  # noqa: N811
+        except ImportError as error:
+            raise CollectiveError(
+                f"MPI: {error}. Collectives over MPI need mpi4py (pip install 'jdistgrad[mpi]') and an MPI; workers as "
+                "threads need neither (jdistgrad.collectives.Local)."
+            ) from error
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         self.comm, self._name = self._duplicate(whole)
         self.rank, self.size = self.comm.rank, self.comm.size
         self._ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
         self.has_room = has_room(_neighbours_cores(self.comm), self.size)
-        self._compiled = Sections(self)
-        self._met: Any = None
+        self._of_programs = self.duplicate()
 
     def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
         """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks."""
@@ -78,8 +89,12 @@ class MPI(HostCollectives):
 
     def twin(self) -> "MPI":
         other = self.duplicate()
-        other._compiled = Sections(other)
+        other._of_programs = other.duplicate()
         return other
+
+    def of_programs(self) -> "MPI":
+        """Return the same ranks over a communicator of their own: compiled programs run beside Python's operations."""
+        return self._of_programs
 
     def announce(self, word: bytes, what: str) -> Meeting:
         refuse_forked_process(what)
@@ -156,19 +171,30 @@ class MPI(HostCollectives):
         with self._together("a gather of objects"):
             return list(pkl5.Intracomm(self.comm).allgather(value))
 
-    # Inside jit:
 
-    def _opened(self, what: str) -> "MPI":
+class WithMpi4jax(MPI):
+    """The same, but compiled programs reduce through mpi4jax."""
+
+    def __init__(self, comm: Any = None):
+        super().__init__(comm)
+        self._sections, self._met = Sections(self._of_programs), None
+
+    def twin(self) -> "MPI":
+        other = cast("WithMpi4jax", super().twin())
+        other._sections = Sections(other._of_programs)
+        return other
+
+    def _opened(self, what: str) -> "WithMpi4jax":
         quiet = copy.copy(self)
         if on_cpus():
-            call_in_order(lambda: self._compiled.enter(what, self.timeout), (), effect=_in_order(), quick=True)
+            call_in_order(lambda: self._sections.enter(what, self.timeout), (), effect=_in_order(), quick=True)
         else:  # operations of the section use the flag, so they wait for the agreement
-            quiet._met = io_callback(lambda: self._compiled.agree(what, self.timeout), MET, ordered=True)
+            quiet._met = io_callback(lambda: self._sections.agree(what, self.timeout), MET, ordered=True)
         return quiet
 
     def _end(self) -> None:
         if on_cpus():
-            call_in_order(self._compiled.leave, (), effect=_in_order(), quick=True)
+            call_in_order(self._sections.leave, (), effect=_in_order(), quick=True)
 
     def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
         """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
@@ -190,7 +216,7 @@ class MPI(HostCollectives):
         import mpi4jax
         from mpi4py import MPI as mpi  # noqa: N811
 
-        comm = self._compiled.collectives.comm
+        comm = self._of_programs.comm
         if name == "allgather":
             return mpi4jax.allgather(x, comm=comm)
         if name == "broadcast":
@@ -203,14 +229,14 @@ class MPI(HostCollectives):
 
 
 class Sections:
-    """The sections of compiled programs, over a communicator of their own: they run beside Python's operations.
+    """The sections of the programs that reduce through mpi4jax.
 
     A section begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of mpi4jax's
     operations keeps meetings and operations in the program's order.
     """
 
     def __init__(self, collectives: MPI):
-        self.collectives = collectives.duplicate()
+        self.collectives = collectives
         self._inside: WatchedBlock | None = None
 
     def agree(self, what: str, timeout: float) -> np.ndarray:
@@ -235,6 +261,10 @@ class Sections:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__()
+
+
+def has_mpi4jax() -> bool:
+    return importlib.util.find_spec("mpi4jax") is not None
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jdistgrad import errors
@@ -60,23 +60,52 @@ class Caller:
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
     ) -> CallFuture:
         """Send a call and return its future. Raises if the call cannot be sent."""
+        peer = self._mailbox.directory.find(to)
+        pending = self._pending(identifier, peer, call, timeout)
+        future: CallFuture = pending.future
+        self._send(kind, pending, scoped(call, peer.rank), snapshot=snapshot)
+        return future
+
+    def start_all(self, to: Sequence[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture]:
+        """Send a call to several workers, encoded once; return the futures. A call that cannot be sent fails by itself.
+
+        Raises if no worker can be sent this call, before anything is sent.
+        """
+        peers = [self._mailbox.directory.find(one) for one in to]
+        calls = [self._pending(self._mailbox.ids.next(), peer, call, timeout) for peer in peers]
+        if not calls:
+            return []
+        *_, body = [scoped(call, peer.rank) for peer in peers]
+        try:
+            body = self._mailbox.for_several(body)
+        except CANNOT_BE_SENT as error:
+            rest = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+            raise cannot_call(f"{calls[0]}{rest}", error) from error
+        for pending in calls:
+            try:
+                self._send(Kind.CALL, pending, body, snapshot=True)
+            except Exception as error:
+                self._fail(pending, error)
+        return [pending.future for pending in calls]
+
+    def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
         mailbox = self._mailbox
-        peer = mailbox.directory.find(to)
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
-        future = CallFuture(mailbox.wait_for)
-        now = time.monotonic()
-        pending = Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
+        now, future = time.monotonic(), CallFuture(mailbox.wait_for)
+        return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
+
+    def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
+        mailbox, peer = self._mailbox, pending.peer.rank
         self._calls.open(pending)
         try:
             self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-            mailbox.post(peer.rank, Message(kind, mailbox.rank, identifier, scoped(call, peer.rank)), snapshot=snapshot)
+            mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
         except BaseException as error:
-            self._calls.close(identifier)
-            if isinstance(error, errors.EncodingError | errors.FunctionError):
-                raise type(error)(f"cannot call {pending}: {error}") from error
+            self._calls.close(pending.id)
+            if isinstance(error, CANNOT_BE_SENT):
+                raise cannot_call(pending, error) from error
             raise
-        return future
 
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
@@ -112,6 +141,14 @@ class Caller:
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
         pending.future.answer(functools.partial(raise_error, error), self._mailbox.run)
+
+
+CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError
+
+
+def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
+    """Return an error of encoding again, with the name of the call."""
+    return type(error)(f"cannot call {what}: {error}")
 
 
 def scoped(call: Invocation, peer: int) -> Invocation | Scoped:

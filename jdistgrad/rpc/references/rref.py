@@ -1,7 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -285,6 +285,14 @@ def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float
     """Call a function on a worker and return a future of its result."""
     caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
+
+
+def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
+    """Call a function on several workers and return futures of the results."""
+    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    if handler is not None:
+        return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]
+    return list(caller.start_all(workers, (function, args, kwargs), timeout))
 
 
 def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.references.in_messages import encoding
 
+SHORT = 160  # characters
 SHOWN = 20  # frames at each end of a traceback: an endless recursion has a thousand between them
 
 
@@ -58,6 +59,13 @@ def spelled(error: BaseException) -> str:
     except BaseException as raised:
         text = f"(asking for its text raised {type(raised).__name__})"
     return f"{name}: {text}" if text else name
+
+
+def in_short(error: BaseException) -> str:
+    """Return the beginning of an exception's type and text, for a message beside one that shows all of it."""
+    text = spelled(error)
+    line = text.split("\n", 1)[0][:SHORT]
+    return line if line == text else f"{line} ..."
 
 
 def add_note(error: BaseException, note: str) -> None:

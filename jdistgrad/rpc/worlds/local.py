@@ -10,7 +10,7 @@ from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.serving.failures import add_note, spelled
+from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import shutdown, take_seat
@@ -57,7 +57,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
         except BaseException as error:
             failures.append(error)
             add_note(error, f"raised by the main of rank {rank} of spawn")
-            hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {spelled(error)}", worker=rank))
+            hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
     for thread in threads:

@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from jdistgrad.rpc.serving.failures import spelled
+from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.mpi import abort_job
 
@@ -32,7 +32,7 @@ def guard(rank: int) -> None:
         if error is not _reported:
             previous(kind, error, trace)
         if _fork is None:
-            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {spelled(error)}")
+            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
 
     sys.excepthook = end_job
     atexit.register(_check_end)

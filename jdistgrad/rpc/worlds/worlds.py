@@ -10,9 +10,9 @@ from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.directory import WorkerInfo, checked_name
-from jdistgrad.rpc.serving.failures import spelled
-from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
+from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
@@ -32,7 +32,7 @@ def take_seat(hub: Hub, rank: int) -> None:
     _seat.set((hub, rank))
 
 
-def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = False) -> WorkerInfo:
+def init(name: Names = None, *, timeout: float = 60.0, allow_code: bool = False) -> WorkerInfo:
     """Join the world this program runs in.
 
     Under mpirun it is the world of the MPI job; in a thread started by ``spawn``, the local world of ``spawn``;
@@ -40,8 +40,9 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
     returns when all workers have called it.
 
     Arguments:
-      name: this worker's name, unique in the world, of up to 64 printable characters without spaces; defaults to
-        ``worker{rank}``.
+      name: this worker's name, unique in the world, of up to 64 printable characters without spaces; ``"{rank}"`` in it
+        stands for the rank. Or the names of all ranks in a list, or a function that returns the name for a rank.
+        Defaults to ``"worker{rank}"``.
       timeout: seconds after which an unanswered call fails, unless the call has a timeout of its own; also the time
         that ``init`` waits for the other workers.
       allow_code: let functions that cannot be imported (lambdas, closures, notebook cells) travel by value between
@@ -59,11 +60,16 @@ def init(name: str | None = None, *, timeout: float = 60.0, allow_code: bool = F
       >>> if me.rank == 0:
       ...     print(jd.rpc_sync("worker1", jnp.add, args=(1, 2)))
       >>> jd.shutdown()
+
+      Names by role, given alike on every rank:
+
+      >>> me = jd.init(lambda rank: "server" if rank == 0 else f"trainer{rank}")
+      >>> jd.shutdown()
     """
     refuse_second_world("init")
     forget_failed_effects()
     seconds = checked_timeout(timeout)
-    name = None if name is None else checked_name(name)
+    check_names(name)
     seat = _seat.get()
     if seat is not None:
         worker = open_local(*seat, name, seconds, allow_code=allow_code)
@@ -137,7 +143,7 @@ def failure_being_handled(worker: Worker) -> BaseException | None:
 def why_it_leaves(failed: BaseException | None) -> str:
     if failed is None:
         return "it left with shutdown(graceful=False)"
-    return f"it left with shutdown() because of {spelled(failed)}"
+    return f"it left with shutdown() because of {in_short(failed)}"
 
 
 def worker_info(name: str | None = None) -> WorkerInfo:
@@ -153,6 +159,29 @@ def launched() -> bool:
       >>> main() if jd.launched() else jd.spawn(main, 3)
     """
     return _seat.get() is not None or launcher_env.launched()
+
+
+def rank() -> int:
+    """Return the rank of this worker: also before ``init`` and after ``shutdown``, the rank that ``init`` gives it.
+
+    Example:
+      >>> name = "server" if jd.rank() == 0 else "trainer{rank}"
+    """
+    worker, seat = find_worker(), _seat.get()
+    if worker is not None:
+        return worker.rank
+    if seat is not None:
+        return seat[1]
+    if not launcher_env.launched() and current.any_local_worker():
+        return current_worker().rank  # raises: this thread belongs to none of the workers
+    return launcher_env.rank()
+
+
+def local_rank() -> int:
+    """Return the rank of this worker among the workers of its machine: also before ``init`` and after ``shutdown``."""
+    worker = find_worker()
+    is_thread = _seat.get() is not None or (worker is not None and worker.hands_over)
+    return launcher_env.local_rank() if launcher_env.launched() and not is_thread else rank()
 
 
 def world_size() -> int:

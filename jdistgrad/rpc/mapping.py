@@ -1,0 +1,145 @@
+"""A map over workers: each item goes to a worker that is free."""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from jdistgrad.errors import WorkerLostError
+from jdistgrad.rpc.api import rpc_sync
+from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
+from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.traced_hook import handler_for, refuse_traced
+
+
+def map(
+    fn: Callable[..., Any],
+    *iterables: Iterable[Any],
+    workers: Iterable[AnyWorker] | None = None,
+    in_order: bool = True,
+    return_exceptions: bool = False,
+    progress: bool | str = False,
+    timeout: float | None = None,
+) -> Iterator[Any]:
+    """Call a function on each item, like the built-in ``map``; each call goes to a worker that is free.
+
+    The calls start at once and go on while the results are used. No worker has more than one call at a time.
+
+    Arguments:
+      fn: a function as for ``rpc_sync``, of as many arguments as there are iterables.
+      iterables: the items. The shortest iterable ends the map.
+      workers: the workers that take part; defaults to all others, or to this worker if it is alone.
+      in_order: whether results come in the order of the items, or else in the order in which they are ready.
+      return_exceptions: whether an exception stands in the place of its result, or else ends the iteration.
+      progress: whether to show a progress bar, or the text beside it.
+      timeout: seconds for each call, as in ``rpc_sync``.
+
+    Returns:
+      An iterator over the results. When the iteration ends early, no further calls start.
+
+    Raises:
+      Exception: ``fn`` raised it for this item.
+      WorkerLostError: the worker that had this item was lost. The other workers go on with the other items.
+
+    Example:
+      >>> with jd.local_workers(3):
+      ...     print([int(square) for square in jd.map(jnp.square, range(5))])
+      [0, 1, 4, 9, 16]
+    """
+    tasks = list(zip(*iterables, strict=False))
+    if handler_for(tasks) is not None:
+        raise refuse_traced(f"jdistgrad.map cannot call {describe(fn)}")
+    here = current_mailbox()
+    chosen = others(here) if workers is None else [here.directory.find(one) for one in workers]
+    if not chosen:
+        raise ValueError("map: there must be at least one worker")
+    feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, len(chosen))
+    scope = current_scope()
+    for worker in chosen:
+        here.run(functools.partial(feed.keep_busy, worker, scope))
+    found = feed.results(in_order=in_order, return_exceptions=return_exceptions)
+    return found if progress is False else with_bar(found, len(tasks), describe(fn) if progress is True else progress)
+
+
+def others(here: Mailbox) -> Sequence[WorkerInfo]:
+    """Return all workers but this one; if this worker is alone, this one."""
+    return [worker for worker in here.directory.workers if worker.rank != here.rank] or [here.info]
+
+
+class Feed:
+    """The tasks of one map. A thread for each worker keeps it busy: a worker that has answered gets the next task.
+
+    Arguments:
+      call: calls the function on a worker, with the arguments of a task.
+      tasks: the arguments of each call.
+      workers: the number of workers.
+    """
+
+    def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: int):
+        self._call, self._tasks = call, tasks
+        self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        self._next, self._workers, self._lock = 0, workers, threading.Lock()
+
+    def keep_busy(self, worker: WorkerInfo, scope: Scope | None) -> None:
+        """Let a worker do tasks until all have been taken. A worker that is lost takes no more."""
+        with within(scope):
+            while (number := self._take()) is not None:
+                try:
+                    result, error = self._call(worker, self._tasks[number]), None
+                except BaseException as raised:
+                    result, error = None, raised
+                self._ended.put((number, result, error))
+                if isinstance(error, WorkerLostError) and error.worker == worker:
+                    self._lost(error)
+                    return
+
+    def results(self, *, in_order: bool, return_exceptions: bool) -> Iterator[Any]:
+        """Yield a result for each task."""
+        early: dict[int, tuple[Any, BaseException | None]] = {}
+        try:
+            for turn in range(len(self._tasks)):
+                while not (turn in early if in_order else early):
+                    number, *outcome = self._ended.get()
+                    early[number if in_order else turn] = (*outcome,)
+                result, error = early.pop(turn)
+                if error is not None and not return_exceptions:
+                    raise error
+                yield result if error is None else error
+        finally:
+            self._take_all()
+
+    def _take(self) -> int | None:
+        """Return the number of the next task, or None if all have been taken."""
+        with self._lock:
+            number = self._next
+            if number == len(self._tasks):
+                return None
+            self._next += 1
+            return number
+
+    def _take_all(self) -> list[int]:
+        with self._lock:
+            rest, self._next = list(range(self._next, len(self._tasks))), len(self._tasks)
+            return rest
+
+    def _lost(self, error: WorkerLostError) -> None:
+        """Note that a worker is lost. With the last worker, all tasks that are left fail."""
+        with self._lock:
+            self._workers -= 1
+            if self._workers:
+                return
+        for number in self._take_all():
+            self._ended.put((number, None, error))
+
+
+def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:
+    """Show a progress bar on the error stream while the results are used."""
+    yield from track(results, text, total=count, console=Console(stderr=True))

@@ -1,0 +1,129 @@
+"""One call on several workers: ``rpc_all``."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.worlds import make, needs_pickling, on_worker0, scaled, wait_until_owned, wire_world
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+
+__all__ = ["wire_world"]
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def rank_times(x):
+    return jd.rank() * x
+
+
+def fail_on_odd(x):
+    if jd.rank() % 2:
+        raise KeyError(f"{x} on {jd.rank()}")
+    return x
+
+
+def names():
+    return [f"worker{rank}" for rank in range(jd.world_size())]
+
+
+@on_worker0
+def test_results_come_in_the_order_of_the_workers(world):
+    size = jd.world_size()
+    assert jd.rpc_all(None, rank_times, args=(10,)).result() == [10 * rank for rank in range(size)]
+    backwards = [size - 1 - rank for rank in range(size)]
+    assert jd.rpc_all(backwards, rank_times, kwargs={"x": 2}).result() == [2 * rank for rank in backwards]
+    assert [future.result() for future in jd.rpc_all(names(), rank_times, args=(1,))] == list(range(size))
+    assert jd.rpc_all([], rank_times, args=(1,)).result() == []
+
+
+@needs_pickling
+@on_worker0
+def test_the_caller_may_change_its_arrays_at_once(wire_world):
+    large = np.arange(1 << 18, dtype=np.float32)
+    others = range(1, jd.world_size())
+    futures = jd.rpc_all(others, np.sum, args=(large,))
+    expected = large.sum()
+    large[:] = 0
+    assert futures.result() == [expected for _ in others]
+
+
+@on_worker0
+def test_failures_come_together_and_name_the_workers(big_world):
+    futures = jd.rpc_all([0, 1, 2, 1], fail_on_odd, args=(5,))
+    with pytest.raises(ExceptionGroup, match=r"2 of 4 calls failed") as caught:
+        futures.result()
+    assert [type(error) for error in caught.value.exceptions] == [KeyError, KeyError]
+    for error in caught.value.exceptions:
+        assert "On worker1 (rank 1)" in error.__notes__[0]
+    assert futures[2].result() == 5
+
+
+@on_worker0
+def test_each_worker_gets_its_own_share_of_a_reference(big_world):
+    made = jd.remote(1, make, args=(4,))
+    for results in (jd.rpc_all(None, jnp.sum, args=(made,)), jd.rpc_all(None, keep, args=(jd.by_reference(made),))):
+        assert [float(one) for one in results.result()] == [6, 6, 6]
+    del made, results
+    wait_until_owned(1, 0)
+
+
+def keep(reference):
+    return reference.to_here().sum()
+
+
+@on_worker0
+def test_nothing_is_sent_if_the_call_cannot_be(world):
+    with pytest.raises(jd.UnknownWorkerError, match="nobody"):
+        jd.rpc_all([0, "nobody"], rank_times, args=(1,))
+    with pytest.raises(jd.FunctionError):
+        jd.rpc_all([0], 3)
+    assert len(current_worker().calls) == 0
+
+
+@needs_pickling
+@on_worker0
+def test_what_cannot_be_encoded_names_the_calls(wire_world):
+    with pytest.raises(jd.EncodingError, match=r"cannot call .*rank_times on worker1 .* and \d more"):
+        jd.rpc_all([1, 0], rank_times, args=(threading.Lock(),))
+    assert len(current_worker().calls) == 0
+
+
+@needs_pickling
+@on_worker0
+def test_arguments_are_encoded_once(wire_world):
+    codec, encoded = current_worker().codec, []
+
+    class Counting:
+        def encode(self, value, *, snapshot):
+            encoded.append(value)
+            return codec.encode(value, snapshot=snapshot)
+
+        def decode(self, parcel):
+            return codec.decode(parcel)
+
+    current_worker().codec = Counting()
+    try:
+        calls = [jd.world_size() - 1] * 7
+        assert jd.rpc_all(calls, rank_times, args=(1,)).result() == calls
+    finally:
+        current_worker().codec = codec
+    assert len(encoded) == 1
+
+
+@on_worker0
+def test_gradients_go_through_all(world):
+    params = {"w": jnp.arange(1.0, 4.0), "n": 2}
+
+    def loss(w, x):
+        return sum(jnp.sum(one**2) for one in jd.rpc_all(None, scaled, args=({**params, "w": w}, x)).result())
+
+    x = jnp.array([0.5, -1.0, 2.0])
+    with jd.context():
+        found = jax.grad(loss, argnums=(0, 1))(params["w"], x)
+    serial = jax.grad(lambda w, x: jd.world_size() * jnp.sum((w * x + 2) ** 2), argnums=(0, 1))(params["w"], x)
+    close(found, serial)
