@@ -113,6 +113,23 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     }
 
 
+def keep_compiled(folder: str) -> None:
+    """Let this process, and those that it starts, keep what JAX compiles in a folder and use it again.
+
+    By default JAX keeps only programs that take over a second to compile, and a step has dozens of small ones. Programs
+    that call Python, such as those that wait for other workers, are never kept.
+    """
+    try:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LauncherError(f"--cache {folder}: {error}") from error
+    os.environ.update(
+        JAX_COMPILATION_CACHE_DIR=str(pathlib.Path(folder).resolve()),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
+
+
 def environment(n: int) -> dict[str, str]:
     """Return the environment in which to start a job of ``n`` ranks."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
@@ -183,5 +200,7 @@ def run_recorded(n: int, program: Sequence[str], path: str) -> int:
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
         raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")
-    chrome.write(chrome.merge(found), path)
+    merged = chrome.merge(found)
+    chrome.write(merged, path)
+    print(chrome.summary(merged, path), file=sys.stderr)
     return status

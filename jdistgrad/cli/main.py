@@ -9,7 +9,7 @@ from jdistgrad.cli import doctor, launch, programs
 from jdistgrad.errors import DistgradError, LauncherError, TimelineError
 from jdistgrad.observe import chrome
 
-VALUED = ("-n", "-np", "--timeline")  # options of run that have a value
+VALUED = ("-n", "-np", "--timeline", "--cache")  # options of run that have a value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
     start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
     start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
+    start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
     start.set_defaults(act=run)
 
@@ -55,9 +56,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown = parser().parse_known_args(arguments)
     if unknown and options.command == "run":
         raise LauncherError(
-            f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local "
-            "and --timeline. To use several machines, or other options of mpirun or srun, start the ranks with these: "
-            "mpirun --hostfile hosts -n 8 python program.py."
+            f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local, "
+            "--timeline and --cache. To use several machines, or other options of mpirun or srun, start the ranks with "
+            "these: mpirun --hostfile hosts -n 8 python program.py."
         )
     if unknown:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -67,6 +68,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if options.timeline is not None:
         chrome.check_writable(options.timeline)
+    if options.cache is not None:
+        launch.keep_compiled(options.cache)
     if not options.local:
         recorded = options.timeline is not None
         return launch.run_recorded(options.n, program, options.timeline) if recorded else launch.run(options.n, program)
@@ -98,9 +101,7 @@ def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
             figure.savefig(options.plot)
         except ValueError as error:  # matplotlib knows other formats
             raise TimelineError(f"{options.plot}: {error}") from error
-    count = sum(entry["ph"] == "X" for entry in merged["traceEvents"])
-    ranks = merged["otherData"]["jdistgrad"]["ranks"]
-    print(f"{options.output}: {count} events of {len(ranks)} workers. Open it at ui.perfetto.dev")
+    print(chrome.summary(merged, options.output))
     return 0
 
 

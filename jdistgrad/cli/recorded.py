@@ -3,10 +3,14 @@
 import sys
 
 from jdistgrad.cli.programs import UserProgram
-from jdistgrad.observe.timeline import timeline
+from jdistgrad.observe.timeline import in_this_rank, timeline
 
 if __name__ == "__main__":
     path, *arguments = sys.argv[1:]
     program = UserProgram(arguments)
-    with timeline(path):
-        program.run()
+    recorded = timeline()
+    try:
+        with recorded:
+            program.run()
+    finally:
+        recorded.save(in_this_rank(path))

@@ -104,6 +104,13 @@ def write(trace: TraceFile, path: str | os.PathLike[str]) -> None:
     pathlib.Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
+def summary(trace: TraceFile, path: str | os.PathLike[str]) -> str:
+    """Return a line that says what is in a file, and how to look at it."""
+    count = sum(entry["ph"] == "X" for entry in trace["traceEvents"])
+    workers = len(trace["otherData"]["jdistgrad"]["ranks"])
+    return f"{path}: {count} events of {workers} workers. Open it at ui.perfetto.dev"
+
+
 def _workers(events: Iterable[Event]) -> dict[int, str]:
     names: dict[int, str] = {}
     for event in events:

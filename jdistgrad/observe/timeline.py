@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import pathlib
 import socket
+import sys
 import time
 from typing import Any
 
@@ -24,7 +25,8 @@ def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
     both for a program as it stands. Nothing is measured outside such a block.
 
     Arguments:
-      path: the file to write at the end of the block, for Perfetto (ui.perfetto.dev); default none.
+      path: the file to write at the end of the block, for Perfetto (ui.perfetto.dev); default none. A line on the error
+        stream says what has been written, and where.
 
     Returns:
       The timeline, with ``.events``, ``.save(path)`` and ``.plot()``.
@@ -60,7 +62,9 @@ class Timeline:
         events.sink = None
         self._waiters.shutdown(wait=True)
         if self._path is not None:
-            self.save(in_this_rank(self._path))
+            path = in_this_rank(self._path)
+            self.save(path)
+            print(chrome.summary(self.trace(), path), file=sys.stderr)
 
     def trace(self) -> chrome.TraceFile:
         """Return the events recorded so far, in Chrome's trace format."""

@@ -94,6 +94,15 @@ def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
     assert output.index("ValueError: boom") < output.index("worker1 (rank 1) failed: ValueError: boom; ending the job")
 
 
+def test_compiled_programs_are_kept_for_the_next_run(jdistgrad, tmp_path):
+    kept = []
+    for workers in ((), ("--local",), ()):
+        jdistgrad("run", *workers, "-n", "3", "--cache", "folder/cache", "program.py", "hello")
+        kept.append({file.name for file in (tmp_path / "folder" / "cache").glob("*-cache")})
+    assert kept[0]
+    assert kept[2] == kept[1], "the third run compiled something again"
+
+
 LONG = """
 import jdistgrad as jd
 
@@ -142,6 +151,7 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
             ["--timeline", "no/such/trace.json", "-c", "pass"],
             r"trace.json cannot be written: there is no folder",
         ),
+        (["--cache", __file__, "-c", "pass"], r"--cache .*File exists"),
         (["-n", "100000", "-c", "pass"], r"100000 ranks are too many for the \d+ cores here: .* as threads: --local"),
     ],
 )

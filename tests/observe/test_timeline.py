@@ -104,13 +104,15 @@ def test_a_failed_call_says_so(world):
     assert len(events) == (2 if not launcher_env.launched() else launcher_env.rank() in (0, 2))
 
 
-def test_the_file_has_a_process_for_each_worker_and_an_arrow_for_each_call(world, tmp_path):
+def test_the_file_has_a_process_for_each_worker_and_an_arrow_for_each_call(world, tmp_path, capsys):
     path = tmp_path / "trace.json"
     with jd.timeline(path) as recorded:
         world.drive(lambda: [one.result() for one in [jd.rpc_async(k % 3, abs, args=(-k,)) for k in range(9)]])
     rank = launcher_env.rank() if launcher_env.launched() else None
     trace = chrome.read(path if rank is None else tmp_path / f"trace.rank{rank}.json")
     assert trace == recorded.trace()
+    written = path if rank is None else tmp_path / f"trace.rank{rank}.json"
+    assert f"{written}: {len(recorded.events)} events of " in capsys.readouterr().err
     entries = trace["traceEvents"]
     if rank is None:
         names = {e["args"]["name"] for e in entries if e["name"] == "process_name"}
