@@ -47,6 +47,7 @@ torture: .venv/installed-test
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/mypy tests/typing/user_code.py && $(BIN)/basedpyright
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/table.py

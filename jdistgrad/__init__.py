@@ -1,5 +1,6 @@
 """Gradients that cross process boundaries, in pure JAX."""
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -19,20 +20,34 @@ if _launched() or "jax" in sys.modules:  # must be set before the program's firs
         _dispatch.provide_threads()
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name, and JAX with it, on first use.
+def _offered() -> dict[str, Any]:
+    exports = vars(importlib.import_module(f"{__name__}.exports"))
+    return {name: value for name, value in exports.items() if name[0].isalpha()}
 
-    Neither ``jdistgrad run`` nor pytest, which imports our plugin in every run, needs JAX.
-    """
-    if not name.startswith("__"):
-        if importlib.util.find_spec(f"{__name__}.{name}"):
-            return importlib.import_module(f"{__name__}.{name}")
-        offered = vars(importlib.import_module(f"{__name__}.exports"))
-        if name in offered:
-            return globals().setdefault(name, offered[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def _missing(name: str) -> AttributeError:
+    near = difflib.get_close_matches(name, [*_offered()], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
+
+
+if not TYPE_CHECKING:  # checkers would believe that every name exists
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, and JAX with it, on first use.
+
+        Neither ``jdistgrad run`` nor pytest, which imports our plugin in every run, needs JAX.
+        """
+        if name == "__all__":
+            return sorted(_offered())
+        if not name.startswith("__"):
+            if importlib.util.find_spec(f"{__name__}.{name}"):
+                return importlib.import_module(f"{__name__}.{name}")
+            if name in _offered():
+                return globals().setdefault(name, _offered()[name])
+            raise _missing(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    offered = vars(importlib.import_module(f"{__name__}.exports"))
-    return [*(name for name in globals() if name.startswith("__")), *(name for name in offered if name[0].isalpha())]
+    return [*(name for name in globals() if name.startswith("__")), *_offered()]

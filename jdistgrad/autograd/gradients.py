@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
+
+P = ParamSpec("P")
+V = TypeVar("V")
+A = TypeVar("A")
 
 
 class RemoteGradient:
@@ -62,6 +66,20 @@ def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
 jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[V, A]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+) -> Callable[P, tuple[tuple[V, A], Any]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, V],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,  # noqa: FBT002 as in jax.value_and_grad
+) -> Callable[P, tuple[V, Any]]: ...
+
+
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -97,6 +115,20 @@ def value_and_grad(
     return differentiated
 
 
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, A]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+) -> Callable[P, tuple[Any, A]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,  # noqa: FBT002 as in jax.grad
+) -> Callable[P, Any]: ...
+
+
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -107,7 +139,7 @@ def grad(
     Example:
       >>> gradient = jd.grad(loss_fn)(params)
     """
-    both = value_and_grad(fun, argnums, has_aux)
+    both: Callable[..., Any] = value_and_grad(fun, argnums, has_aux)  # type: ignore[call-overload]
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +149,7 @@ def grad(
     return differentiated
 
 
-def backward(ctx: Context | int, loss_fn: Callable[..., Any], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple[V, tuple[Any, ...]]:
     """Run a function, differentiate what it returns, and gather the gradients in a context.
 
     Arguments:

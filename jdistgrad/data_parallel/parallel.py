@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -24,6 +24,11 @@ from jdistgrad.data_parallel.steps.program import Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.references.rref import RRef
+
+P = ParamSpec("P")
+V = TypeVar("V")
+A = TypeVar("A")
+Tree = TypeVar("Tree")
 
 
 class DataParallel:
@@ -96,12 +101,14 @@ class DataParallel:
 
     # The model.
 
-    def broadcast(self, tree: Any, root: int = 0) -> Any:
+    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         """Return the root's tree: parameters, batch statistics, any tree of arrays. Every rank must call it."""
         driver = self._driver_of(tree)
         if driver is None:
-            return jax.tree.map(lambda leaf: on_numbers(self.collectives.broadcast, leaf, root), tree)
-        return driver.broadcast(tree, self.collectives._checked_root(root))
+            found: Tree = jax.tree.map(lambda leaf: on_numbers(self.collectives.broadcast, leaf, root), tree)
+        else:
+            found = driver.broadcast(tree, self.collectives._checked_root(root))
+        return found
 
     def verify(self, tree: Any) -> None:
         """Check that a tree is the same on every rank, bit for bit. Every rank must call it.
@@ -122,6 +129,19 @@ class DataParallel:
         return self._driver.used if self._driver else None
 
     # Steps.
+
+    @overload
+    def value_and_grad(
+        self, loss_fn: Callable[P, tuple[V, A]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+    ) -> Callable[P, tuple[tuple[V, A], Any]]: ...
+
+    @overload
+    def value_and_grad(
+        self,
+        loss_fn: Callable[P, V],
+        argnums: int | Sequence[int] = 0,
+        has_aux: Literal[False] = False,  # noqa: FBT002 as in jax.value_and_grad
+    ) -> Callable[P, tuple[V, Any]]: ...
 
     def value_and_grad(
         self,
@@ -152,13 +172,14 @@ class DataParallel:
 
         return step
 
-    def average(self, gradients: Any) -> Any:
+    def average(self, gradients: Tree) -> Tree:
         """Return the average of a tree of gradients over all ranks. Every rank must call it.
 
         For gradients accumulated under ``no_sync``, or computed in another way; sparse gradients (BCOO) too.
         """
         driver = self._driver_of(gradients)
-        return driver.average(gradients) if driver else self._average_inside(gradients)
+        averages: Tree = driver.average(gradients) if driver else self._average_inside(gradients)
+        return averages
 
     def average_in(self, ctx: Context | int, rrefs: Sequence[RRef[Any]]) -> None:
         """Average the gradients that a context holds for values of this worker, and write the averages back into it.

@@ -69,7 +69,7 @@ class RemoteFunction:
             return self.apply(*self._arguments(args), **kwargs)
         return api.rpc_sync(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 
-    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+    def rpc_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """Run the function without waiting; return a future of the result."""
         return api.rpc_async(self.owner, self.apply, self._arguments(args), kwargs, timeout=self.timeout)
 

@@ -1,7 +1,8 @@
 """The public functions that call other workers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar, overload
 
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
@@ -9,6 +10,32 @@ from jdistgrad.rpc.futures import CallFuture, CallFutures
 from jdistgrad.rpc.mailbox import current_mailbox
 from jdistgrad.rpc.references import rref
 from jdistgrad.rpc.references.rref import RRef
+
+T = TypeVar("T")
+
+# A function that returns a future is answered with the future's result: each function here has two types.
+
+
+@overload
+def rpc_sync(
+    to: AnyWorker,
+    fn: Callable[..., Future[T]],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: AnyWorker,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> T: ...
 
 
 def rpc_sync(
@@ -42,6 +69,28 @@ def rpc_sync(
     return rref.rpc_sync(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
 
 
+@overload
+def rpc_async(
+    to: AnyWorker,
+    fn: Callable[..., Future[T]],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> CallFuture[T]: ...
+
+
+@overload
+def rpc_async(
+    to: AnyWorker,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> CallFuture[T]: ...
+
+
 def rpc_async(
     to: AnyWorker,
     fn: Callable[..., Any],
@@ -49,7 +98,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
-) -> CallFuture:
+) -> CallFuture[Any]:
     """Call a function on another worker without waiting. See ``rpc_sync``.
 
     Returns:
@@ -59,8 +108,30 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    future: CallFuture = rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    future: CallFuture[Any] = rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
     return future
+
+
+@overload
+def rpc_all(
+    workers: Iterable[AnyWorker] | None,
+    fn: Callable[..., Future[T]],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> CallFutures[T]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[AnyWorker] | None,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> CallFutures[T]: ...
 
 
 def rpc_all(
@@ -70,7 +141,7 @@ def rpc_all(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
-) -> CallFutures:
+) -> CallFutures[Any]:
     """Call a function on several workers without waiting. See ``rpc_sync``. The arguments are encoded once.
 
     Arguments:
@@ -86,6 +157,28 @@ def rpc_all(
     """
     chosen = current_mailbox().directory.workers if workers is None else tuple(workers)
     return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args), dict(kwargs or {}), timeout))
+
+
+@overload
+def remote(
+    to: AnyWorker,
+    fn: Callable[..., Future[T]],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: AnyWorker,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> RRef[T]: ...
 
 
 def remote(

@@ -5,7 +5,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Promise(concurrent.futures.Future[Any]):
@@ -21,7 +24,7 @@ class Promise(concurrent.futures.Future[Any]):
             error = None  # the traceback refers to this frame
 
 
-class CallFuture(concurrent.futures.Future[Any]):
+class CallFuture(concurrent.futures.Future[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
@@ -32,31 +35,35 @@ class CallFuture(concurrent.futures.Future[Any]):
     def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
         super().__init__()
         self._wait_for = wait_for
-        self._open: Callable[[], Any] | None = None
+        self._open: Callable[[], T] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._opening = threading.Lock()
         self._has_callbacks = False
 
-    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Any]], object]) -> None:
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
         super().add_done_callback(fn)
 
-    def answer(self, opener: Callable[[], Any], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
+    def answer(self, opener: Callable[[], T], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
         """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` starts a task on a thread."""
         if not self.set_running_or_notify_cancel():
             return
         with self._opening:
             self._open = opener
             if not self._has_callbacks:
-                self.set_result(None)
+                self._complete()
                 return
-        run_elsewhere(functools.partial(self.set_result, None))
+        run_elsewhere(self._complete)
 
-    def result(self, timeout: float | None = None) -> Any:
+    def _complete(self) -> None:
+        super().set_result(cast("T", None))  # the result is read from the answer
+
+    def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
         if error is None:
-            return self._result
+            value: T = self._result
+            return value
         try:
             raise error
         finally:
@@ -81,15 +88,15 @@ class CallFuture(concurrent.futures.Future[Any]):
                 self._open = None
             return self._outcome
 
-    def then(self, fn: Callable[[Any], Any]) -> "CallFuture":
+    def then(self, fn: Callable[[T], U]) -> "CallFuture[U]":
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
 
         ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already.
         """
-        after = CallFuture(self._wait_for)
+        after: CallFuture[U] = CallFuture(self._wait_for)
 
-        def run(future: concurrent.futures.Future[Any]) -> None:
-            outcome: Callable[[], Any]
+        def run(future: concurrent.futures.Future[T]) -> None:
+            outcome: Callable[[], U]
             try:
                 outcome = functools.partial(_same, fn(future.result()))
             except BaseException as error:
@@ -128,16 +135,16 @@ class CallFuture(concurrent.futures.Future[Any]):
         )
 
 
-class CallFutures(tuple[CallFuture, ...]):
+class CallFutures(tuple[CallFuture[T], ...]):
     """The futures of one call on several workers, in the order of the workers."""
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[T]:
         """Wait for all, and return their results.
 
         Raises:
           ExceptionGroup: some calls failed; it holds their exceptions, whose notes name the workers.
         """
-        results, errors = list[Any](), list[Exception]()
+        results, errors = list[T](), list[Exception]()
         for future in self:
             try:
                 results.append(future.result())
@@ -148,7 +155,7 @@ class CallFutures(tuple[CallFuture, ...]):
         return results
 
 
-def _same(value: Any) -> Any:
+def _same(value: U) -> U:
     return value
 
 

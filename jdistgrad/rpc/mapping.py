@@ -4,7 +4,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -19,16 +19,18 @@ from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import handler_for, refuse_traced
 
+T = TypeVar("T")
+
 
 def map(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *iterables: Iterable[Any],
     workers: Iterable[AnyWorker] | None = None,
     in_order: bool = True,
     return_exceptions: bool = False,
     progress: bool | str = False,
     timeout: float | None = None,
-) -> Iterator[Any]:
+) -> Iterator[T]:
     """Call a function on each item, like the built-in ``map``; each call goes to a worker that is free.
 
     The calls start at once and go on while the results are used. No worker has more than one call at a time.

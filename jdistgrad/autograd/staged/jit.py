@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -17,8 +17,11 @@ from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.rpc.worker import find_worker
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def jit(fun: Callable[..., Any]) -> "StagedFunction":
+
+def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
     """Stage a function that calls other workers, as ``jax.jit`` compiles a local one: the fast way to run a step.
 
     The function is traced once for each structure and shape of its arguments and cut at the wire. Calls whose inputs
@@ -48,21 +51,22 @@ def jit(fun: Callable[..., Any]) -> "StagedFunction":
     return StagedFunction(fun)
 
 
-class StagedFunction:
+class StagedFunction(Generic[P, T]):
     """The result of ``jit``: a function that is traced and cut for each kind of arguments."""
 
-    def __init__(self, fun: Callable[..., Any]):
+    def __init__(self, fun: Callable[P, T]):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._steps: dict[Any, Step] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not trace_state_clean():
             return self._fun(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        return self._step(leaves, structure).run(leaves)
+        result: T = self._step(leaves, structure).run(leaves)
+        return result
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         return self._step(leaves, structure).plan

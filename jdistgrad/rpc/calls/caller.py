@@ -47,7 +47,9 @@ class Caller:
             future.cancel()
             raise
 
-    def rpc_async(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> CallFuture:
+    def rpc_async(
+        self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
+    ) -> CallFuture[Any]:
         call = function, args, kwargs
         return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
 
@@ -58,15 +60,15 @@ class Caller:
 
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
-    ) -> CallFuture:
+    ) -> CallFuture[Any]:
         """Send a call and return its future. Raises if the call cannot be sent."""
         peer = self._mailbox.directory.find(to)
         pending = self._pending(identifier, peer, call, timeout)
-        future: CallFuture = pending.future
+        future: CallFuture[Any] = pending.future
         self._send(kind, pending, scoped(call, peer.rank), snapshot=snapshot)
         return future
 
-    def start_all(self, to: Sequence[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture]:
+    def start_all(self, to: Sequence[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture[Any]]:
         """Send a call to several workers, encoded once; return the futures. A call that cannot be sent fails by itself.
 
         Raises if no worker can be sent this call, before anything is sent.
@@ -92,7 +94,7 @@ class Caller:
         mailbox = self._mailbox
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
-        now, future = time.monotonic(), CallFuture(mailbox.wait_for)
+        now, future = time.monotonic(), CallFuture[Any](mailbox.wait_for)
         return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
