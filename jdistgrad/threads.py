@@ -9,10 +9,14 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 IDLE_LIMIT = 64
+END_SECONDS = 0.2  # for all threads together: those that have nothing to do end at once
+
+Inbox = queue.SimpleQueue[Any]
 
 log = logging.getLogger("jdistgrad.threads")
 
@@ -22,7 +26,8 @@ class ThreadPool:
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
-        self._idle: collections.deque[queue.SimpleQueue[Any]] = collections.deque()
+        self._idle: collections.deque[Inbox] = collections.deque()
+        self._threads: dict[Inbox, threading.Thread] = {}
         self._count = itertools.count()
         self._closed = False
 
@@ -34,18 +39,39 @@ class ThreadPool:
         inbox.put(task)
 
     def close(self) -> None:
-        """End the idle threads; busy threads end after their task."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop().put(None)
+        """End the threads: idle ones now, busy ones after their task. Wait for those that end soon.
 
-    def _spawn(self) -> queue.SimpleQueue[Any]:
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        JAX keeps arrays for each thread, the tokens of ordered effects. A thread that frees them while the interpreter
+        ends aborts the process.
+        """
+        self._closed = True
+        self._end_idle()
+        deadline = time.monotonic() + END_SECONDS
+        for thread in list(self._threads.values()):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _end_idle(self) -> None:
+        while True:
+            try:
+                self._idle.pop().put(None)
+            except IndexError:
+                return
+
+    def _spawn(self) -> Inbox:
+        inbox: Inbox = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
-        threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
+        thread = self._threads[inbox] = threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True)
+        thread.start()
         return inbox
 
-    def _work(self, inbox: queue.SimpleQueue[Any]) -> None:
+    def _work(self, inbox: Inbox) -> None:
+        try:
+            self._serve(inbox)
+        finally:
+            del self._threads[inbox]
+
+    def _serve(self, inbox: Inbox) -> None:
         self._enter()
         while (task := inbox.get()) is not None:
             try:
@@ -57,4 +83,4 @@ class ThreadPool:
                 return
             self._idle.append(inbox)
             if self._closed:
-                self.close()
+                self._end_idle()
