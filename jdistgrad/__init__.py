@@ -25,8 +25,23 @@ def _offered() -> dict[str, Any]:
     return {name: value for name, value in exports.items() if name[0].isalpha()}
 
 
+_ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
+    "DDP": "DataParallel",
+    "DistributedDataParallel": "DataParallel",
+    "init_rpc": "init",
+    "init_process_group": "init",
+    "get_rank": "rank",
+    "get_worker_info": "worker_info",
+    "get_world_size": "world_size",
+    "size": "world_size",
+    "all_reduce": "collectives.of_this_world().allreduce",
+    "allreduce": "collectives.of_this_world().allreduce",
+    "no_sync": "DataParallel.no_sync",
+}
+
+
 def _missing(name: str) -> AttributeError:
-    near = difflib.get_close_matches(name, [*_offered()], n=1)
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _offered(), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
 

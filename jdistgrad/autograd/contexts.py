@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.graph.graph import Graph, gather
 from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
+from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef
@@ -17,8 +18,10 @@ from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.ids import spell
 
 
-class Context:
+class Context(Corrected):
     """The gradients and recorded pullbacks of one computation; ``with jdistgrad.context() as ctx`` opens one."""
+
+    corrections: ClassVar = dict.fromkeys(("gradients", "grads", "get_gradients"), "jd.get_gradients(ctx) returns them")
 
     def __init__(self, worker: Worker, scope: Scope):
         self._worker, self._scope = worker, scope

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.autograd.values.holes import has_gradient, is_array, split
+from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
@@ -23,7 +25,7 @@ V = TypeVar("V")
 A = TypeVar("A")
 
 
-class RemoteGradient:
+class RemoteGradient(Elsewhere):
     """The gradient of a reference's value. It stays with the value, on its owner; ``to_here`` fetches a copy.
 
     To JAX a RemoteGradient is a pytree with one leaf: the sum of the marks of its contributions.
@@ -107,6 +109,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
+        _require_inexact(fun, argnums, args)
         with some_context() as lease:
             transformed = jax.value_and_grad(_rooted(fun, has_aux=has_aux), argnums, has_aux)
             value, gradients = transformed(*args, **kwargs)
@@ -170,6 +173,11 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
       ...     loss, (enc_grad, head_grad) = jd.backward(ctx, loss_fn, enc, head)
       ...     jd.get_gradients(ctx)
     """
+    if not callable(loss_fn):
+        raise TypeError(
+            "backward takes the function that computes the loss, and its arguments: backward(ctx, loss_fn, params). "
+            f"JAX differentiates functions; this {type(loss_fn).__name__} does not know how it was computed."
+        )
     found = find_context(ctx)
     outer = current_scope()
     if outer is not None and outer is not found.scope:
@@ -188,6 +196,22 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
     with within(found.scope):
         (_, value), gradients = jax.value_and_grad(roots, has_aux=True)(operands)
         return value, _with_remote(layout.fill(gradients), None)
+
+
+def _require_inexact(fun: Callable[..., Any], argnums: int | Sequence[int], args: Sequence[Any]) -> None:
+    """Raise DifferentiationError, with its name, for an argument that has no derivative, as JAX would without it."""
+    numbers = [argnums] if isinstance(argnums, int) else argnums
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            continue
+        for path, leaf in jax.tree_util.tree_flatten_with_path(args[number])[0]:
+            dtype = getattr(leaf, "dtype", None)
+            if (dtype is not None and jnp.issubdtype(dtype, jnp.integer)) or isinstance(leaf, bool | int):
+                raise DifferentiationError(
+                    f"argument {number} of {describe(fun)} has no derivative: {jax.tree_util.keystr(path) or 'it'} is "
+                    f"{dtype or type(leaf).__name__}, expected floating or complex numbers. Cast it, or leave integers "
+                    "out of the differentiated arguments (argnums)."
+                )
 
 
 def _rooted(fun: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:

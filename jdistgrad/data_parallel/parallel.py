@@ -3,11 +3,12 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 import jax
 
 from jdistgrad.autograd.contexts import Context
+from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers
 from jdistgrad.data_parallel.collectives import Collectives
@@ -31,7 +32,7 @@ A = TypeVar("A")
 Tree = TypeVar("Tree")
 
 
-class DataParallel:
+class DataParallel(Corrected):
     """Gradient averaging over all ranks, bucket by bucket, while the backward pass still runs.
 
     Every rank must make a ``DataParallel`` with the same settings, and take the same steps with it.
@@ -60,6 +61,12 @@ class DataParallel:
       >>> value, gradients = step(params, batch_of_this_rank)
     """
 
+    corrections: ClassVar = {
+        "module": "the model is a function; dp.value_and_grad(loss) takes its loss",
+        "parameters": "parameters are a pytree of yours; dp.broadcast(params) makes them the same on all ranks",
+        "register_comm_hook": "DataParallel(hook=...) takes a hook of jd.hooks",
+    }
+
     def __init__(
         self,
         collectives: Collectives | None = None,
@@ -84,7 +91,8 @@ class DataParallel:
         self.collectives = of_this_world() if collectives is None else collectives
         if not isinstance(self.collectives, Collectives):
             raise TypeError(
-                f"DataParallel: collectives must be one of jd.collectives' MPI, Local and Mesh, not {collectives!r:.60}"
+                f"DataParallel: collectives must be one of jd.collectives' MPI, Local, Mesh, not {collectives!r:.60}. "
+                "DataParallel takes no model: dp.value_and_grad(loss) takes the loss, a function of the parameters."
             )
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.overlap = has_room if overlap is None else overlap

@@ -4,12 +4,13 @@ import collections
 import concurrent.futures
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Never
 
 import cloudpickle
 import optax
 
 from jdistgrad.autograd.contexts import Context, find_context
+from jdistgrad.corrections import Corrected
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.rpc import api
@@ -17,7 +18,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.references.rref import RRef, by_reference
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(Corrected):
     """An optimizer that applies an optax transformation to values on their owners.
 
     Each owner keeps one state for all its values. ``step`` updates all owners at once, each under a lock, so trainers
@@ -38,6 +39,12 @@ class DistributedOptimizer:
       ...     optimizer.step(ctx)
     """
 
+    corrections: ClassVar = {
+        "zero_grad": "gradients belong to a context, and each step has a new one: there is nothing to reset",
+        "state_dict": "state() returns values and optimizer states",
+        "load_state_dict": "restore(state) takes what state() returned",
+    }
+
     def __init__(
         self,
         tx: optax.GradientTransformation,
@@ -45,11 +52,10 @@ class DistributedOptimizer:
         *,
         max_global_norm: float | None = None,
         refuse_nan: bool = False,
+        **settings: Never,
     ):
-        if not isinstance(tx, optax.GradientTransformation):
-            raise TypeError(
-                f"DistributedOptimizer needs an optax transformation, like optax.adam(1e-3), not {tx!r:.60}"
-            )
+        if settings or not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(_no_transformation(tx, settings))
         self._rrefs = _checked(rrefs)
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
@@ -124,13 +130,22 @@ class DistributedOptimizer:
         return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
 
 
+def _no_transformation(tx: Any, settings: Mapping[str, Any]) -> str:
+    """Return the error for arguments that are PyTorch's: a class of optimizers, and its settings."""
+    needed = "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3)"
+    if not callable(tx):
+        return f"{needed}, not {tx!r:.60}" if not settings else f"{needed}; it has no setting {next(iter(settings))!r}"
+    given = ", ".join(map(repr, settings.values())) or "..."
+    return f"{needed}, not the function that makes one: {getattr(tx, '__name__', tx)}({given})"
+
+
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if isinstance(rrefs, RRef):
         raise TypeError("DistributedOptimizer takes a list of RRefs: for a single one, [rref]")
     found = list(rrefs)
     for rref in found:
         if not isinstance(rref, RRef):
-            raise TypeError(f"DistributedOptimizer optimizes RRefs, not a {type(rref).__name__}: wrap it, RRef(value)")
+            raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: wrap it, RRef(value)")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
     return found

@@ -206,6 +206,6 @@ def checked(fn: Callable[..., Any], args: Any) -> tuple[Any, ...]:
     if isinstance(args, tuple | list):
         return tuple(args)
     raise TypeError(
-        f"args of the call of {describe(fn)} must be a tuple of its arguments, not a {type(args).__name__}. For one "
+        f"args of the call of {describe(fn)} must be a tuple of its arguments, not {args!r:.60}. For one "
         "argument: args=(x,)."
     )

@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError
 from jdistgrad.rpc import likeness
@@ -23,6 +23,11 @@ class WorkerInfo:
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank})"
+
+    if not TYPE_CHECKING:
+
+        def __call__(self) -> Any:
+            raise TypeError(f"this is {self}, a WorkerInfo, and no function: write .owner without parentheses")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
+
+from jdistgrad.corrections import Corrected
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,13 +26,15 @@ class Promise(concurrent.futures.Future[Any]):
             error = None  # the traceback refers to this frame
 
 
-class CallFuture(concurrent.futures.Future[T]):
+class CallFuture(Corrected, concurrent.futures.Future[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
     neither. So an answer is stored as it came, and ``result`` opens it. If the future has callbacks, a serving thread
     completes it.
     """
+
+    corrections: ClassVar = dict.fromkeys(("wait", "value", "get", "to_here"), "result() waits and returns the value")
 
     def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
         super().__init__()

@@ -47,7 +47,7 @@ def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
       ...     optimizer.step(ctx)
     """
     if not callable(fun):
-        raise TypeError(f"jdistgrad.jit takes a function, not a {type(fun).__name__}: {fun!r:.60}")
+        raise TypeError(f"jdistgrad.jit takes a function, not {fun!r:.60}")
     return StagedFunction(fun)
 
 

@@ -166,7 +166,10 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
     """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
     if not callable(function):
-        raise errors.FunctionError(f"a call needs a function, not {function!r}")
+        raise errors.FunctionError(
+            f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
+            f"rpc_sync({peer.name!r}, function, args=(...))"
+        )
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 

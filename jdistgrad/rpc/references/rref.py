@@ -1,6 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.calls.caller import Caller
@@ -60,7 +62,7 @@ def call_method(reference: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
-class RRef(Generic[T]):
+class RRef(Elsewhere, Generic[T]):
     """A reference to a value on some worker, its owner.
 
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
@@ -229,9 +231,23 @@ def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
     return children, rref._claim.key
 
 
+def _refuse_optax(handle: Any) -> None:
+    """Raise if optax maps over a reference: it would treat the three numbers that stand for the value as parameters."""
+    if isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer):
+        frame = sys._getframe(2)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("jax."):
+            frame = frame.f_back
+        if str(frame.f_globals.get("__name__", "")).startswith("optax."):
+            raise TypeError(
+                "optax cannot work on a reference, only on the value. jd.DistributedOptimizer(tx, [reference]) runs an "
+                "optax transformation where the value is; optax itself takes a copy of the value, reference.to_here()."
+            )
+
+
 def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
+    _refuse_optax(children[0])
     mailbox = find_mailbox()
     handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
@@ -256,7 +272,7 @@ def by_reference(rref: RRef[Any]) -> Any:
       >>> jd.rpc_sync("worker1", keep_for_later, args=(jd.by_reference(rref),))
     """
     if not isinstance(rref, RRef):
-        raise TypeError(f"by_reference takes an RRef, not {type(rref).__name__}")
+        raise TypeError(f"by_reference takes an RRef, not {rref!r:.60}")
     rref._home("sending")
     return ByReference(rref)
 

@@ -1,0 +1,124 @@
+"""Prints the tables of docs/first-mistakes.md: what somebody may try first, and the error that answers."""
+
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdistgrad as jd
+
+
+def make(count):
+    return jnp.arange(1.0, count + 1)
+
+
+def double(x):
+    return 2 * x
+
+
+def loss_fn(params):
+    return jnp.sum((params.to_here() if isinstance(params, jd.RRef) else params) ** 2)
+
+
+MISTAKES = {
+    "Worlds and calls": """
+        jd.init()
+        jd.DDP(model)
+        jd.rpc_snyc("worker1", double, args=(x,))
+        jd.rpc_sync("worker9", double, args=(x,))
+        jd.rpc_sync(double, "worker1")
+        jd.rpc_sync("worker1", double(x))
+        jd.rpc_sync("worker1", double, x)
+        jd.rpc_sync("worker1", double)
+        jd.rpc_sync("worker1", double, args=(x,), timeout=0)
+        jd.rpc_async("worker1", double, args=(x,)).wait()
+        jd.rpc_async("worker1", double, args=(x,)).value()
+        jd.map(double, [1, 2, 3], workers=[])
+    """,
+    "References": """
+        reference.shape
+        reference.apply(x)
+        reference + 1
+        1 - reference
+        x @ reference
+        np.ones(3) * reference
+        -reference
+        reference < 1
+        reference["w"]
+        float(reference)
+        np.asarray(reference)
+        reference.owner()
+        reference.local_value()
+        jd.by_reference(x)
+        pickle.dumps(reference)
+    """,
+    "Gradients": """
+        jd.backward(ctx, [loss])
+        jd.backward(ctx, loss)
+        jd.backward(ctx, loss_fn)
+        ctx.gradients
+        jd.get_gradients(12345)
+        with jd.context(): pass
+        jd.grad(double)(x)
+        jd.grad(loss_fn)(jnp.arange(3))
+        jd.grad(lambda p: p["w"].sum())({"w": x, "step": 3})
+        jax.grad(loss_fn)(reference).to_here()
+        jd.grad(loss_fn)(reference) * 0.1
+        jd.jit(loss_fn(x))
+    """,
+    "Optimizers": """
+        jd.DistributedOptimizer(optax.sgd, [reference], lr=0.1)
+        jd.DistributedOptimizer(optax.sgd(0.1), reference)
+        jd.DistributedOptimizer(optax.sgd(0.1), [x])
+        optimizer.zero_grad()
+        optimizer.state_dict()
+        optimizer.step(closed)
+        optax.adam(0.1).init(reference)
+        optax.apply_updates(reference, reference)
+    """,
+    "Data parallelism": """
+        jd.DataParallel(model)
+        jd.DataParallel(bucket_cap_mb=0)
+        dp.module
+        dp.value_and_grad(loss_fn)(jnp.arange(3))
+        dp.average({"w": x, "step": 3})
+    """,
+}
+
+
+def answer(code, names):
+    """Return the error that a line of code raises, as text."""
+    try:
+        exec(code, names)
+    except Exception as error:
+        text = str(error).split("\n", 1)[0]
+        return f"{type(error).__name__}: " + re.sub(r" at 0x[0-9a-f]+", "", text)
+    raise AssertionError(f"{code} raised nothing")
+
+
+def main():
+    with jd.local_workers(3):
+        reference, x = jd.remote("worker1", make, args=(3,)), jnp.ones(3)
+        names = {"jd": jd, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "pickle": pickle, "loss_fn": loss_fn}
+        names |= {"double": double, "reference": reference, "x": x, "model": double, "loss": loss_fn(x)}
+        names["optimizer"] = jd.DistributedOptimizer(optax.sgd(0.1), [reference])
+        names["dp"] = jd.DataParallel(jd.collectives.Local([0]))
+        with jd.context() as closed:
+            pass
+        with jd.context() as ctx:
+            names |= {"ctx": ctx, "closed": closed}
+            for title, lines in MISTAKES.items():
+                print(f"## {title}\n\n| code | answer |\n|---|---|")
+                for code in lines.strip().splitlines():
+                    text = answer(code.strip(), names).replace("|", "\\|")
+                    print(f"| `{code.strip()}` | {text} |")
+                print()
+        names.clear()
+        del reference
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Errors for what users of other libraries try first, with what to do here instead.
+
+Type checkers must not see these methods: they would believe that every attribute and operator exists.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+}  # fmt: skip
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+if TYPE_CHECKING:
+
+    class Corrected:
+        """An object with ``corrections``: names that other libraries have, and what to use here instead."""
+
+        corrections: ClassVar[Mapping[str, str]]
+
+    class Elsewhere:
+        """An object that stands for a value on another worker."""
+
+        owner: Any
+
+else:
+
+    class Corrected:
+        """An object with ``corrections``: names that other libraries have, and what to use here instead."""
+
+        corrections: ClassVar[Mapping[str, str]] = {}
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            hint = self.corrections.get(name)
+            raise AttributeError(f"a {kind} has no {name!r}{f': {hint}.' if hint else '.'}", name=name, obj=self)
+
+    class Elsewhere:
+        """An object that stands for a value on another worker: it has neither the value's attributes nor operators."""
+
+        __slots__ = ()
+        __array_ufunc__ = None  # NumPy leaves operators to this class
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(_not_here(self, f"attribute {name!r}"), name=name, obj=self)
+
+        def __array__(self, *args: Any, **kwargs: Any) -> Any:
+            raise TypeError(_not_here(self, "array"))
+
+        def __getitem__(self, key: Any) -> Any:
+            raise TypeError(_not_here(self, f"item [{key!r}]"))
+
+        def __float__(self) -> float:
+            raise TypeError(_not_here(self, "number"))
+
+    def _refusing(symbol: str) -> Callable[..., Any]:
+        def refuse(self: Any, *others: Any) -> Any:
+            raise TypeError(_not_here(self, f"operator {symbol}"))
+
+        return refuse
+
+    for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.items():
+        assert hasattr(operator, f"__{_name}__")
+        setattr(Elsewhere, f"__{_name}__", _refusing(_symbol))
+        if _name in OPERATORS:
+            setattr(Elsewhere, f"__r{_name}__", _refusing(_symbol))
+
+
+def _not_here(stand_in: Any, what: str) -> str:
+    return (
+        f"{stand_in} is not the value itself: it has no {what}. Use the value where it is, "
+        f"jd.rpc_sync({stand_in.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
+    )
