@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.corrections import Corrected
@@ -100,6 +101,11 @@ class DataParallel(Corrected):
         self._driver = Driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
         self._compiled_average = CompiledAverage(self._in_programs(timeout, check=check), rules, self._driver)
 
+    def __repr__(self) -> str:
+        set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
+        shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
+        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25:g}{shown})"
+
     def _in_programs(self, timeout: float, *, check: bool) -> Collectives:
         """Return the collectives with this object's settings, for compiled steps."""
         if isinstance(self.collectives, HostCollectives):
@@ -189,6 +195,17 @@ class DataParallel(Corrected):
         averages: Tree = driver.average(gradients) if driver else self._average_inside(gradients)
         return averages
 
+    def mean(self, metrics: Tree) -> Tree:
+        """Return the means over all ranks of a tree of numbers and arrays, such as metrics. Every rank must call it.
+
+        Unlike ``average`` it takes integers, too, and uses neither buckets nor hooks.
+
+        Example:
+          >>> shown = dp.mean({"loss": 0.5, "correct": 12})
+        """
+        means: Tree = self.collectives.allreduce(jax.tree.map(_as_float, metrics), "mean")
+        return means
+
     def average_in(self, ctx: Context | int, rrefs: Sequence[RRef[Any]]) -> None:
         """Average the gradients that a context holds for values of this worker, and write the averages back into it.
 
@@ -265,3 +282,8 @@ class DataParallel(Corrected):
         return self._compiled_average.average(
             gradients, what, joining=self._driver is not None and self._driver.joining
         )
+
+
+def _as_float(number: Any) -> jax.Array:
+    found = jnp.asarray(number)
+    return found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float))

@@ -55,12 +55,41 @@ OPERATIONS = {
     "max": lambda c, x: c.allreduce(x, "max"),
     "broadcast": lambda c, x: c.broadcast(x, c.size - 1),
     "gather": lambda c, x: c.allgather(x),
+    "mean": lambda c, x: c.allreduce(x, "mean"),
+    "product": lambda c, x: c.allreduce(x, "prod"),
+    "rows": lambda c, x: c.gather_rows(x, counts=[3] * c.size),
+    "blocks": lambda c, x: c.alltoall(x),
+    "unequal blocks": lambda c, x: c.alltoall(x, UNEQUAL),
+    "scatter": lambda c, x: c.reduce_scatter(x),
+    "shift": lambda c, x: c.shift(x, 2),
+    "shift in a row": lambda c, x: c.shift(x, wrap=False),
 }
+UNEQUAL = [[0, 2, 1], [3, 0, 0], [1, 1, 1]]  # rows of three ranks for each other
 
 
 def everybody(name, xs):
-    """Return what each rank gets: the result of the operation on all ranks' inputs, in one process."""
-    return {"sum": sum(xs), "max": jnp.max(jnp.stack(xs), 0), "broadcast": xs[-1], "gather": jnp.stack(xs)}[name]
+    """Return what each rank gets: the results of the operation on all ranks' inputs, in one process."""
+    size, stacked = len(xs), jnp.stack(xs)
+    same = {
+        "sum": lambda: sum(xs),
+        "max": lambda: jnp.max(stacked, 0),
+        "broadcast": lambda: xs[-1],
+        "gather": lambda: stacked,
+        "mean": lambda: sum(xs) / size,
+        "product": lambda: jnp.prod(stacked, 0),
+        "rows": lambda: jnp.concatenate(xs),
+    }
+    if name in same:
+        return [same[name]()] * size
+    ends = np.cumsum(UNEQUAL if name == "unequal blocks" else np.full((size, size), 3 // size), axis=1)[:, :-1]
+    blocks = [jnp.split(x, list(end)) for x, end in zip(xs, ends, strict=True)]
+    return {
+        "blocks": lambda: [jnp.concatenate([row[k] for row in blocks]) for k in range(size)],
+        "unequal blocks": lambda: [jnp.concatenate([row[k] for row in blocks]) for k in range(size)],
+        "scatter": lambda: [sum(row[k] for row in blocks) for k in range(size)],
+        "shift": lambda: [xs[k - 2] for k in range(size)],
+        "shift in a row": lambda: [jnp.zeros_like(xs[0]), *xs[:-1]],
+    }[name]()
 
 
 def weight(rank, y):
@@ -72,7 +101,7 @@ def weight(rank, y):
 @on_every_worker
 def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, rank, size):
     def losses(xs):
-        return sum(weight(r, everybody(name, xs)) for r in range(len(xs)))
+        return sum(weight(r, y) for r, y in enumerate(everybody(name, xs)))
 
     def squares(xs):
         return sum(jnp.sum(g**2) for g in jax.grad(losses)(xs))
@@ -80,6 +109,8 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, r
     inputs = [np.random.default_rng(80 + r).normal(size=(3, 2)).astype("float32") for r in range(big_world.size)]
     first, second = serially(jax.grad(losses), inputs), serially(jax.grad(squares), inputs)
     c, x = of_this_world(), jnp.asarray(inputs[rank])
+    for run in (lambda x: OPERATIONS[name](c, x), jax.jit(lambda x: OPERATIONS[name](c, x))):
+        np.testing.assert_allclose(run(x), everybody(name, inputs)[rank], rtol=1e-6)
 
     def derivative(x):
         return jax.grad(lambda x: weight(rank, OPERATIONS[name](c, x)))(x)
@@ -144,8 +175,16 @@ def test_ranks_that_do_not_come_are_named(big_world, rank, size):
 @on_every_worker
 def test_wrong_arguments_are_refused(world, rank, size):
     c = of_this_world()
-    with pytest.raises(ValueError, match="op must be 'sum', 'max' or 'min', not 'mean'"):
-        c.allreduce(jnp.ones(3), "mean")
+    with pytest.raises(ValueError, match="op must be one of 'sum', 'max', 'min', 'mean', 'prod', not 'median'"):
+        c.allreduce(jnp.ones(3), "median")
+    with pytest.raises(ValueError, match=r"alltoall: float32\[0?\] has no equal blocks|has no equal blocks of rows"):
+        c.alltoall(jnp.ones(()))
+    with pytest.raises(ValueError, match=r"splits of .* rows for an array of 1 rows"):
+        c.alltoall(jnp.ones(1), [2] * size)
+    with pytest.raises(ValueError, match=f"a number of rows for each of {size} ranks"):
+        c.alltoall(jnp.ones(1), [1] * (size + 1))
+    with pytest.raises(ValueError, match=r"gather_rows\(x, counts=\[...\]\)"):
+        jax.jit(c.gather_rows)(jnp.ones(3))
     with pytest.raises(TypeError, match="no sum of bool"):
         c.allreduce(jnp.ones(3, bool))
     with pytest.raises(ValueError, match=f"a rank from 0 to {size - 1}, not {size}"):

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm
 from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import HookError
+from jdistgrad.errors import CollectiveError, HookError
 from jdistgrad.optim.averaging import average_gradients
 from jdistgrad.optim.sharding import shard_state
 
@@ -189,3 +189,51 @@ def test_hooks_with_states_live_in_the_optimizers_state(hook, typed):
 
     got = on_mesh(steps, jnp.arange(1.0, 9.0), in_specs=P("batch"), out_specs=P(), typed=typed)
     np.testing.assert_allclose(got, gradient["w"] * 4.5, rtol=1e-4, atol=2e-2)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_rows_and_blocks_along_an_axis(typed):
+    c = Mesh("batch")
+    x = np.arange(RANKS * RANKS * 2, dtype=np.float32).reshape(RANKS * RANKS, 2)
+
+    def run(x):
+        exchanged = c.alltoall({"x": x})["x"]
+        first, last = c.shift(x), c.shift(x, -1, wrap=False)
+        return exchanged, c.alltoall(exchanged) - x, c.reduce_scatter(x), first, last, c.allreduce(x, "mean")
+
+    out = (*[P("batch")] * 5, P())
+    exchanged, back, scattered, first, last, mean = on_mesh(run, x, in_specs=P("batch"), out_specs=out, typed=typed)
+    blocks = x.reshape(RANKS, RANKS, 2)
+    np.testing.assert_array_equal(exchanged, blocks.swapaxes(0, 1).reshape(x.shape))
+    assert not back.any()
+    np.testing.assert_array_equal(scattered, blocks.sum(0))
+    np.testing.assert_array_equal(first.reshape(blocks.shape), np.roll(blocks, 1, axis=0))
+    np.testing.assert_array_equal(last.reshape(blocks.shape), np.concatenate([blocks[1:], 0 * blocks[:1]]))
+    np.testing.assert_allclose(mean, blocks.mean(0))
+
+
+def test_derivatives_of_blocks_along_an_axis():
+    c = Mesh("batch")
+    x = np.random.default_rng(0).normal(size=(RANKS * RANKS, 2)).astype(np.float32)
+    weights = np.random.default_rng(1).normal(size=(RANKS * RANKS, 2)).astype(np.float32)
+
+    def along(x, w):
+        loss = lambda x: jnp.sum(jnp.sin(c.alltoall(c.shift(x, 3))) * w)  # noqa: E731
+        return jax.grad(loss)(x)
+
+    def serial_loss(x):
+        shifted = jnp.roll(x.reshape(RANKS, RANKS, 2), 3, axis=0)
+        return jnp.sum(jnp.sin(shifted.swapaxes(0, 1).reshape(x.shape)) * weights)
+
+    found = on_mesh(along, x, weights, in_specs=(P("batch"), P("batch")), out_specs=P("batch"))
+    np.testing.assert_allclose(found, jax.grad(serial_loss)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_splits_on_a_mesh_are_refused():
+    with pytest.raises(CollectiveError, match="so blocks have one size: no splits"):
+        on_mesh(
+            lambda x: Mesh("batch").alltoall(x, np.ones((8, 8), int)),
+            jnp.ones(64),
+            in_specs=P("batch"),
+            out_specs=P("batch"),
+        )

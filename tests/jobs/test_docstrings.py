@@ -19,7 +19,7 @@ LEFT_OUT = {  # code that the reader has run before the example
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",
     "jit": "loss_fn = lambda enc, head, x, y: enc.to_here().sum() * head.sum()",
 }
-TOGETHER = {"init", "DataParallel", "DataParallel.join", "keep_unused"}  # every worker runs these
+TOGETHER = {"init", "DataParallel", "DataParallel.join", "DataParallel.mean", "keep_unused"}  # every worker runs these
 
 
 def init_params(seed):

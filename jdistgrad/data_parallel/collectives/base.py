@@ -9,43 +9,149 @@ differentiate ``loss / size``.
 
 import abc
 import functools
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Op = Literal["sum", "max", "min"]
+AnyOp = Literal["sum", "max", "min", "mean", "prod"]
 
 
 class Collectives(abc.ABC):
     """Operations that every rank of a group must call, in the same order, with the same shapes and dtypes.
 
-    The operations take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``).
+    The operations take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``), and trees of arrays.
+    Where rows are exchanged, they are those along the first axis of each array.
     """
 
     rank: Any
     size: int
     has_room: bool = True  # whether overlap pays here
 
-    def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
-        """Return the sum (or ``"max"``, ``"min"``) over all ranks. Every rank must call it; all get the same result.
+    def allreduce(self, tree: Any, op: AnyOp = "sum") -> Any:
+        """Return the sum, mean, product, maximum or minimum over all ranks: the same result on all of them.
 
         The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
-        maximum, in equal shares.
+        maximum, in equal shares. A product gathers the arrays of all ranks.
         """
-        return _sum(self, _checked(x, op)) if op == "sum" else _extreme(self, op, _checked(x, op))
+        return jax.tree.map(lambda x: self._reduced(_checked(x, op), op), tree)
 
-    def broadcast(self, x: Any, root: int = 0) -> jax.Array:
-        """Return the root's array. Every rank must call it. Transpose: the cotangents' sum on the root, 0 elsewhere."""
-        return _broadcast(self, self._checked_root(root), jnp.asarray(x))
+    def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
+        if op == "prod":
+            return jnp.prod(self._gathered(x), axis=0, dtype=x.dtype)
+        if op == "mean":
+            return self._summed(x) / self.size
+        return self._summed(x) if op == "sum" else _extreme(self, op, x)
 
-    def allgather(self, x: Any) -> jax.Array:
-        """Return all ranks' arrays, stacked by rank. Every rank must call it.
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
+        root = self._checked_root(root)
+        return jax.tree.map(lambda x: self._from_root(jnp.asarray(x), root), tree)
 
-        Transpose: this rank's row of the sum of all cotangents.
+    def allgather(self, tree: Any) -> Any:
+        """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
+        return jax.tree.map(lambda x: self._gathered(jnp.asarray(x)), tree)
+
+    def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
+        """Return the rows of all ranks, one after another. The ranks may have different numbers of rows.
+
+        Arguments:
+          counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
+            exchange these numbers.
         """
-        return _allgather(self, jnp.asarray(x))
+        leaves = jax.tree.leaves(tree)
+        if counts is None:
+            counts = self._row_counts([jnp.shape(leaf)[0] for leaf in leaves])
+        counts = [int(count) for count in counts]
+
+        def gathered(x: Any) -> jax.Array:
+            rows = self._gathered(_padded(jnp.asarray(x), max(counts)))
+            return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(counts)])
+
+        return jax.tree.map(gathered, tree)
+
+    def alltoall(self, tree: Any, splits: Sequence[int] | Sequence[Sequence[int]] | None = None) -> Any:
+        """Send a block of rows to each rank; return the blocks that the ranks have sent here, in their order.
+
+        Transpose: the blocks of cotangents go back.
+
+        Arguments:
+          splits: the number of rows for each rank; by default equally many. Compiled programs must know these numbers
+            for all ranks: ``splits[sender][receiver]``.
+        """
+        if splits is None:
+            return jax.tree.map(lambda x: self._exchanged_equally(jnp.asarray(x)), tree)
+        table = self._split_table(splits)
+        return jax.tree.map(lambda x: self._exchanged(jnp.asarray(x), table), tree)
+
+    def _exchanged_equally(self, x: jax.Array) -> jax.Array:
+        return self._swapped(self._blocks(x, "alltoall")).reshape(x.shape)
+
+    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
+        mine, most = table[self.rank], max(map(max, table))
+        if sum(mine) != len(x):
+            raise ValueError(f"alltoall: splits of {list(mine)} rows for an array of {len(x)} rows")
+        ends = np.cumsum(mine)[:-1].tolist()
+        blocks = self._swapped(jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
+        return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
+
+    def reduce_scatter(self, tree: Any) -> Any:
+        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
+        return jax.tree.map(lambda x: self._scattered(self._blocks(_checked(x, "sum"), "reduce_scatter")), tree)
+
+    def _scattered(self, blocks: jax.Array) -> jax.Array:
+        return self._swapped(blocks).sum(axis=0, dtype=blocks.dtype)
+
+    def shift(self, tree: Any, by: int = 1, *, wrap: bool = True) -> Any:
+        """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
+
+        The ranks are a ring; without ``wrap`` a row, whose first ranks get zeros. Transpose: the way back.
+        """
+
+        def shifted(x: jax.Array) -> jax.Array:
+            y = self._moved(x, by)
+            source = self.rank - by
+            return y if wrap else jnp.where((source >= 0) & (source < self.size), y, jnp.zeros_like(y))
+
+        return jax.tree.map(lambda x: shifted(jnp.asarray(x)), tree)
+
+    def _blocks(self, x: jax.Array, what: str) -> jax.Array:
+        if x.ndim == 0 or len(x) % self.size:
+            raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
+        return x.reshape(self.size, len(x) // self.size, *x.shape[1:])
+
+    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        """Return the number of rows of each rank. Raises ValueError if this cannot be known here."""
+        raise ValueError("gather_rows: a compiled program must know the numbers of rows: gather_rows(x, counts=[...])")
+
+    def _split_table(self, splits: Any) -> Sequence[Sequence[int]]:
+        """Return ``splits[sender][receiver]`` for all ranks."""
+        if np.ndim(splits) == 2 and np.shape(splits) == (self.size, self.size):
+            return [[int(count) for count in row] for row in splits]
+        raise ValueError(
+            f"alltoall: a compiled program must know splits[sender][receiver] for all {self.size} ranks, not {splits}"
+        )
+
+    # The operations on one array, with their derivatives:
+
+    def _summed(self, x: jax.Array) -> jax.Array:
+        return _sum(self, x)
+
+    def _from_root(self, x: jax.Array, root: int) -> jax.Array:
+        return _broadcast(self, root, x)
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        return _allgather(self, x)
+
+    def _swapped(self, blocks: jax.Array) -> jax.Array:
+        """Return the blocks that each rank has for this rank, of ``blocks[receiver]`` on each rank."""
+        return _alltoall(self, blocks)
+
+    def _moved(self, x: jax.Array, by: int) -> jax.Array:
+        return _shift(self, by % self.size, x)
 
     def _checked_root(self, root: int) -> int:
         if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
@@ -72,10 +178,10 @@ class Collectives(abc.ABC):
 
 
 def _checked(x: Any, op: str) -> jax.Array:
-    if op not in ("sum", "max", "min"):
-        raise ValueError(f"allreduce: op must be 'sum', 'max' or 'min', not {op!r}")
+    if op not in get_args(AnyOp):
+        raise ValueError(f"allreduce: op must be one of {', '.join(map(repr, get_args(AnyOp)))}, not {op!r}")
     array = jnp.asarray(x)
-    if array.dtype == bool or (op != "sum" and jnp.issubdtype(array.dtype, jnp.complexfloating)):
+    if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
         raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
     return array
 
@@ -125,3 +231,24 @@ def _allgather(collectives: Collectives, x: jax.Array) -> jax.Array:
 
 
 _allgather.defvjp(lambda c, x: (_allgather(c, x), None), lambda c, _, g: (_sum(c, g)[c.rank],))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _alltoall(collectives: Collectives, blocks: jax.Array) -> jax.Array:
+    return collectives.perform("alltoall", blocks)
+
+
+_alltoall.defvjp(lambda c, x: (_alltoall(c, x), None), lambda c, _, g: (_alltoall(c, g),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shift(collectives: Collectives, by: int, x: jax.Array) -> jax.Array:
+    return collectives.perform("shift", x, by)
+
+
+_shift.defvjp(lambda c, by, x: (_shift(c, by, x), None), lambda c, by, _, g: (_shift(c, -by % c.size, g),))
+
+
+def _padded(x: jax.Array, count: int) -> jax.Array:
+    """Add rows of zeros up to this number of rows."""
+    return jnp.pad(x, [(0, count - len(x)), *[(0, 0)] * (x.ndim - 1)])

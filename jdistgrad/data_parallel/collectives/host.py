@@ -1,11 +1,13 @@
 """Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
 
 import abc
+import concurrent.futures
 import contextlib
+import contextvars
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,12 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
+from jdistgrad.rpc.traced_hook import staging
+
+T = TypeVar("T")
 
 TIMEOUT = 300.0
+DETAILS = {"broadcast": " from rank {}", "shift": " by {}"}
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -30,6 +36,7 @@ class HostCollectives(Collectives):
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
+    _beside: "Beside | None" = None  # runs the operations that were started
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return _batchable(self, name, root)(x) if any_traced(x) else self.eager(name, x, root)
@@ -46,12 +53,77 @@ class HostCollectives(Collectives):
         """Return the operation of this name applied to a concrete array, in new memory."""
         if name == "allgather":
             return self.gather_arrays(np.asarray(x))
+        if name == "alltoall":
+            return self.exchange_blocks(np.ascontiguousarray(x))
+        if name == "shift":
+            return self.shift_array(np.ascontiguousarray(x).reshape(np.shape(x)), root)
         memory = np.array(x, order="C")  # reduced through a flat view
         if name == "broadcast":
             self.broadcast_in_place(memory, root)
         else:
             self.reduce_in_place(memory, name)  # type: ignore[arg-type]
         return memory
+
+    # Objects, and the group itself.
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the picklable objects of all ranks, by rank. Every rank must call it."""
+        self.agree("a gather of objects")
+        return self.gather_objects(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's picklable object. Every rank must call it; what the others pass is not used."""
+        root = self._checked_root(root)
+        self.agree(f"a broadcast of an object from rank {root}")
+        return self.gather_objects(value if self.rank == root else None)[root]
+
+    def barrier(self) -> None:
+        """Return when every rank has called ``barrier``."""
+        self.agree("a barrier")
+
+    def start(self, operation: Callable[["HostCollectives"], T]) -> concurrent.futures.Future[T]:
+        """Start an operation beside the program; return a future of its result.
+
+        Every rank must start the same operations in the same order. They run one after another, on a thread and a
+        channel of their own.
+
+        Example:
+          >>> everybody = jd.collectives.of_this_world()
+          >>> handle = everybody.start(lambda c: c.allreduce(jnp.ones(3)))
+          >>> total = handle.result()
+        """
+        if self._beside is None:
+            self._beside = Beside(self.twin())
+        return self._beside.start(operation)
+
+    def close(self) -> None:
+        """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
+        self.agree("the end of these collectives")
+        if self._beside is not None:
+            self._beside.close()
+        self.free()
+        self.refusal = self.of_programs().refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is None:  # after an error other ranks may not come to an agreement
+            self.close()
+
+    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        if any(isinstance(count, jax.core.Tracer) for count in counts) or staging():
+            return super()._row_counts(counts)
+        if len(set(counts)) > 1:
+            raise ValueError(f"gather_rows: the arrays of one tree must have the same number of rows, not {counts}")
+        return self.allgather_object(counts[0] if counts else 0)
+
+    def _split_table(self, splits: Any) -> Sequence[Sequence[int]]:
+        if np.ndim(splits) == 2 or staging():
+            return super()._split_table(splits)
+        if np.shape(splits) != (self.size,):
+            raise ValueError(f"alltoall: splits has a number of rows for each of {self.size} ranks, not {splits}")
+        return self.allgather_object([int(count) for count in splits])
 
     def agree(self, text: str) -> None:
         """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
@@ -107,8 +179,20 @@ class HostCollectives(Collectives):
         """Return the arrays of all ranks, which have one shape, stacked by rank."""
 
     @abc.abstractmethod
+    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
+        """Return the blocks that the ranks have for this one, by rank; ``memory[receiver]`` is this rank's for each."""
+
+    @abc.abstractmethod
+    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
+        """Return the array of the rank that is ``by`` places before this one in the ring."""
+
+    @abc.abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Give back what the channels of this group hold. Every rank must call it."""
 
     # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
 
@@ -142,6 +226,22 @@ class HostCollectives(Collectives):
         """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
 
 
+class Beside:
+    """A thread that runs operations one after another, over collectives of its own."""
+
+    def __init__(self, collectives: HostCollectives):
+        self._collectives = collectives
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jdistgrad-collectives")
+
+    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
+        within = contextvars.copy_context()  # of this worker
+        return self._thread.submit(within.run, operation, self._collectives)
+
+    def close(self) -> None:
+        self._thread.submit(self._collectives.close).result()
+        self._thread.shutdown()
+
+
 @functools.cache
 def in_order() -> Any:
     """Return the effect of callbacks that run in the program's order."""
@@ -151,7 +251,7 @@ def in_order() -> Any:
 
 def described(name: str, x: Any, root: int) -> str:
     """Describe an operation in the words that the ranks compare."""
-    return f"{name} of {x.dtype}{list(x.shape)}" + (f" from rank {root}" if name == "broadcast" else "")
+    return f"{name} of {x.dtype}{list(x.shape)}" + (DETAILS.get(name, "").format(root))
 
 
 def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
@@ -163,6 +263,8 @@ def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[
 
     @call.def_vmap
     def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        if name == "alltoall":
+            return jnp.moveaxis(collectives.perform(name, jnp.moveaxis(x, 1, 0), root), 0, 1), in_batched[0]
         y = collectives.perform(name, x, root)
         return (jnp.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
 

@@ -96,6 +96,21 @@ class Local(HostCollectives):
         self._exchange("the end of a gather", None)
         return stacked
 
+    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
+        shared = self._exchange(f"an exchange of blocks of {memory.dtype}{list(memory.shape)}", memory)
+        blocks = np.stack([theirs[self.rank] for theirs in shared])
+        self._exchange("the end of an exchange of blocks", None)
+        return blocks
+
+    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
+        shared = self._exchange(f"a shift of {memory.dtype}{list(memory.shape)} by {by}", memory)
+        found = np.array(shared[(self.rank - by) % self.size])
+        self._exchange("the end of a shift", None)
+        return found
+
+    def free(self) -> None:
+        """Do nothing: the board goes with the last of the ranks' objects."""
+
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange("a gather of objects", value)
 

@@ -1,12 +1,13 @@
 """Collectives over the devices along a mesh axis, inside ``jax.shard_map``: XLA's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdistgrad.data_parallel.collectives.base import Collectives, Op, _checked
+from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.errors import CollectiveError
 
 
@@ -42,14 +43,31 @@ class Mesh(Collectives):
                 f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
             ) from error
 
-    def allreduce(self, x: Any, op: Op = "sum") -> jax.Array:
-        return self.perform(op, _checked(x, op)) if op == "sum" else super().allreduce(x, op)
+    # JAX differentiates its own collectives.
 
-    def broadcast(self, x: Any, root: int = 0) -> jax.Array:
-        return self.perform("broadcast", jnp.asarray(x), self._checked_root(root))
+    def _summed(self, x: jax.Array) -> jax.Array:
+        return self.perform("sum", x)
 
-    def allgather(self, x: Any) -> jax.Array:
-        return self.perform("allgather", jnp.asarray(x))
+    def _from_root(self, x: jax.Array, root: int) -> jax.Array:
+        return self.perform("broadcast", x, root)
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        return self.perform("allgather", x)
+
+    def _swapped(self, blocks: jax.Array) -> jax.Array:
+        return self.perform("alltoall", blocks)
+
+    def _moved(self, x: jax.Array, by: int) -> jax.Array:
+        return self.perform("shift", x, by % self.size)
+
+    def _scattered(self, blocks: jax.Array) -> jax.Array:
+        return lax.psum_scatter(blocks, self.axis_name, scatter_dimension=0, tiled=False)
+
+    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        return list(counts[:1]) * self.size
+
+    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
+        raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         index = self.rank
@@ -60,6 +78,10 @@ class Mesh(Collectives):
             if x.dtype == bool:
                 return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
             return lax.psum(kept, self.axis_name)
+        if name == "alltoall":
+            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+        if name == "shift":
+            return lax.ppermute(x, self.axis_name, [(rank, (rank + root) % self.size) for rank in range(self.size)])
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
 
     def gather_same(self, x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
-HERE_TAG = 31_073
+HERE_TAG, SHIFT_TAG = 31_073, 31_074
 GRACE_SECONDS = 3.0
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
@@ -164,6 +164,32 @@ class MPI(HostCollectives):
                 everybody[:, start : start + step] = received
         return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
 
+    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
+        octets = memory.reshape(self.size, -1).view(np.uint8)
+        received = np.empty_like(octets)
+        step = max(1, CHUNK // self.size)
+        with self._together(f"an exchange of blocks of {memory.nbytes} bytes"):
+            for start in range(0, octets.shape[1], step):
+                part = np.ascontiguousarray(octets[:, start : start + step])
+                arrived = np.empty_like(part)
+                self.comm.Alltoall(part, arrived)
+                received[:, start : start + step] = arrived
+        return received.view(memory.dtype).reshape(memory.shape)
+
+    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
+        octets = memory.reshape(-1).view(np.uint8)
+        received = np.empty_like(octets)
+        target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        with self._together(f"a shift of {memory.nbytes} bytes by {by}"):
+            for start in range(0, octets.size, CHUNK):
+                part = slice(start, start + CHUNK)
+                self.comm.Sendrecv(octets[part], target, SHIFT_TAG, received[part], source, SHIFT_TAG)
+        return received.view(memory.dtype).reshape(memory.shape)
+
+    def free(self) -> None:
+        for comm in (self.comm, self._of_programs.comm):
+            comm.Free()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather with arrays beside the pickle, not in it: of any size, and several times as fast."""
         from mpi4py.util import pkl5
@@ -205,9 +231,9 @@ class WithMpi4jax(MPI):
             return x.reshape(shape)
         if self._met is not None:
             x = jnp.where(self._met, x, jnp.zeros_like(x))
-        flat = x.reshape(-1).astype(_carrier(x.dtype))
-        step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name == "allgather" else 1)))
-        pieces = jnp.split(flat, list(range(step, flat.size, step)))
+        flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype))
+        step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name in ("allgather", "alltoall") else 1)))
+        pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
         found = [self._run(name, piece, root) for piece in pieces]
         whole = found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
         return whole.reshape(shape).astype(x.dtype)
@@ -221,6 +247,11 @@ class WithMpi4jax(MPI):
             return mpi4jax.allgather(x, comm=comm)
         if name == "broadcast":
             return mpi4jax.bcast(x, root, comm=comm)
+        if name == "alltoall":
+            return mpi4jax.alltoall(x, comm=comm)
+        if name == "shift":
+            source, target = (self.rank - root) % self.size, (self.rank + root) % self.size
+            return mpi4jax.sendrecv(x, x, source, target, comm=comm)
         reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=comm)
         if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduced

@@ -103,6 +103,10 @@ class LocalWorkers:
         """Return all workers, the caller first."""
         return self._worker.directory.workers
 
+    def __repr__(self) -> str:
+        names = ", ".join(worker.name for worker in self.workers[:4]) + (", ..." if len(self.workers) > 4 else "")
+        return f"LocalWorkers({len(self.workers)}: {names}{'; closed' if self._worker.closed else ''})"
+
     def close(self) -> None:
         """End the world; the same as ``jdistgrad.shutdown()``. A second call does nothing."""
         if not self._worker.closed:

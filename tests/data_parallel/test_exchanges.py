@@ -1,0 +1,157 @@
+"""Collectives of rows, trees and objects, handles, and groups that are closed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close
+from helpers.worlds import on_every_worker
+
+import jdistgrad as jd
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.errors import CollectiveError, DisagreementError
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+def rows_of(rank, count, dtype="float32"):
+    return jnp.asarray(np.arange(count * 2).reshape(count, 2) + 100 * rank, dtype)
+
+
+@on_every_worker
+def test_ranks_with_different_numbers_of_rows(world, rank, size):
+    c = of_this_world()
+    for dtype in ("float32", "bfloat16", "int8", "bool"):
+        found = c.gather_rows(rows_of(rank, rank, dtype))
+        expected = jnp.concatenate([rows_of(other, other, dtype) for other in range(size)])
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@on_every_worker
+def test_blocks_of_all_sizes(world, rank, size):
+    c = of_this_world()
+    splits = [(rank + other) % size for other in range(size)]
+    mine = rows_of(rank, sum(splits))
+    sent = {
+        other: np.split(
+            rows_of(other, sum((other + k) % size for k in range(size))),
+            np.cumsum([(other + k) % size for k in range(size)])[:-1],
+        )[rank]
+        for other in range(size)
+    }
+    np.testing.assert_array_equal(c.alltoall(mine, splits), np.concatenate([sent[other] for other in range(size)]))
+    for dtype in ("float32", "bfloat16", "int8", "bool"):
+        blocks = rows_of(rank, 2 * size, dtype)
+        expected = jnp.concatenate([rows_of(other, 2 * size, dtype)[2 * rank : 2 * rank + 2] for other in range(size)])
+        for run in (c.alltoall, jax.jit(c.alltoall)):
+            np.testing.assert_array_equal(run(blocks), expected)
+
+
+@on_every_worker
+def test_a_shift_goes_round_or_not(world, rank, size):
+    c = of_this_world()
+    for by in (1, 2, -1, size, 0):
+        for run in (lambda x, by=by: c.shift(x, by), jax.jit(lambda x, by=by: c.shift(x, by))):
+            np.testing.assert_array_equal(run(rows_of(rank, 2)), rows_of((rank - by) % size, 2))
+    straight = c.shift(rows_of(rank, 2), -1, wrap=False)
+    np.testing.assert_array_equal(straight, rows_of(rank + 1, 2) if rank + 1 < size else jnp.zeros((2, 2)))
+
+
+@on_every_worker
+def test_trees_go_through_every_operation(world, rank, size):
+    c, tree = of_this_world(), {"a": rows_of(rank, size), "b": [jnp.float32(rank + 1), None]}
+    ranks = range(size)
+    close(c.allreduce(tree, "mean")["b"][0], np.float32(np.mean([r + 1 for r in ranks])))
+    close(c.allreduce(tree, "prod")["b"][0], np.float32(np.prod([r + 1.0 for r in ranks])))
+    close(c.broadcast(tree, size - 1), {"a": rows_of(size - 1, size), "b": [jnp.float32(size), None]})
+    assert c.allgather(tree)["a"].shape == (size, size, 2)
+    for operation in (c.alltoall, c.reduce_scatter, c.shift, c.gather_rows):
+        assert operation({"a": tree["a"]}).keys() == {"a"}
+
+
+@on_every_worker
+def test_blocks_vectorize(world, rank, size):
+    c, x = of_this_world(), jnp.stack([rows_of(rank, size), -rows_of(rank, size)])
+    found = jax.jit(jax.vmap(c.alltoall))(x)
+    np.testing.assert_array_equal(found[1], -c.alltoall(rows_of(rank, size)))
+    np.testing.assert_array_equal(found[0], c.alltoall(rows_of(rank, size)))
+
+
+@on_every_worker
+def test_larger_than_a_chunk(world, monkeypatch, rank, size):
+    from jdistgrad.data_parallel.collectives import mpi
+
+    monkeypatch.setattr(mpi, "CHUNK", 1000)
+    c = of_this_world()
+    x = jnp.asarray(np.arange(size * 777).reshape(size, 777) + rank, "float32")
+    for run in (c.alltoall, jax.jit(c.alltoall)):
+        np.testing.assert_array_equal(run(x), np.stack([np.arange(777) + 777 * rank + other for other in range(size)]))
+    for run in (c.shift, jax.jit(c.shift)):
+        np.testing.assert_array_equal(run(x) - x, ((rank - 1) % size) - rank)
+
+
+@on_every_worker
+def test_objects(world, rank, size):
+    c = of_this_world()
+    assert c.allgather_object({"rank": rank}) == [{"rank": other} for other in range(size)]
+    assert c.broadcast_object(f"from {rank}", root=size - 1) == f"from {size - 1}"
+    c.barrier()
+
+
+@on_every_worker
+def test_operations_that_differ_are_told(big_world, rank, size):
+    c = of_this_world()
+    with pytest.raises(DisagreementError, match=r"a broadcast of an object from rank [01]"):
+        c.broadcast_object("x", root=int(rank == 2))
+    with pytest.raises(DisagreementError, match=r"shift of float32\[3\] by 2"):
+        c.shift(jnp.ones(3), 2 if rank else 1)
+
+
+@on_every_worker
+def test_handles_finish_in_any_order_of_asking(world, rank, size):
+    c = of_this_world()
+    handles = [c.start(lambda c, k=k: c.allreduce(jnp.float32(rank + k))) for k in range(5)]
+    beside = c.allreduce(jnp.float32(1))  # meanwhile, on this thread
+    totals = [float(handle.result(20)) for handle in reversed(handles)]
+    assert totals == [sum(range(size)) + size * k for k in reversed(range(5))]
+    assert beside == size
+    failing = c.start(lambda c: c.allreduce(jnp.ones(3), "median"))
+    assert isinstance(failing.exception(20), ValueError)
+    c.close()
+
+
+@on_every_worker
+def test_a_closed_group_refuses_use_and_others_go_on(world, rank, size):
+    everybody = of_this_world()
+    for _ in range(3):
+        with of_this_world() as c:
+            assert c.allreduce(jnp.float32(1)) == size
+            assert jax.jit(c.allreduce)(jnp.float32(1)) == size
+        with pytest.raises(CollectiveError, match=r"has been closed\. Make new collectives"):
+            c.allreduce(jnp.float32(1))
+    assert everybody.allreduce(jnp.float32(1)) == size
+
+
+@on_every_worker
+def test_a_part_of_the_world_works_alone_and_is_closed(big_world, rank, size):
+    if rank != 1:
+        with of_this_world([0, 2]) as pair:
+            assert pair.allreduce(jnp.float32(rank)) == 2
+    assert of_this_world().allreduce(jnp.float32(rank)) == 3
+
+
+@on_every_worker
+def test_metrics_of_all_ranks(world, rank, size):
+    dp = jd.DataParallel()
+    found = dp.mean({"loss": float(rank), "correct": rank, "hits": jnp.array([rank, 1]), "flag": rank == 0})
+    mean = sum(range(size)) / size
+    close(
+        jax.tree.map(np.float32, found),
+        {
+            "loss": np.float32(mean),
+            "correct": np.float32(mean),
+            "hits": np.float32([mean, 1]),
+            "flag": np.float32(1 / size),
+        },
+    )
