@@ -1,6 +1,8 @@
 """`jdistgrad bench`: the times of calls, gradients and reductions on this machine, beside a reference."""
 
+import contextlib
 import json
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from jdistgrad.errors import LauncherError
 Times = dict[str, float]
 
 SECONDS = 0.4  # for each measurement
+BUSY_FILE, BUSY_SECONDS, BUSY_SHARE = pathlib.Path("/proc/stat"), 0.5, 0.15
 MARK = "jdistgrad bench: "  # before the numbers, among what mpirun prints
 
 
@@ -122,8 +125,33 @@ def spell(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
+def busy_share(before: str, after: str) -> float:
+    """Return the share of all cores' time in which they were busy, between two readings of /proc/stat."""
+    (start, idle), (end, still_idle) = map(_ticks, (before, after))
+    return 0.0 if end == start else 1 - (still_idle - idle) / (end - start)
+
+
+def _ticks(reading: str) -> tuple[int, int]:
+    """Return the clock ticks of all cores so far, and those of them that were idle."""
+    ticks = [int(number) for number in reading.split("\n", 1)[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
+def warn_if_busy() -> None:
+    """Say so if other programs use the machine: times are then longer, and differ from run to run."""
+    with contextlib.suppress(OSError):  # not Linux
+        before = BUSY_FILE.read_text()
+        time.sleep(BUSY_SECONDS)
+        share = busy_share(before, BUSY_FILE.read_text())
+        if share > BUSY_SHARE:
+            print(
+                f"This machine is busy: other programs use {share:.0%} of its cores. Times will be longer than usual."
+            )
+
+
 def main(n: int) -> int:
     """Measure a local world, and an MPI job if there is an MPI. Return the exit status."""
+    warn_if_busy()
     print(table(f"{n} threads of one process", jd.spawn(measure, n)[0], LOCAL), flush=True)
     try:
         print(table(f"{n} processes under mpirun", of_a_job(n), JOB))

@@ -92,3 +92,24 @@ def test_each_is_a_program_of_a_job():
     first, last = numbers_in(as_job(3, "language_model.py"), r"loss ([\d.]+) -> ([\d.]+); the cat eats the fish")
     start, end = numbers_in(as_job(3, "reinforcement.py"), r"2 observers; the pole stood for (\d+) moves, then (\d+)")
     assert (accuracy > 85, last < 0.25 < 2 < first, start < 30 < 80 < end) == (True, True, True)
+
+
+def test_an_inverse_problem_is_solved_through_two_simulations(example, monkeypatch):
+    coupled = example("coupled_simulation")
+    monkeypatch.setattr(coupled, "STEPS", 25)
+    water, misfits = jd.spawn(coupled.main, 3)[0]
+    assert misfits[-1] < misfits[0] / 20
+    assert np.all(np.diff(water) < 0)
+
+
+def test_the_derivative_of_legacy_code_is_that_of_finite_differences(example):
+    coupled, water, step = example("coupled_simulation"), jnp.array([2.5, 2.2, 1.7]), 0.02
+
+    def cost(water):
+        return jnp.sum(coupled.simulate(water, "worker1", "worker2") ** 2)
+
+    with jd.local_workers(3):
+        run, gradient = jd.jit(cost), jd.jit(jd.grad(cost))(water)
+        for layer, unit in enumerate(np.eye(3, dtype=np.float32)):
+            slope = (run(water + step * unit) - run(water - step * unit)) / (2 * step)
+            np.testing.assert_allclose(gradient[layer], slope, rtol=1e-2)

@@ -52,7 +52,7 @@ def test_by_reference_passes_the_reference(world):
 
 @on_worker0
 def test_by_reference_takes_references_only(world):
-    with pytest.raises(TypeError, match="takes an RRef, not int"):
+    with pytest.raises(TypeError, match=r"takes an RRef, not 3"):
         jd.by_reference(3)
 
 
