@@ -26,6 +26,7 @@ class Resident(Protocol):
     device: Any
     slots: "Slots"
     closed: bool
+    failure: BaseException | None
     severed: bool
     hands_over: bool
 
@@ -112,9 +113,10 @@ def find_resident() -> Resident | None:
     return None if worker is None or worker.severed else worker
 
 
-def any_local_worker() -> bool:
-    """Return whether threads of this process are workers of an open local world."""
-    return any(not worker.closed for worker in list(_workers.values()))
+def is_stray_thread() -> bool:
+    """Return whether this thread belongs to no worker, while other threads of this process are workers of a world."""
+    others = [worker for worker in list(_workers.values()) if not worker.closed and worker.failure is None]
+    return bool(others) and threading.current_thread() is not threading.main_thread()
 
 
 def current_scope() -> Scope | None:

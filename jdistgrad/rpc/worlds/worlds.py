@@ -172,8 +172,8 @@ def rank() -> int:
         return worker.rank
     if seat is not None:
         return seat[1]
-    if not launcher_env.launched() and current.any_local_worker():
-        return current_worker().rank  # raises: this thread belongs to none of the workers
+    if not launcher_env.launched() and current.is_stray_thread():
+        return current_worker().rank  # raises
     return launcher_env.rank()
 
 
