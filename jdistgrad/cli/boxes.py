@@ -1,9 +1,13 @@
 """The boxes of text that MPI and mpirun print when a rank ends the job, and their removal from a job's error output.
 
 A rank that ends the job says which worker failed, and why. MPI_ABORT and mpirun then add twenty lines that say neither.
+
+Run by its file, in a Python without any packages, this module copies its input to its output until the input ends,
+whatever signals ended the rest of the job.
 """
 
 import os
+import signal
 
 NAMED = b"; ending the job"  # what ``abort_job`` prints last
 BOXES = b"MPI_ABORT was invoked", b"has exited due to process", b"noticed that process", b"job aborted"
@@ -63,3 +67,9 @@ def copy(source: int, target: int) -> None:
     while data := os.read(source, 1 << 16):
         os.write(target, without(data))
     os.write(target, without.end())
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    copy(0, 1)

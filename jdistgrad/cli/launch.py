@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jdistgrad.cli import boxes, leash
 from jdistgrad.cli.programs import check
@@ -144,18 +144,20 @@ def run(n: int, program: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def errors_without_boxes() -> Iterator[int]:
-    """Yield a descriptor for the error output of a job; this process prints it, without the boxes of MPI."""
-    reading, writing = os.pipe()
+def errors_without_boxes() -> Iterator[IO[bytes]]:
+    """Yield a stream for the error output of a job, to be printed here without the boxes of MPI.
+
+    Another process prints it, since mpirun must be able to write as long as it lives: also when this process is killed.
+    """
     sys.stderr.flush()
-    copier = threading.Thread(target=boxes.copy, args=(reading, 2), daemon=True)
-    copier.start()
+    copier = subprocess.Popen([sys.executable, "-I", "-S", boxes.__file__], stdin=subprocess.PIPE, stdout=2)
+    assert copier.stdin is not None
     try:
-        yield writing
+        yield copier.stdin
     finally:
-        os.close(writing)
-        copier.join(LEFT_SECONDS)
-        os.close(reading)
+        copier.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            copier.wait(LEFT_SECONDS)
 
 
 def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[Any]:
