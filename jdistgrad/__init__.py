@@ -54,7 +54,7 @@ if not TYPE_CHECKING:  # checkers would believe that every name exists
         Neither ``jdistgrad run`` nor pytest, which imports our plugin in every run, needs JAX.
         """
         if name == "__all__":
-            return sorted(_offered())
+            return sorted(_offered().keys() - {"map"})  # a star import must not replace the built-in map
         if not name.startswith("__"):
             if importlib.util.find_spec(f"{__name__}.{name}"):
                 return importlib.import_module(f"{__name__}.{name}")

@@ -48,13 +48,13 @@ else:
             raise AttributeError(_not_here(self, f"attribute {name!r}"), name=name, obj=self)
 
         def __array__(self, *args: Any, **kwargs: Any) -> Any:
-            raise TypeError(_not_here(self, "array"))
+            raise TypeError(_not_here(self, "array form"))
 
         def __getitem__(self, key: Any) -> Any:
             raise TypeError(_not_here(self, f"item [{key!r}]"))
 
         def __float__(self) -> float:
-            raise TypeError(_not_here(self, "number"))
+            raise TypeError(_not_here(self, "numeric form"))
 
     def _refusing(symbol: str) -> Callable[..., Any]:
         def refuse(self: Any, *others: Any) -> Any:

@@ -61,11 +61,11 @@ class ThreadPool:
     def _spawn(self) -> Inbox:
         inbox: Inbox = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
-        thread = self._threads[inbox] = threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True)
-        thread.start()
+        threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
         return inbox
 
     def _work(self, inbox: Inbox) -> None:
+        self._threads[inbox] = threading.current_thread()
         try:
             self._serve(inbox)
         finally:

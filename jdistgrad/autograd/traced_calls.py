@@ -1,6 +1,6 @@
 """Calls with traced arguments: ``rpc_sync`` and the other calls inside grad, vmap and jit."""
 
-import concurrent.futures
+import functools
 import traceback
 from typing import Any
 
@@ -15,6 +15,7 @@ from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook
 from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.rref import RRef, staged_reference
 from jdistgrad.rpc.references.weights import WHOLE
@@ -34,12 +35,7 @@ class TracedCalls:
 
     def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Make the call at once and return a future that is done. The staged step sends calls out together."""
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        try:
-            future.set_result(self.rpc_sync(to, function, args, kwargs, timeout))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return done_future(functools.partial(self.rpc_sync, to, function, args, kwargs, timeout))
 
     def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
         peer, results = current_worker().directory.find(to), Results()

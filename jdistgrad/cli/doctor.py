@@ -1,6 +1,7 @@
 """`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -113,7 +114,10 @@ def report() -> int:
     """Collect the facts of all ranks, print the findings on rank 0, return the exit status. Every rank must call it."""
     facts = probe.collect()
     if "error" in facts["mpi"]:
-        return told([facts]) if launcher_env.rank() == 0 else 1
+        if launcher_env.rank() == 0:
+            return told([facts])
+        print(f"rank {launcher_env.rank()} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
+        return 1
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD.gather(facts)
@@ -131,6 +135,7 @@ def main(n: int) -> int:
     """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of."""
     if launcher_env.launched():
         return report()
+    launch.check_size(n, len(os.sched_getaffinity(0)))
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
     except LauncherError as error:  # there is no MPI to start ranks with

@@ -27,7 +27,7 @@ class WorkerInfo:
     if not TYPE_CHECKING:
 
         def __call__(self) -> Any:
-            raise TypeError(f"this is {self}, a WorkerInfo, and no function: write .owner without parentheses")
+            raise TypeError(f"{self} is a WorkerInfo, not a function: write rref.owner without parentheses")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def agree(hellos: Sequence[Hello]) -> Directory:
 
 def check_names(names: Any) -> None:
     """Raise ValueError unless the name of a worker can be found from this, once the rank is known."""
-    if names is not None and not callable(names) and not isinstance(names, list | tuple):
+    if isinstance(names, WorkerInfo) or not (names is None or callable(names) or isinstance(names, list | tuple)):
         checked_name(names)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from jdistgrad.corrections import Corrected
+from jdistgrad.rpc.current import current_scope, within
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,14 +96,17 @@ class CallFuture(Corrected, concurrent.futures.Future[T]):
     def then(self, fn: Callable[[T], U]) -> "CallFuture[U]":
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
 
-        ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already.
+        ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already. Calls
+        that it makes belong to the context in which ``then`` was called.
         """
         after: CallFuture[U] = CallFuture(self._wait_for)
+        scope = current_scope()
 
         def run(future: concurrent.futures.Future[T]) -> None:
             outcome: Callable[[], U]
             try:
-                outcome = functools.partial(_same, fn(future.result()))
+                with within(scope):
+                    outcome = functools.partial(_same, fn(future.result()))
             except BaseException as error:
                 outcome = functools.partial(_raised, error)
             after.answer(outcome, lambda task: task())
@@ -157,6 +161,18 @@ class CallFutures(tuple[CallFuture[T], ...]):
         if errors:
             raise ExceptionGroup(f"{len(errors)} of {len(self)} calls failed", errors)
         return results
+
+
+def done_future(compute: Callable[[], T]) -> CallFuture[T]:
+    """Return a future of a result that is computed now, or of the exception that this raises."""
+    future: CallFuture[T] = CallFuture(lambda futures, timeout: None)
+    outcome: Callable[[], T]
+    try:
+        outcome = functools.partial(_same, compute())
+    except Exception as error:
+        outcome = functools.partial(_raised, error)
+    future.answer(outcome, lambda task: task())
+    return future
 
 
 def _same(value: U) -> U:

@@ -33,7 +33,8 @@ def map(
 ) -> Iterator[T]:
     """Call a function on each item, like the built-in ``map``; each call goes to a worker that is free.
 
-    The calls start at once and go on while the results are used. No worker has more than one call at a time.
+    The calls start at once and go on while the results are used. A worker gets its next call when the one before has
+    been answered, or has timed out.
 
     Arguments:
       fn: a function as for ``rpc_sync``, of as many arguments as there are iterables.
@@ -59,6 +60,8 @@ def map(
     tasks = list(zip(*iterables, strict=False))
     if handler_for(tasks) is not None:
         raise refuse_traced(f"jdistgrad.map cannot call {describe(fn)}")
+    if isinstance(workers, str):
+        raise TypeError(f"map takes a list of workers: for a single one, workers=[{workers!r}]")
     here = current_mailbox()
     chosen = others(here) if workers is None else [here.directory.find(one) for one in workers]
     if not chosen:

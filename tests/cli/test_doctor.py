@@ -8,6 +8,7 @@ import pytest
 
 from jdistgrad.cli import probe
 from jdistgrad.cli.doctor import diagnose
+from jdistgrad.cli.main import main
 
 VERSIONS = dict.fromkeys(probe.NEEDED, "1.0") | {"jax": "0.10.2", "mpi4py": "4.1.1", "mpi4jax": "0.9.1"}
 HEALTHY = {
@@ -78,6 +79,12 @@ def test_mpi4jax_is_for_all_ranks_or_none():
     (finding,) = complaints(HEALTHY, HEALTHY, none)
     assert finding.fatal
     assert finding.found == "rank 2: not installed, but on other ranks"
+
+
+@pytest.mark.parametrize("n", ["0", "100000"])
+def test_a_job_of_no_possible_size_is_no_finding(n, capsys):
+    assert main(["doctor", "-n", n]) == 2
+    assert "ranks" in capsys.readouterr().err or n == "0"
 
 
 def test_this_installation_is_well():

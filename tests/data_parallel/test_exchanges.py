@@ -109,6 +109,24 @@ def test_operations_that_differ_are_told(big_world, rank, size):
 
 
 @on_every_worker
+def test_numbers_of_rows_that_cannot_be(world, rank, size):
+    c = of_this_world()
+    for tree in ({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, jnp.ones(())):
+        with pytest.raises(ValueError, match="equally many rows"):
+            c.gather_rows(tree)
+    for counts in ([2] * (size + 1), [3] * size, [2] * (size - 1)):
+        with pytest.raises(ValueError, match=rf"gather_rows: counts=.* for {size} ranks, of which this has 2 rows"):
+            c.gather_rows(jnp.ones((2, 1)), counts)
+
+
+@on_every_worker
+def test_a_first_start_and_another_operation_are_told_apart(big_world, rank, size):
+    c = of_this_world()
+    with pytest.raises(DisagreementError, match="the first start of an operation"):
+        c.start(lambda c: c.barrier()) if rank else c.barrier()
+
+
+@on_every_worker
 def test_handles_finish_in_any_order_of_asking(world, rank, size):
     c = of_this_world()
     handles = [c.start(lambda c, k=k: c.allreduce(jnp.float32(rank + k))) for k in range(5)]
@@ -128,8 +146,10 @@ def test_a_closed_group_refuses_use_and_others_go_on(world, rank, size):
         with of_this_world() as c:
             assert c.allreduce(jnp.float32(1)) == size
             assert jax.jit(c.allreduce)(jnp.float32(1)) == size
-        with pytest.raises(CollectiveError, match=r"has been closed\. Make new collectives"):
-            c.allreduce(jnp.float32(1))
+        c.close()  # again
+        for use in (lambda: c.allreduce(jnp.float32(1)), lambda: c.start(lambda c: c.barrier())):
+            with pytest.raises(CollectiveError, match=r"has been closed\. Make new collectives"):
+                use()
     assert everybody.allreduce(jnp.float32(1)) == size
 
 

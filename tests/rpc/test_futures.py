@@ -8,6 +8,7 @@ import pytest
 from helpers.worlds import on_worker0
 
 import jdistgrad as jd
+from jdistgrad.rpc.current import current_scope
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -69,6 +70,26 @@ def test_then_goes_on_with_the_result(world, function):
     after = jd.rpc_async(peers()[0], globals()[function], args=(3,)).then(add_one).then(str)
     assert after.result(20) == "10"
     assert len(called_by) == 1
+
+
+@on_worker0
+def test_then_stays_in_the_context_it_was_called_in(world):
+    with jd.context() as ctx:
+        future = jd.rpc_async(peers()[0], slow_square, args=(3,))
+        late = future.then(lambda value: current_scope().id)
+        assert late.result(20) == ctx.id
+        assert future.then(lambda value: current_scope().id).result(20) == ctx.id
+    assert jd.rpc_async(peers()[0], square, args=(3,)).then(lambda value: current_scope()).result(20) is None
+
+
+@on_worker0
+def test_then_inside_a_derivative(world):
+    def loss(x):
+        return jd.rpc_async(peers()[0], square, args=(x,)).then(lambda value: 2 * value).result()
+
+    for run in (jd.grad(loss), jd.jit(jd.grad(loss))):
+        with jd.context():
+            assert float(run(3.0)) == 12.0
 
 
 @on_worker0

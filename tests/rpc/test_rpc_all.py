@@ -82,6 +82,8 @@ def test_nothing_is_sent_if_the_call_cannot_be(world):
         jd.rpc_all([0, "nobody"], rank_times, args=(1,))
     with pytest.raises(jd.FunctionError):
         jd.rpc_all([0], 3)
+    with pytest.raises(TypeError, match=r"for a single one, \['worker0'\]"):
+        jd.rpc_all("worker0", rank_times, args=(1,))
     assert len(current_worker().calls) == 0
 
 

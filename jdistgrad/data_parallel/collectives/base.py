@@ -62,10 +62,13 @@ class Collectives(abc.ABC):
           counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
             exchange these numbers.
         """
-        leaves = jax.tree.leaves(tree)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        mine = {shape[:1] for shape in shapes}
+        if () in mine or len(mine) > 1:
+            raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
         if counts is None:
-            counts = self._row_counts([jnp.shape(leaf)[0] for leaf in leaves])
-        counts = [int(count) for count in counts]
+            counts = self._row_counts(*next(iter(mine), (0,)))
+        counts = self._checked_counts([int(count) for count in counts], *next(iter(mine), (0,)))
 
         def gathered(x: Any) -> jax.Array:
             rows = self._gathered(_padded(jnp.asarray(x), max(counts)))
@@ -123,7 +126,14 @@ class Collectives(abc.ABC):
             raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
         return x.reshape(self.size, len(x) // self.size, *x.shape[1:])
 
-    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
+    def _checked_counts(self, counts: list[int], mine: int) -> list[int]:
+        """Return the numbers of rows. Raises ValueError if they cannot be those of all ranks."""
+        known = counts[self.rank] if isinstance(self.rank, int) and len(counts) == self.size else mine
+        if len(counts) != self.size or known != mine or max(counts) < mine:
+            raise ValueError(f"gather_rows: counts={counts} for {self.size} ranks, of which this has {mine} rows")
+        return counts
+
+    def _row_counts(self, mine: int) -> Sequence[int]:
         """Return the number of rows of each rank. Raises ValueError if this cannot be known here."""
         raise ValueError("gather_rows: a compiled program must know the numbers of rows: gather_rows(x, counts=[...])")
 

@@ -53,10 +53,12 @@ def barrier(*, timeout: float | None = None) -> None:
     """Return when every worker of this world has called ``barrier``.
 
     Arguments:
-      timeout: seconds to wait; by default 300.
+      timeout: seconds to wait; by default 300. The first barrier of a world also sets up its channel, which may take
+        longer.
 
     Raises:
-      MissingRanksError: some workers did not come in time; the message names them.
+      MissingRanksError: some workers did not come in time; the message names them. This world has no barrier any more,
+        since those workers may still come.
       DisagreementError: a worker is in another collective instead.
     """
     everybody = shared()

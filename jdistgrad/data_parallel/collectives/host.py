@@ -3,9 +3,10 @@
 import abc
 import concurrent.futures
 import contextlib
-import contextvars
 import copy
 import functools
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,7 @@ from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
+from jdistgrad.rpc.worker import find_worker
 
 T = TypeVar("T")
 
@@ -37,6 +39,7 @@ class HostCollectives(Collectives):
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
     _beside: "Beside | None" = None  # runs the operations that were started
+    _closed: bool = False
 
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return _batchable(self, name, root)(x) if any_traced(x) else self.eager(name, x, root)
@@ -85,7 +88,7 @@ class HostCollectives(Collectives):
         """Start an operation beside the program; return a future of its result.
 
         Every rank must start the same operations in the same order. They run one after another, on a thread and a
-        channel of their own.
+        channel of their own. The first start makes these, and waits until all ranks have come.
 
         Example:
           >>> everybody = jd.collectives.of_this_world()
@@ -93,12 +96,17 @@ class HostCollectives(Collectives):
           >>> total = handle.result()
         """
         if self._beside is None:
+            self.agree("the first start of an operation beside the program")
             self._beside = Beside(self.twin())
         return self._beside.start(operation)
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
+        if self._closed:
+            return
+        jax.effects_barrier()  # programs that were dispatched may still need the channels
         self.agree("the end of these collectives")
+        self._closed = True
         if self._beside is not None:
             self._beside.close()
         self.free()
@@ -111,12 +119,8 @@ class HostCollectives(Collectives):
         if kind is None:  # after an error other ranks may not come to an agreement
             self.close()
 
-    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
-        if any(isinstance(count, jax.core.Tracer) for count in counts) or staging():
-            return super()._row_counts(counts)
-        if len(set(counts)) > 1:
-            raise ValueError(f"gather_rows: the arrays of one tree must have the same number of rows, not {counts}")
-        return self.allgather_object(counts[0] if counts else 0)
+    def _row_counts(self, mine: int) -> Sequence[int]:
+        return super()._row_counts(mine) if staging() else self.allgather_object(mine)
 
     def _split_table(self, splits: Any) -> Sequence[Sequence[int]]:
         if np.ndim(splits) == 2 or staging():
@@ -231,15 +235,31 @@ class Beside:
 
     def __init__(self, collectives: HostCollectives):
         self._collectives = collectives
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jdistgrad-collectives")
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        worker = find_worker()
+        enter = worker.enter_thread if worker is not None else lambda: None
+        threading.Thread(target=self._run, args=(enter,), name="jdistgrad-collectives", daemon=True).start()
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        within = contextvars.copy_context()  # of this worker
-        return self._thread.submit(within.run, operation, self._collectives)
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(operation(self._collectives))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.put(run)
+        return future
 
     def close(self) -> None:
-        self._thread.submit(self._collectives.close).result()
-        self._thread.shutdown()
+        self.start(lambda collectives: collectives.close()).result()
+        self._waiting.put(None)
+
+    def _run(self, enter: Callable[[], None]) -> None:
+        enter()
+        while (operation := self._waiting.get()) is not None:
+            operation()
 
 
 @functools.cache

@@ -63,8 +63,8 @@ class Mesh(Collectives):
     def _scattered(self, blocks: jax.Array) -> jax.Array:
         return lax.psum_scatter(blocks, self.axis_name, scatter_dimension=0, tiled=False)
 
-    def _row_counts(self, counts: Sequence[int]) -> Sequence[int]:
-        return list(counts[:1]) * self.size
+    def _row_counts(self, mine: int) -> Sequence[int]:
+        return [mine] * self.size
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")

@@ -74,7 +74,7 @@ class MPI(HostCollectives):
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
         other.comm, other._name = self._duplicate(self.comm)
-        other.turn, other.refusal = 0, None
+        other.turn, other.refusal, other._beside = 0, None, None
         return other
 
     @staticmethod

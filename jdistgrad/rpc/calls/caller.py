@@ -165,7 +165,7 @@ def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
 def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
     """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
-    if not callable(function):
+    if not callable(function) or isinstance(function, WorkerInfo):
         raise errors.FunctionError(
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
