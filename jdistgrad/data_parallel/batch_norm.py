@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jdistgrad.data_parallel.collectives import Collectives
 
@@ -63,7 +64,49 @@ class SyncBatchNorm(nn.Module):
             m, v = mean.value, var.value
         else:
             m, v = batch_statistics(x, self.collectives)
-            mean.value = self.momentum * mean.value + (1 - self.momentum) * jax.lax.stop_gradient(m)
-            var.value = self.momentum * var.value + (1 - self.momentum) * jax.lax.stop_gradient(v)
-        y = (x - m) * (jax.lax.rsqrt(v + self.epsilon) * scale) + bias
-        return y.astype(self.dtype or x.dtype)
+            mean.value, var.value = moved((mean.value, var.value), (m, v), self.momentum)
+        return normalized(x, m, v, scale, bias, self.epsilon).astype(self.dtype or x.dtype)
+
+
+class NnxSyncBatchNorm(nnx.BatchNorm):
+    """``flax.nnx.BatchNorm`` over the batch of all ranks, with the same parameters and statistics.
+
+    Every rank must apply the layer equally often. Features are the last axis, and there is no ``mask``.
+
+    Arguments:
+      num_features: as in nnx.
+      collectives: the ranks whose batches count.
+      settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``.
+
+    Example:
+      >>> norm = jd.NnxSyncBatchNorm(64, dp.collectives, rngs=rngs)
+    """
+
+    def __init__(self, num_features: int, collectives: Collectives, *, rngs: nnx.Rngs, **settings: Any):
+        refused = sorted({"axis", "axis_name", "axis_index_groups"} & set(settings))
+        if refused:
+            raise TypeError(
+                f"NnxSyncBatchNorm has no {refused[0]}: its features are the last axis, its ranks are given"
+            )
+        super().__init__(num_features, rngs=rngs, **settings)
+        self.collectives = collectives
+
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
+        if self.use_running_average if use_running_average is None else use_running_average:
+            m, v = self.mean[...], self.var[...]
+        else:
+            m, v = batch_statistics(x, self.collectives)
+            self.mean[...], self.var[...] = moved((self.mean[...], self.var[...]), (m, v), self.momentum)
+        scale = 1.0 if self.scale is None else self.scale[...]
+        bias = 0.0 if self.bias is None else self.bias[...]
+        return normalized(x, m, v, scale, bias, self.epsilon).astype(self.dtype or x.dtype)
+
+
+def moved(averages: Sequence[jax.Array], found: Sequence[jax.Array], momentum: float) -> tuple[jax.Array, ...]:
+    """Return running averages after a batch. They have no derivative."""
+    pairs = zip(averages, map(jax.lax.stop_gradient, found), strict=True)
+    return tuple(momentum * old + (1 - momentum) * new for old, new in pairs)
+
+
+def normalized(x: jax.Array, mean: Any, variance: Any, scale: Any, bias: Any, epsilon: float) -> jax.Array:
+    return (x - mean) * (jax.lax.rsqrt(variance + epsilon) * scale) + bias

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
+from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -116,7 +117,13 @@ class DataParallel(Corrected):
     # The model.
 
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
-        """Return the root's tree: parameters, batch statistics, any tree of arrays. Every rank must call it."""
+        """Return the root's tree: parameters, batch statistics, any tree of arrays. Every rank must call it.
+
+        Functions among the leaves, as in an equinox module, stay this rank's own.
+        """
+        if has_functions(tree):
+            mine: Tree = opened(self.broadcast(enclosed(tree), root))
+            return mine
         driver = self._driver_of(tree)
         if driver is None:
             found: Tree = jax.tree.map(lambda leaf: on_numbers(self.collectives.broadcast, leaf, root), tree)
@@ -168,11 +175,26 @@ class DataParallel(Corrected):
         The loss must be fit for ``jax.jit``: it is traced once for each shape of its arguments. Inside ``jax.jit`` or
         ``jax.shard_map`` the step becomes part of the compiled program. Called from Python, the backward pass is cut
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
-        often.
+        often. Functions among the leaves of arguments are passed on; in the gradients they are None.
         """
-        programs = Programs(loss_fn, argnums, has_aux=has_aux)
+        plain = self._step_of(loss_fn, argnums, has_aux=has_aux)
+        enclosing = self._step_of(on_opened(loss_fn), argnums, has_aux=has_aux)
 
         @functools.wraps(loss_fn)
+        def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            if not has_functions((args, kwargs)):
+                return plain(*args, **kwargs)
+            args, kwargs = enclosed((args, kwargs))
+            value, gradients = enclosing(*args, **kwargs)
+            return value, removed(gradients)
+
+        return step
+
+    def _step_of(
+        self, loss_fn: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool
+    ) -> Callable[..., tuple[Any, Any]]:
+        programs = Programs(loss_fn, argnums, has_aux=has_aux)
+
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             driver = self._driver_of((args, kwargs))
             if driver is None:

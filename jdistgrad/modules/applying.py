@@ -6,68 +6,90 @@ from typing import Any
 
 import jax
 
+from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 
-Made = tuple[Any, Any]  # parameters, and the module's other arrays
+Made = tuple[Any, Any]  # parameters, and the module's other arrays, its state
+Mode = tuple[Any, ...]
 
 
 class Apply(ServedFunction):
     """A module's application, as a function of its parameters. It travels as the blueprint of the module.
 
-    ``stateful``: the argument after the parameters is the module's other arrays, which are read, never changed.
+    Attributes:
+      stateful: whether the module has other arrays, its state. A reference to it follows the parameters.
+      mode: the method by which flax sets a mode ("train" or "eval") and its arguments; empty for the mode that the
+        module was made with.
     """
 
     pure = True
+    has_modes = False
 
-    def __init__(self, blueprint: Blueprint, *, stateful: bool):
-        self.blueprint, self.stateful = blueprint, stateful
+    def __init__(self, blueprint: Blueprint, *, stateful: bool, mode: Mode = ()):
+        self.blueprint, self.stateful, self.mode = blueprint, stateful, mode
+        self.state_argument = 1 if stateful else None
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
     def init(self, rng: Any, args: Args) -> Made:
-        """Return new parameters and other arrays."""
+        """Return new parameters and the new state."""
         raise NotImplementedError
 
-    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the module's result."""
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        """Return the module's result, and the state after the call: the same leaves where nothing has changed."""
         raise NotImplementedError
 
     @property
     def label(self) -> str:
         return self.blueprint.label
 
-    def with_state(self, *, stateful: bool) -> "Apply":
+    def like(self, *, stateful: bool, mode: Mode = ()) -> "Apply":
         kind: Any = type(self)
-        return apply_of(kind, self.blueprint, stateful)
+        return apply_of(kind, self.blueprint, stateful, mode)
 
     def __call__(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module. A call that gets a reference to the state changes the state there."""
+        if not self.stateful:
+            return self._applied(parameters, None, args, kwargs)
+        with changing_state(self, (parameters, *args)) as ((_, state, *rest), _):
+            return self._applied(parameters, state, tuple(rest), kwargs)
+
+    def _applied(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
         """Apply the module, compiled for each value of arguments that are bools, ints or strings (``train=True``)."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         fixed = tuple((type(leaf), leaf) if isinstance(leaf, bool | int | str) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
-        return self._compiled(structure, fixed)(parameters, arrays)
+        value = state.value if isinstance(state, StateOfCall) else state
+        result, changed = self._compiled(structure, fixed)(parameters, {} if value is None else value, arrays)
+        if changed:
+            if not isinstance(state, StateOfCall):
+                raise lost(self)
+            before, tree = jax.tree.flatten(value)
+            state.left = jax.tree.unflatten(tree, [changed.get(k, leaf) for k, leaf in enumerate(before)])
+        return result
 
     def _compile(self, structure: Any, fixed: Sequence[Any]) -> Callable[..., Any]:
-        def run(parameters: Any, arrays: list[Any]) -> Any:
+        def run(parameters: Any, state: Any, arrays: list[Any]) -> tuple[Any, dict[int, Any]]:
             rest = iter(arrays)
             args, kwargs = jax.tree.unflatten(structure, [next(rest) if one is None else one[1] for one in fixed])
-            state, args = (args[0], args[1:]) if self.stateful else ({}, args)
-            return self.run(parameters, state, args, kwargs)
+            result, after = self.run(parameters, state, args, kwargs)
+            each = enumerate(zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True))
+            return result, {k: jax.lax.stop_gradient(new) for k, (old, new) in each if new is not old}
 
         return jax.jit(run)
 
     def __reduce__(self) -> Any:
-        return apply_of, (type(self), self.blueprint, self.stateful)
+        return apply_of, (type(self), self.blueprint, self.stateful, self.mode)
 
 
 @functools.cache
-def apply_of(kind: Any, blueprint: Any, stateful: bool) -> Apply:  # noqa: FBT001 pickle passes it by position
+def apply_of(kind: Any, blueprint: Any, stateful: bool, mode: Mode) -> Apply:  # noqa: FBT001 pickle passes it by position
     """Return the one application of a module in this process."""
-    return kind(blueprint, stateful=stateful)
+    return kind(blueprint, stateful=stateful, mode=mode)
 
 
 def make(apply: Apply, rng: Any, args: Args) -> tuple[RRef[Any], RRef[Any] | None]:
-    """Make a module on its owner; return references to its parameters and, if there are any, to its other arrays."""
+    """Make a module on its owner; return references to its parameters and, if there is any, to its state."""
     parameters, state = apply.init(rng, args)
     return RRef(parameters), RRef(state) if jax.tree.leaves(state) else None

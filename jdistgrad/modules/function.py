@@ -1,16 +1,18 @@
 """A function whose parameters live on another worker, where it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jdistgrad.optim import restoring
 from jdistgrad.rpc import api
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.worker import current_worker
 
 
 @jax.tree_util.register_pytree_node_class
@@ -81,10 +83,27 @@ class RemoteFunction:
         """Return the same function with other parameters: restored ones, or the parameters of another worker."""
         return self.tree_unflatten((self.apply, self.timeout), (parameters, self.state))
 
+    def variables(self, timeout: float | None = None) -> dict[str, Any]:
+        """Return a copy of everything the owner keeps, as a tree that can be saved: ``{"parameters", "state"}``."""
+        found = {"parameters": self.parameters.to_here(timeout)}
+        return found if self.state is None else found | {"state": self.state.to_here(timeout)}
+
+    def restore(self, variables: Mapping[str, Any], timeout: float | None = None) -> None:
+        """Put back on the owner what ``variables`` returned. The references stay, so optimizers of them go on.
+
+        Raises:
+          ValueError: the variables have another structure, or other shapes or dtypes; nothing was changed.
+        """
+        references = {"parameters": by_reference(self.parameters)}
+        if self.state is not None:
+            references["state"] = by_reference(self.state)
+        api.rpc_sync(self.owner, put_back, (references, dict(variables)), timeout=timeout)
+
     def _arguments(self, args: Args) -> tuple[Any, ...]:
         if self.state is None:
             return self.parameters, *args
-        return self.parameters, jax.tree.map(jax.lax.stop_gradient, self.state), *args
+        state = jax.tree.map(jax.lax.stop_gradient, self.state)
+        return self.parameters, by_reference(state) if isinstance(state, RRef) else state, *args
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         return (self.parameters, self.state), (self.apply, self.timeout)
@@ -97,6 +116,18 @@ class RemoteFunction:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self.apply, 'label', self.apply)}, parameters={self.parameters})"
+
+
+def put_back(references: Mapping[str, RRef[Any]], variables: Any) -> None:
+    """Replace the values of references by saved ones, all or none."""
+    known = {name: one.local_value() for name, one in references.items()}
+    differs = restoring.difference(variables, known)
+    if differs is not None:
+        raise ValueError(
+            f"restore on {current_worker().info}: {differs}. Nothing was changed. Restore what variables() returned."
+        )
+    for name, value in restoring.converted(variables, known).items():
+        current_worker().references.owned.replace(references[name].id, value)
 
 
 def make_parameters(init: Callable[..., Any], args: Args) -> RRef[Any]:

@@ -15,7 +15,10 @@ from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class LinenApply(Apply):
-    """``module.apply``: the parameters are the collection "params", the state is all other collections."""
+    """``module.apply``: the parameters are the collection "params", the state is all other collections.
+
+    Like ``module.apply``, a call changes the collections that its argument ``mutable`` names.
+    """
 
     @functools.cached_property
     def module(self) -> linen.Module:
@@ -28,8 +31,19 @@ class LinenApply(Apply):
         variables = dict(init(key, *args))
         return variables.pop("params", {}), variables
 
-    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
-        return self.module.apply({"params": parameters, **state}, *args, **kwargs)
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        mutable = kwargs.pop("mutable", False)
+        found = self.module.apply({"params": parameters, **state}, *args, mutable=mutable, **kwargs)
+        if mutable is False:
+            return found, state
+        result, changed = found
+        unknown = sorted(set(changed) - {"params", *state})
+        if unknown:
+            raise ValueError(
+                f"mutable={mutable!r}: {self.label} has no collection {unknown[0]!r} on its owner, only "
+                f"{sorted(state) or 'its parameters'}. Return from the module what it makes anew in each call (sow)."
+            )
+        return result, {name: changed.get(name, part) for name, part in state.items()}
 
 
 def take_apart(value: Any) -> Blueprint | None:

@@ -1,6 +1,6 @@
 """RemoteModule, a flax module on another worker."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,13 @@ class RemoteModule(RemoteFunction):
     """A flax module on another worker, where its parameters are made and stay, and where it runs.
 
     See ``RemoteFunction`` for calling and differentiating it. The module is compiled there once for each shape, and so
-    is its derivative. ``parameters`` refers to a plain dict of arrays. The other arrays (``state``: batch statistics,
-    the counters of random generators) never change after they were made: pass linen's ``rngs=`` with each call.
+    is its derivative. ``parameters`` refers to a plain dict of arrays.
+
+    Its other arrays (``state``: batch statistics, the counters of random generators) live there too, and a call changes
+    them as flax does: a linen module's, those that ``mutable=["batch_stats"]`` names (the call still returns only the
+    result); an nnx module's, those that the module changes in the mode set by ``train`` and ``eval``. A call changes
+    state once, whatever derivatives are taken. Calls follow each other in the order of the program, also in
+    ``jdistgrad.jit``; calls by ``rpc_async`` and ``remote`` that do not wait for each other, in the order of arrival.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.
@@ -40,6 +45,8 @@ class RemoteModule(RemoteFunction):
       >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [encoder.parameters])
     """
 
+    apply: Apply
+
     def __init__(
         self,
         to: AnyWorker,
@@ -52,7 +59,23 @@ class RemoteModule(RemoteFunction):
         args = tuple(example_args)
         apply = _apply_for(module, args)
         parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
-        self._consist_of(parameters, state, apply.with_state(stateful=state is not None), timeout)
+        self._consist_of(parameters, state, apply.like(stateful=state is not None), timeout)
+
+    def train(self, **attributes: Any) -> None:
+        """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on."""
+        self._set_mode("train", attributes)
+
+    def eval(self, **attributes: Any) -> None:
+        """Set the evaluation mode of an nnx module as ``nnx.Module.eval`` does, for calls by this object."""
+        self._set_mode("eval", attributes)
+
+    def _set_mode(self, method: str, attributes: Mapping[str, Any]) -> None:
+        if not self.apply.has_modes:
+            raise TypeError(
+                f"{method}() is for nnx modules. A linen module is told in the call, as in flax: "
+                'module(x, train=True, mutable=["batch_stats"], rngs={"dropout": key})'
+            )
+        self.apply = self.apply.like(stateful=self.state is not None, mode=(method, tuple(sorted(attributes.items()))))
 
 
 def _apply_for(module: Any, args: Args) -> Apply:
@@ -64,7 +87,7 @@ def _apply_for(module: Any, args: Args) -> Apply:
             f"RemoteModule: a module of type {blueprint.label} holds something that cannot be hashed ({error}), so it "
             "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
-    return apply_of(kind, blueprint, False)  # noqa: FBT003
+    return apply_of(kind, blueprint, False, ())  # noqa: FBT003
 
 
 def _described(module: Any, args: Args) -> tuple[Any, Any]:

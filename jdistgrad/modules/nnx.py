@@ -15,15 +15,22 @@ from jdistgrad.rpc.functions import Args, Kwargs
 class NnxApply(Apply):
     """A call of the module: the parameters are its ``nnx.Param``, the state is its other variables, as plain dicts."""
 
+    has_modes = True
+
     def init(self, rng: Any, args: Args) -> Made:
         """Make the module and return its variables. The arguments are not needed."""
         _, parameters, state = nnx.split(self._make(rng), nnx.Param, ...)
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
-    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         graph, *templates = self._parts
         filled = [_filled(one, values) for one, values in zip(templates, (parameters, state), strict=True)]
-        return nnx.merge(graph, *filled)(*args, **kwargs)
+        module = nnx.merge(graph, *filled)
+        if self.mode:
+            method, attributes = self.mode
+            getattr(module, method)(**dict(attributes))
+        result = module(*args, **kwargs)
+        return result, _taken(templates[1], nnx.state(module, nnx.Not(nnx.Param)))
 
     @functools.cached_property
     def _parts(self) -> Any:
@@ -38,6 +45,13 @@ def _filled(template: Any, values: Any) -> Any:
     filled = jax.tree.map(lambda leaf: leaf, template)
     nnx.replace_by_pure_dict(filled, values)
     return filled
+
+
+def _taken(template: Any, state: Any) -> Any:
+    """Return the variables that the module was made with. A call may have made others (sow)."""
+    found = nnx.to_flat_state(state)
+    known = {path for path, _ in nnx.to_flat_state(template)}
+    return nnx.to_pure_dict(nnx.from_flat_state([(path, one) for path, one in found if path in known]))
 
 
 def blueprint_of(factory: Callable[..., Any]) -> Blueprint:

@@ -29,10 +29,12 @@ class ServedFunction:
     Attributes:
       takes_references: whether references among the arguments stay references, instead of becoming their values.
       pure: whether the function may be compiled, called less often than the program says, or called again.
+      state_argument: the number of the argument that refers to state which the function reads and changes, if any.
     """
 
     takes_references = False
     pure = False
+    state_argument: int | None = None
 
     @property
     def label(self) -> str:
@@ -47,6 +49,11 @@ class ServedFunction:
     @property
     def recorded_as(self) -> int | None:
         """Return the id under which a context knows the function's recording or pullback, if it has one."""
+        return None
+
+    @property
+    def same_arguments_as(self) -> Any:
+        """Return the function that this one calls with its own arguments, or None."""
         return None
 
     def failed(self, error: BaseException) -> None:

@@ -81,7 +81,7 @@ def test_an_embedding_on_a_server_and_a_replicated_rest(example, n):
     assert losses[-1] < 0.65 * losses[0]
 
 
-def test_the_how_to_page_runs_as_it_stands():
+def test_the_how_to_page_runs_as_it_stands(tmp_path):
     page = (EXAMPLES.parent / "docs" / "how-to" / "data-parallel.md").read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import jdistgrad" not in block]
     program = compile("\n".join(blocks), "data-parallel.md", "exec")
@@ -89,7 +89,7 @@ def test_the_how_to_page_runs_as_it_stands():
     def main():
         me = jd.init()
         x = np.random.default_rng(me.rank).normal(size=(8, 4)).astype("float32")
-        names = {"jax": jax, "jnp": jnp, "jd": jd, "optax": optax, "P": P, "x": x, "y": x[:, :2]}
+        names = {"jax": jax, "jnp": jnp, "jd": jd, "optax": optax, "P": P, "folder": tmp_path, "x": x, "y": x[:, :2]}
         exec(program, names)
         jd.shutdown()
         return names

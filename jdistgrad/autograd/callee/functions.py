@@ -11,6 +11,7 @@ import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS
 from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among
+from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
 from jdistgrad.autograd.tape.tape import replaying_number
 from jdistgrad.autograd.values.holes import (
     Hole,
@@ -75,6 +76,7 @@ class PullbackOf(ServedFunction):
         return f"the pullback of {describe(self.function)}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
+        args = with_state_of(tag, self.function, args)
         _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
         with replaying_number(number):
             return list(pullback(list(cotangents)))
@@ -110,7 +112,12 @@ class BatchedOf(ServedFunction):
     def label(self) -> str:
         return f"{describe(self.function)} in a batch of {self.size}"
 
+    @property
+    def same_arguments_as(self) -> Any:
+        return self.function
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = with_state(self.function, args)
         positions = [number for number, path in enumerate(trees.paths((args, kwargs))) if path in self.batched]
         layout, operands = numbered((args, kwargs), positions)
         found: list[Layout] = []
@@ -122,6 +129,12 @@ class BatchedOf(ServedFunction):
             return arrays
 
         arrays = jax.vmap(each, axis_size=self.size)(*operands)
+        state = state_among(self.function, args)
+        if state is not None and state.left is not None:
+            raise DifferentiationError(
+                f"{describe(self.function)} changes its state (batch statistics, random generators), which jax.vmap "
+                "cannot do for each element of a batch. Call the module on the whole batch, or call it in eval mode."
+            )
         return found[0].fill(arrays)
 
 
@@ -136,6 +149,10 @@ class Publishing(ServedFunction):
     @property
     def label(self) -> str:
         return describe(self.function)
+
+    @property
+    def same_arguments_as(self) -> Any:
+        return self.function
 
     def owned(self) -> Owned:
         """Announce the value on the first call; return the entry with the promise of the value."""
@@ -177,6 +194,7 @@ class ShapesOf(ServedFunction):
 
         def trace(*operands: Any) -> list[Any]:
             args, kwargs = with_values(layout.fill(operands), RRef.to_here)
+            args = with_state(self.function, args)
             results, arrays = split(self.function(*args, **kwargs), is_array)
             found.append(nothing_hidden(results, self.function))
             return arrays

@@ -10,8 +10,10 @@ from jax.interpreters import ad
 
 from jdistgrad.autograd.callee.functions import differentiable_arrays, is_pure, nothing_hidden
 from jdistgrad.autograd.callee.orders import Orders, differentiated
+from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
+from jdistgrad.rpc.functions import Args
 from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"
@@ -26,6 +28,7 @@ class Differentiated:
     pullbacks: list[Any]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of the differentiable results
     compiled: bool
+    state: Any = None  # that the run started from, if the function changes state
 
     def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
         """Return the cotangents of an order's operands, given those of the live results; others are zero."""
@@ -50,27 +53,39 @@ def differentiate(
     ``references``: whether there are references among the arguments. Their values are known only when the function
     runs, so it is not compiled.
     """
-    compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
-    if compiled is not None:
-        result, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
-    else:
-        result, pullbacks = _as_written(function, layout, operands, orders)
+    args, kwargs = layout.tree
+    with changing_state(function, args) as (args, state):
+        layout = Layout((args, kwargs), layout.positions)
+        compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
+        if compiled is not None:
+            result, left, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
+        else:
+            result, left, pullbacks = _as_written(function, layout, operands, orders)
+        if state is not None:
+            state.left = left
     found, _ = differentiable_arrays(result)
-    return Differentiated(result, pullbacks, tuple((one.shape, one.dtype) for one in found), compiled is not None)
+    shapes = tuple((one.shape, one.dtype) for one in found)
+    return Differentiated(result, pullbacks, shapes, compiled is not None, None if state is None else state.value)
 
 
-def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: Orders) -> tuple[Any, list[Any]]:
+def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: Orders) -> tuple[Any, Any, list[Any]]:
     found: list[Layout] = []
 
-    def primal(*variables: Any) -> tuple[list[Any], list[Any]]:
+    def primal(*variables: Any) -> tuple[list[Any], Any]:
         args, kwargs = layout.fill(variables)
         result = function(*args, **kwargs)
         results, arrays = split(result, is_array)
         found.append(nothing_hidden(results, function))
-        return differentiable_arrays(result)[0], arrays
+        return differentiable_arrays(result)[0], (arrays, _left(function, args))
 
-    _, pullbacks, arrays = differentiated(primal, operands, orders)
-    return found[0].fill(arrays), pullbacks
+    _, pullbacks, (arrays, left) = differentiated(primal, operands, orders)
+    return found[0].fill(arrays), left, pullbacks
+
+
+def _left(function: Any, args: Args) -> Any:
+    """Return the state that a run has left, or None."""
+    state = state_among(function, args)
+    return None if state is None else state.left
 
 
 def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
@@ -128,18 +143,19 @@ class Compiled:
         def forward(variables: list[Any], constants: list[Any]) -> Outputs:
             def primal(*variables: Any) -> tuple[list[Any], Any]:
                 args, kwargs = self._arguments(variables, constants)
-                return differentiable_arrays(function(*args, **kwargs))
+                results, result = differentiable_arrays(function(*args, **kwargs))
+                return results, (result, _left(function, args))
 
-            _, pullbacks, result = differentiated(primal, variables, orders)
-            return Outputs.of((result, pullbacks), [*variables, *constants])
+            _, pullbacks, (result, left) = differentiated(primal, variables, orders)
+            return Outputs.of((result, left, pullbacks), [*variables, *constants])
 
         self._forward = jax.jit(forward)
 
-    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, list[Any]]:
-        """Return the function's result and its pullbacks."""
+    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any, list[Any]]:
+        """Return the function's result, the state that it leaves (None: the same), and its pullbacks."""
         outputs: Outputs = self._forward(variables, constants)
-        result, pullbacks = outputs.filled([*variables, *constants])
-        return result, pullbacks
+        result, left, pullbacks = outputs.filled([*variables, *constants])
+        return result, left, pullbacks
 
     def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
         parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}

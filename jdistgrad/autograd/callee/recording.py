@@ -12,6 +12,7 @@ from jdistgrad import events
 from jdistgrad.autograd.callee.functions import Publishing, gradient_layout
 from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
+from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
 from jdistgrad.autograd.tape.links import serving
@@ -70,6 +71,8 @@ class RecordCall(ServedFunction):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
             tape.recordings.keep(self.message, recording)
+            if recording.state is not None:
+                tape.started_from(self.message, recording.state)
             if not isinstance(self.function, Publishing):
                 tape.links.add_answer(self.message, self.label)
             return recording.result
@@ -86,7 +89,7 @@ class Arguments:
         self.operands: list[Any] = []
         self._leaf_of: list[int] = []  # the leaf of each operand
         values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
-        self._references = any(isinstance(leaf, ByReference) for leaf in leaves)
+        self._references = sum(isinstance(leaf, ByReference) for leaf in leaves)
         holed, noted = [], set[RRef[Any]]()
         for number, leaf in enumerate(leaves):
             item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
@@ -112,7 +115,8 @@ class Arguments:
 
     def differentiate(self, function: Any) -> Differentiated:
         orders = named_among(self._leaf_of, self._orders)
-        return differentiate(function, self.layout, self.operands, orders, references=self._references)
+        references = self._references > (state_argument(function) is not None)
+        return differentiate(function, self.layout, self.operands, orders, references=references)
 
     def _fetch(self, leaves: list[Any]) -> dict[RRef[Any], Any]:
         references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
@@ -133,6 +137,7 @@ class Recording:
             owned, self._derived = function.owned(), arguments.differentiate(inner)
             owned.value.set_result(self._derived.result)
             self._derived.result, self.result = None, HANDLE
+        self.state = self._derived.state
 
     def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
         """Return the cotangents of the order's leaves, given those of the live results.

@@ -11,6 +11,7 @@ from jdistgrad.autograd.callee.bundle import CallStop
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
+from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.links import Link, next_message
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import current_tape
@@ -92,6 +93,15 @@ class Call:
 
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout
+
+    @property
+    def state(self) -> Any:
+        """Return what identifies the state that the function changes, or None."""
+        number = state_argument(self.function)
+        if number is None:
+            return None
+        argument = self.arguments.tree[0][number]
+        return argument.structure if isinstance(argument, ReferenceHole) else jax.tree.structure(argument.rref)
 
     def handles(self) -> set[int]:
         """Return the numbers of the operands that are leaves of references."""

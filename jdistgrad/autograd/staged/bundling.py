@@ -123,7 +123,8 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     given = [output for equation in members for output in equation.outputs if output in used]
     given.sort(key=lambda output: not _known(members, made[output]))
     wanted = tuple(made[output] for output in given)
-    return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted))
+    after = tuple(variable for equation in members for variable in equation.after if variable not in made)
+    return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted), after=after)
 
 
 def _known(members: list[Equation], source: StopOutput) -> bool:

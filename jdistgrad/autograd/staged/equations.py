@@ -29,7 +29,8 @@ class Equation:
     """An equation of the step, over numbered variables.
 
     ``operation``: the operation it performs. ``fills``: inputs that are one known number everywhere. ``weaker``: for
-    an input that only lost its weak type, the variable it came from.
+    an input that only lost its weak type, the variable it came from. ``after``: variables that the operation waits for
+    without needing them.
     """
 
     inputs: list[Atom]
@@ -38,9 +39,11 @@ class Equation:
     operation: Any = None
     fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
     weaker: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
+    after: tuple[int, ...] = ()
 
     def variables(self) -> Iterator[int]:
-        return (atom for atom in self.inputs if isinstance(atom, int))
+        """Yield the variables that must be known before the equation can run."""
+        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs of an equation without an operation, as part of a trace if JAX is tracing."""
@@ -104,8 +107,9 @@ def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equat
 class Ordered(Protocol):
     """Something with inputs and outputs: an equation, or several of them."""
 
-    inputs: list[Atom]
     outputs: list[int]
+
+    def variables(self) -> Iterator[int]: ...
 
 
 U = TypeVar("U", bound=Ordered)
@@ -118,7 +122,7 @@ def in_order(units: Sequence[U]) -> list[U]:
     ordered: list[U] = []
 
     def visit(unit: U) -> None:
-        stack = [(unit, iter([atom for atom in unit.inputs if isinstance(atom, int)]))]
+        stack = [(unit, unit.variables())]
         while stack:
             current, rest = stack[-1]
             if id(current) in done:
@@ -130,7 +134,7 @@ def in_order(units: Sequence[U]) -> list[U]:
                 ordered.append(current)
                 stack.pop()
             else:
-                stack.append((before, iter([atom for atom in before.inputs if isinstance(atom, int)])))
+                stack.append((before, before.variables()))
 
     for unit in units:
         visit(unit)

@@ -8,7 +8,7 @@ the rest is computed.
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,11 @@ class Unit:
     outputs: list[int]
     urgency: float
     operation: Any = None
+    after: tuple[int, ...] = ()
+
+    def variables(self) -> Iterator[int]:
+        """Yield the variables that must be known before the unit can run."""
+        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
 
 @dataclasses.dataclass
@@ -54,9 +59,24 @@ def cut(closed: Any) -> Plan:
     """Return the plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
     equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
+    equations = state_in_program_order(equations)
     copies, outputs = answers_copied(equations, outputs, size)
     equations = needed(with_bundles([*equations, *copies], outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
+
+
+def state_in_program_order(equations: Sequence[Equation]) -> list[Equation]:
+    """Make each call that may change a state wait for the answer of the call before that may change the same state."""
+    last: dict[Any, int] = {}
+    found = []
+    for equation in equations:
+        state = equation.operation.state if type(equation.operation) is Call else None
+        if state is not None:
+            found.append(dataclasses.replace(equation, after=(last[state],) if state in last else ()))
+            last[state] = equation.outputs[-1]
+        else:
+            found.append(equation)
+    return found
 
 
 def answers_copied(
@@ -144,7 +164,7 @@ def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
 def _unit(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Unit:
     made = [output for equation in members for output in equation.outputs]
     if members[0].operation is not None:
-        return Unit(members, members[0].inputs, made, urgency, members[0].operation)
+        return Unit(members, members[0].inputs, made, urgency, members[0].operation, members[0].after)
     inputs = dict.fromkeys(v for equation in members for v in equation.variables())
     for output in made:
         inputs.pop(output, None)
@@ -172,7 +192,7 @@ def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[floa
 
 
 def _spelled(unit: Unit) -> str:
-    needs = ", ".join(f"v{atom}" for atom in unit.inputs if isinstance(atom, int)) or "nothing"
+    needs = ", ".join(f"v{variable}" for variable in unit.variables()) or "nothing"
     gives = ", ".join(f"v{output}" for output in unit.outputs) or "nothing"
     if unit.operation is None:
         names = collections.Counter(equation.eqn.primitive.name for equation in unit.equations)

@@ -46,7 +46,7 @@ class Prepared:
     @classmethod
     def of(cls, plan: Plan) -> "Prepared":
         functions = [None if unit.operation else compiled(unit) for unit in plan.units]
-        variables = [list(dict.fromkeys(a for a in unit.inputs if isinstance(a, int))) for unit in plan.units]
+        variables = [list(dict.fromkeys(unit.variables())) for unit in plan.units]
         users: dict[int, list[int]] = {}
         for number, needed in enumerate(variables):
             for variable in needed:

@@ -27,6 +27,7 @@ class Tape:
         self.recordings = PullbackTable()
         self._taken: dict[int, list[Contribution]] = {}
         self._replayed: dict[tuple[int, int], int] = {}
+        self._states: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -59,6 +60,15 @@ class Tape:
             if (number, turn) not in self._replayed:
                 self._replayed[number, turn] = next_message()
             return self._replayed[number, turn]
+
+    def started_from(self, message: int, state: Any) -> None:
+        """Remember the state that a recorded call started from, for derivatives of its pullback."""
+        with self._lock:
+            self._states[message] = state
+
+    def state_before(self, message: int) -> Any:
+        with self._lock:
+            return self._states[message]
 
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""

@@ -31,6 +31,10 @@ class Typed(ServedFunction):
     def label(self) -> str:
         return describe(self.function)
 
+    @property
+    def same_arguments_as(self) -> Any:
+        return self.function
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         types, paths = dict(self.types), trees.paths((args, kwargs))
         args, kwargs = trees.map_leaves(lambda leaf: _as(types.get(next(paths)), leaf), (args, kwargs))
@@ -86,6 +90,10 @@ class ArraysOf(ServedFunction):
     @property
     def label(self) -> str:
         return describe(self.function)
+
+    @property
+    def same_arguments_as(self) -> Any:
+        return self.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         return arrays_of(self.function(*args, **kwargs))

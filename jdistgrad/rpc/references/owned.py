@@ -1,6 +1,7 @@
 """The values that a worker owns for references held anywhere."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ class Owned:
     outstanding: Weight = WHOLE
     announced: bool = False
     freed: bool = False
+    lock: contextlib.AbstractContextManager[Any] | None = None  # held while a call changes the value
 
 
 class OwnerTable:
@@ -64,6 +66,15 @@ class OwnerTable:
             entry = self._entries.get(identifier)
             if entry is not None:
                 entry.value = made
+
+    def lock(self, identifier: int) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock under which calls change a value; it does nothing for a value that another worker owns."""
+        with self._lock:
+            entry = self._entries.get(identifier)
+            if entry is None:
+                return contextlib.nullcontext()
+            entry.lock = entry.lock or threading.RLock()
+            return entry.lock
 
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
         """Take back weights of references; return the entries that are now free, for the caller to destroy.
