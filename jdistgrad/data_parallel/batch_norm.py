@@ -79,7 +79,7 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
       settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``.
 
     Example:
-      >>> norm = jd.NnxSyncBatchNorm(64, dp.collectives, rngs=rngs)
+      >>> norm = jd.NnxSyncBatchNorm(64, dp.collectives, rngs=nnx.Rngs(0))
     """
 
     def __init__(self, num_features: int, collectives: Collectives, *, rngs: nnx.Rngs, **settings: Any):

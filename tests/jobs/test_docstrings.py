@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
+from flax import linen as nn, nnx
 
 import jdistgrad as jd
 
@@ -57,6 +57,7 @@ NAMES = {
     "jnp": jnp,
     "optax": optax,
     "nn": nn,
+    "nnx": nnx,
     "Hook": jd.hooks.Hook,
     **{name: getattr(jd, name) for name in ("plan_buckets", "shard_state", "keep_unused")},
     "init_params": init_params,

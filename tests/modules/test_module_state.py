@@ -176,14 +176,14 @@ def test_second_derivatives_are_of_the_call_that_was_made(big_world, staged):
 
         return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
 
-    step = staged_or_not(jd.value_and_grad(lambda x: twice(remote)(x)), staged)
+    step = staged_or_not(jd.value_and_grad(lambda x, remote: twice(remote)(x)), staged)
 
     def apply(x):
         return nnx.merge(graph, state, copy=True)(x)
 
     for _ in range(2):
         with jd.context():
-            found = step(X)
+            found = step(X, remote)
         close(found, jax.value_and_grad(twice(apply))(X), rtol=1e-4, atol=ROUNDING)
         local = nnx.merge(graph, state)
         local(X)
