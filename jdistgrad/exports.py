@@ -48,6 +48,7 @@ from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
 from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
+from jdistgrad.optim.local_sgd import local_sgd as local_sgd
 from jdistgrad.optim.sharding import shard_state as shard_state
 from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo

@@ -150,3 +150,20 @@ def test_factors_wider_than_the_matrix(big_world, rank, size):
     for _ in range(3):
         found, state = update(mine, state)
         np.testing.assert_allclose(found["w"], sum(every) / size, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [None, 1, 2.5])
+@on_every_worker
+def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank, size):
+    least = np.float16(6e-8)  # any division makes this number 0
+    dp = DataParallel(hook=hooks.average(factor))
+    for average in (dp.average, jax.jit(dp.average)):
+        found = average({"w": jnp.arange(6.0) + rank, "least": jnp.full(3, least)})
+        np.testing.assert_allclose(found["w"], np.arange(6) + (size - 1) / 2, rtol=1e-6)
+        np.testing.assert_array_equal(found["least"], least if factor == 1 else 0)
+
+
+def test_factors_that_make_no_sense():
+    for factor in (0, -1.0, True):
+        with pytest.raises(ValueError, match="predivide_factor must be above zero"):
+            hooks.average(factor)

@@ -19,7 +19,15 @@ LEFT_OUT = {  # code that the reader has run before the example
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",
     "jit": "loss_fn = lambda enc, head, x, y: enc.to_here().sum() * head.sum()",
 }
-TOGETHER = {"init", "DataParallel", "DataParallel.join", "DataParallel.mean", "keep_unused"}  # every worker runs these
+TOGETHER = {
+    "init",
+    "DataParallel",
+    "DataParallel.join",
+    "DataParallel.mean",
+    "NnxSyncBatchNorm",
+    "keep_unused",
+    "local_sgd",
+}  # every worker runs these
 
 
 def init_params(seed):
@@ -59,7 +67,7 @@ NAMES = {
     "nn": nn,
     "nnx": nnx,
     "Hook": jd.hooks.Hook,
-    **{name: getattr(jd, name) for name in ("plan_buckets", "shard_state", "keep_unused")},
+    **{name: getattr(jd, name) for name in ("plan_buckets", "shard_state", "keep_unused", "local_sgd")},
     "init_params": init_params,
     "init_encoder": init_params,
     "apply": apply,

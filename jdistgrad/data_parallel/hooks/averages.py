@@ -10,9 +10,24 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook
 
 
-def average() -> Hook:
-    """Average: divide by ``bucket.divisor`` and sum."""
-    return Hook(lambda bucket: (), _plain, "average")
+def average(predivide_factor: float | None = None) -> Hook:
+    """Average: divide by ``bucket.divisor`` and sum.
+
+    Arguments:
+      predivide_factor: divide by this factor before the sum, and by the rest of the divisor after it. 1 sums first. A
+        factor between 1 and the number of ranks keeps 16-bit gradients from underflow before the sum and from
+        overflow in it.
+    """
+    if predivide_factor is None:
+        return Hook(lambda bucket: (), _plain, "average")
+    if isinstance(predivide_factor, bool) or not predivide_factor > 0:
+        raise ValueError(f"hooks.average: predivide_factor must be above zero, not {predivide_factor!r}")
+
+    def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+        total = collectives.allreduce(bucket.flat / predivide_factor)
+        return total / (bucket.divisor / predivide_factor), state
+
+    return Hook(lambda bucket: (), apply, f"average, divided by {predivide_factor:g} before the sum")
 
 
 def _plain(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:

@@ -1,0 +1,188 @@
+"""Local SGD: ranks that train alone and average their parameters every few steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.data import close
+from helpers.worlds import on_every_worker
+
+import jdistgrad as jd
+from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.data_parallel.collectives.local import Local
+from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.optim.local_sgd import local_sgd
+
+STEPS = 7
+
+
+def parameters():
+    return {"w": jnp.arange(6.0).reshape(3, 2) / 5, "b": jnp.zeros(2), "s": jnp.float32(0.5)}
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] * params["s"] + params["b"] - 1) ** 2)
+
+
+def rows(rank, step):
+    return np.random.default_rng([rank, step]).normal(rank, 1, size=(4, 3)).astype("float32")
+
+
+gradient = jax.jit(jax.grad(loss))
+
+
+def train(tx, rank, steps=STEPS, *, staged=False):
+    params = parameters()
+    state, update = tx.init(params), jax.jit(tx.update) if staged else tx.update
+    for step in range(steps):
+        updates, state = update(gradient(params, rows(rank, step)), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def train_serially(size, inner, outer, every, steps=STEPS):
+    """Return the parameters of all ranks after so many steps, computed in one process."""
+    start = parameters()
+    ranks, states, above = [start] * size, [inner.init(start)] * size, outer.init(start)
+    for step in range(steps):
+        for rank in range(size):
+            updates, states[rank] = inner.update(gradient(ranks[rank], rows(rank, step)), states[rank], ranks[rank])
+            ranks[rank] = optax.apply_updates(ranks[rank], updates)
+        if (step + 1) % every == 0:
+            way = jax.tree.map(lambda before, *after: before - sum(after) / size, start, *ranks)
+            updates, above = outer.update(way, above, start)
+            start = optax.apply_updates(start, updates)
+            ranks = [start] * size
+    return ranks
+
+
+OUTER = {"averages": None, "DiLoCo": optax.sgd(0.7, momentum=0.9, nesterov=True)}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("every", [1, 3])
+@on_every_worker
+def test_local_sgd_is_the_serial_program(big_world, every, outer, staged, rank, size):
+    inner, above = optax.adam(0.05), OUTER[outer]
+    found, _ = train(local_sgd(inner, every=every, outer=above), rank, staged=staged)
+    expected = train_serially(size, inner, above or optax.sgd(1.0), every)
+    close(found, expected[rank], rtol=1e-4, atol=1e-5)
+
+
+@on_every_worker
+def test_an_exchange_after_every_step_averages_gradients(big_world, rank, size):
+    found, _ = train(local_sgd(optax.sgd(0.1), every=1), rank)
+    expected, _ = train(optax.chain(average_gradients(), optax.sgd(0.1)), rank)
+    close(found, expected)
+
+
+class Counting(Local):
+    """Collectives that count the bytes they reduce."""
+
+    reduced = 0
+
+    def reduce_in_place(self, flat, op="sum"):
+        if flat.dtype == np.float32:
+            self.reduced += flat.nbytes
+        super().reduce_in_place(flat, op)
+
+    def twin(self):
+        return self
+
+
+@pytest.mark.one_process
+@pytest.mark.parametrize("every", [1, 2, 5])
+@on_every_worker
+def test_the_bytes_are_divided_by_the_number_of_steps(big_world, every, rank, size):
+    counting = of_this_world()
+    counting.__class__ = Counting
+    train(local_sgd(optax.sgd(0.1), every=every, collectives=counting), rank, steps=10)
+    assert counting.reduced == 10 // every * 4 * (6 + 2 + 1)
+
+
+@on_every_worker
+def test_training_goes_on_from_a_saved_state(big_world, rank, size):
+    tx = local_sgd(optax.adam(0.05), every=3, outer=OUTER["DiLoCo"])
+    whole, _ = train(tx, rank)
+    params, state = train(tx, rank, steps=4)
+    state = jax.tree.map(np.asarray, state)  # as files return it
+    for step in range(4, STEPS):
+        updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
+        params = optax.apply_updates(params, updates)
+    close(params, whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("every", [0, 2.5, True])
+def test_a_number_of_steps_that_makes_no_sense(every):
+    with pytest.raises(ValueError, match="every must be a number of steps"):
+        local_sgd(optax.sgd(0.1), every=every)
+
+
+@on_every_worker
+def test_parameters_are_needed(big_world, rank, size):
+    tx = local_sgd(optax.sgd(0.1), every=2)
+    with pytest.raises(ValueError, match="update needs the parameters"):
+        tx.update(parameters(), tx.init(parameters()))
+
+
+# A small language model: the next of 12 words after the last two, in texts of a random second-order grammar.
+
+WORDS, ROWS, ROUNDS = 12, 32, 200
+
+
+def draw_texts(seed):
+    random = np.random.default_rng(seed)
+    table = np.random.default_rng(99).dirichlet(np.full(WORDS, 0.3), size=(WORDS, WORDS)).cumsum(-1)
+    text = list(random.integers(WORDS, size=2))
+    for draw in random.random(ROWS * ROUNDS):
+        text.append(min(WORDS - 1, int(np.searchsorted(table[text[-2], text[-1]], draw))))
+    return np.stack([text[:-2], text[1:-1], text[2:]], -1).reshape(ROUNDS, ROWS, 3)
+
+
+def new_model():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"words": (WORDS, 16), "hidden": (32, 64), "out": (64, WORDS)}
+    return {name: jax.random.normal(key, s) / s[0] ** 0.5 for key, (name, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def text_loss(model, texts):
+    vectors = model["words"][texts[:, :2]].reshape(len(texts), -1)
+    logits = jnp.tanh(vectors @ model["hidden"]) @ model["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 2]).mean()
+
+
+text_gradient = jax.jit(jax.grad(text_loss))
+
+
+def learn(tx, texts):
+    model = new_model()
+    state = tx.init(model)
+    for batch in texts:
+        updates, state = tx.update(text_gradient(model, batch), state, model)
+        model = optax.apply_updates(model, updates)
+    return model
+
+
+def jitted(tx):
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+
+
+def test_a_language_model_with_few_exchanges_learns_as_well():
+    def main(local):
+        me = jd.init()
+        adam = jitted(optax.adam(3e-3))
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        tx = local_sgd(adam, every=20, outer=outer) if local else optax.chain(average_gradients(), adam)
+        model = learn(tx, draw_texts(me.rank))
+        jd.shutdown()
+        return model
+
+    held_out = draw_texts(1000).reshape(-1, 3)
+    models = [jd.spawn(functools.partial(main, local), 4)[0] for local in (False, True)]
+    synchronous, few = (float(text_loss(model, held_out)) for model in models)
+    assert synchronous < 0.9 * float(text_loss(new_model(), held_out))
+    assert few < 1.02 * synchronous, (few, synchronous)
