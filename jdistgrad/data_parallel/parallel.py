@@ -13,6 +13,7 @@ from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
 from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers
+from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -41,7 +42,9 @@ class DataParallel(Corrected):
 
     Arguments:
       collectives: the ranks that average; default all workers of this world.
-      bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
+      bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket. ``"auto"`` tries
+        several sizes in the first steps that are called from Python, and keeps the one with the fastest step on the
+        slowest rank (``statistics().trials``). Each size has a compiled program and a hook's state of its own.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``.
       overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the
@@ -73,7 +76,7 @@ class DataParallel(Corrected):
         self,
         collectives: Collectives | None = None,
         *,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: Cap = None,
         find_unused_parameters: bool = False,
         hook: Hook | None = None,
         overlap: bool | None = None,
@@ -105,7 +108,7 @@ class DataParallel(Corrected):
     def __repr__(self) -> str:
         set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
         shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
-        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25:g}{shown})"
+        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25}{shown})"
 
     def _in_programs(self, timeout: float, *, check: bool) -> Collectives:
         """Return the collectives with this object's settings, for compiled steps."""

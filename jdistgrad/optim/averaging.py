@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
+from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -23,7 +24,7 @@ class AverageGradientsState(NamedTuple):
 
 
 def average_gradients(
-    collectives: Collectives | None = None, *, bucket_cap_mb: float | None = None, hook: Hook | None = None
+    collectives: Collectives | None = None, *, bucket_cap_mb: Cap = None, hook: Hook | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation that averages gradients over all ranks, to be chained with others.
 
@@ -38,6 +39,8 @@ def average_gradients(
     Example:
       >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
     """
+    if bucket_cap_mb == "auto":
+        raise ValueError('average_gradients: bucket_cap_mb="auto" measures the steps of a DataParallel. Give a number.')
     rules = Rules(bucket_cap_mb, hook=hook)
 
     def group() -> tuple[Collectives, Driver | None]:

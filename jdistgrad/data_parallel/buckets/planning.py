@@ -7,7 +7,7 @@ limit by up to one leaf.
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,13 +15,16 @@ MIB = 1 << 20
 FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
 
 
-def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
-    """Return the bucket limits in bytes for a cap in MiB: by default 25, and 1 for the first bucket."""
-    if bucket_cap_mb is None:
+Cap = float | Literal["auto"] | None  # in MiB
+
+
+def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
+    """Return the bucket limits in bytes for a cap in MiB: by default, and before measuring, 25 and 1 for the first."""
+    if bucket_cap_mb is None or bucket_cap_mb == "auto":
         return FIRST_LIMIT, CAP
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
         raise ValueError(
-            f"bucket_cap_mb must be a number of MiB above zero, or None for {CAP // MIB}; not {bucket_cap_mb!r}"
+            f'bucket_cap_mb must be a number of MiB above zero, None for {CAP // MIB}, or "auto"; not {bucket_cap_mb!r}'
         )
     return (max(1, int(min(bucket_cap_mb, 1 << 40) * MIB)),)
 

@@ -195,6 +195,13 @@ class Reducer:
         self.collectives.reduce_in_place(used, "max")
         return used.astype(bool)
 
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return each of some times on the rank where it is longest."""
+        self._meet(self._roll(Act.TUNE, len(seconds)))
+        found = np.array(seconds)
+        self.collectives.reduce_in_place(found, "max")
+        return found.tolist()
+
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """Overwrite this rank's leaves with the root's."""
         self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, lay_out
 from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
-from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
+from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook, checked
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
@@ -41,7 +41,7 @@ def paths_of(sparse: Sequence[str]) -> frozenset[str]:
 class Rules:
     """The rules of reduction: arguments of ``DataParallel``, which describes them."""
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: Cap = None
     find_unused_parameters: bool = False
     hook: Hook | None = None
     sparse: frozenset[str] = frozenset()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import events
+from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.events import Event
 
 
@@ -16,7 +17,8 @@ class Statistics:
     Bytes are those of the gradients, before a hook or the choice of rows reduces their number. Times are this rank's,
     in seconds. ``compute``: from the first dispatch until the last gradient was ready. ``communication``: time spent
     reducing, summed over the buckets. ``overlap``: the part of ``communication`` within ``compute``. ``waiting``: time
-    spent waiting for other ranks to reach a bucket.
+    spent waiting for other ranks to reach a bucket. ``bucket_cap_mb``: the size in use (None: the default), and with
+    ``"auto"`` the ``trials`` that led to it, (MiB, seconds a step took on the slowest rank); empty until it is chosen.
     """
 
     rank: int = 0
@@ -34,6 +36,8 @@ class Statistics:
     overlap: float = 0.0
     waiting: float = 0.0
     spans: "tuple[Span, ...]" = ()
+    bucket_cap_mb: Cap = None
+    trials: tuple[tuple[float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Rules
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Statistics, after_step
+from jdistgrad.data_parallel.reducing.tuning import Tuning
 from jdistgrad.data_parallel.steps.join import Join
 from jdistgrad.data_parallel.steps.program import Programs, Traced
 from jdistgrad.data_parallel.steps.reduction import Reduction
@@ -38,7 +40,8 @@ class Driver:
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
         self._usage = Usage()
-        self.statistics = Statistics(hook=rules.hook_name)
+        self._tuning = Tuning(rules) if rules.bucket_cap_mb == "auto" else None
+        self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
 
     @property
@@ -68,11 +71,25 @@ class Driver:
 
     def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         """Take a step; return the value, and the averaged gradients."""
-        program = programs.find(args, kwargs, self._agree_on_model, overlap=overlap)
+        start = time.perf_counter()
+        program = programs.find(args, kwargs, self._agree_on_model, self._rules.bucket_cap_mb, overlap=overlap)
         reduction = self._begin(program.plan)
         with _abandon_on_error(reduction):
             results = program.run(args, kwargs, reduction.launch)
-        return results, self._end(program.plan, program.structure, reduction, program.used)
+        averaged = self._end(program.plan, program.structure, reduction, program.used)
+        if self._tuning is not None and not self.joining:
+            self._tune(self._tuning, program.plan, time.perf_counter() - start)
+        return results, averaged
+
+    def _tune(self, tuning: Tuning, plan: BucketPlan, seconds: float) -> None:
+        """Note the time of a step, and set the bucket size of the next."""
+        tuning.note(plan, seconds)
+        medians = tuning.medians
+        if medians is not None:
+            tuning.decide(self._thread.run(self._reducer.slowest, medians))
+            self._tuning = None
+        self._rules = self._reducer.rules = dataclasses.replace(self._rules, bucket_cap_mb=tuning.cap)
+        self.statistics = dataclasses.replace(self.statistics, bucket_cap_mb=tuning.cap, trials=tuning.trials)
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""

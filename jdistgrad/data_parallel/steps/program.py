@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.reducing.settings import BucketPlan
 from jdistgrad.data_parallel.steps import trace
 from jdistgrad.data_parallel.steps.segments import Segmented
@@ -51,9 +52,11 @@ class Programs:
         self._usage: dict[Any, tuple[Any, tuple[bool, ...]]] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
 
-    def find(self, args: Args, kwargs: Kwargs, agree: Callable[[Traced], BucketPlan], *, overlap: bool) -> LossProgram:
+    def find(
+        self, args: Args, kwargs: Kwargs, agree: Callable[[Traced], BucketPlan], cap: Cap, *, overlap: bool
+    ) -> LossProgram:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = tree, overlap, settings(), tuple(map(jax.typeof, leaves))
+        key = tree, overlap, cap, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
             self._found[key] = self._make(self._trace(args, kwargs), agree, overlap=overlap)
         return self._found[key]

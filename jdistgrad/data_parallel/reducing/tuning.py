@@ -1,0 +1,61 @@
+"""The choice of a bucket size by measurement: a state machine that says which size to use next."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Rules
+
+CAPS = (25.0, 1.0, 4.0, 100.0)  # in MiB
+ROUNDS = 6  # each round tries every size in one step; the first round compiles, so its times do not count
+
+
+class Tuning:
+    """Trials of several bucket sizes, in turn. Every rank must go through the same steps.
+
+    Only steps with the first tree of gradients count. Sizes that lead to the same buckets are tried once.
+    """
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+        self._first: BucketPlan | None = None
+        self._times: dict[float, list[float]] = {}
+        self._steps = 0
+        self.trials: tuple[tuple[float, float], ...] = ()  # sizes, and the seconds of a step, once all have been tried
+
+    @property
+    def cap(self) -> float:
+        """Return the size, in MiB, to use in the next step."""
+        if self.trials:
+            return min(self.trials, key=lambda trial: trial[1])[0]
+        caps = list(self._times) or [CAPS[0]]
+        return caps[self._steps % len(caps)]
+
+    @property
+    def medians(self) -> list[float] | None:
+        """Return this rank's median time for each size, once all sizes have been tried and nothing is decided yet."""
+        if self.trials or self._steps < ROUNDS * max(1, len(self._times)):
+            return None
+        return [statistics.median(times[1:]) for times in self._times.values()]
+
+    def note(self, plan: BucketPlan, seconds: float) -> None:
+        """Note the time of a step with the present size."""
+        if self._first is None:
+            self._first = plan
+            self._times = {cap: [] for cap in self._different(plan)}
+        if not self.trials and plan.terms.leaves == self._first.terms.leaves:
+            self._times[self.cap].append(seconds)
+            self._steps += 1
+
+    def decide(self, slowest: Sequence[float]) -> None:
+        """Choose the size by the slowest rank's median for each."""
+        self.trials = tuple(zip(self._times, slowest, strict=True))
+
+    def _different(self, plan: BucketPlan) -> list[float]:
+        found: dict[Any, float] = {}
+        for cap in CAPS:
+            rules = dataclasses.replace(self._rules, bucket_cap_mb=cap)
+            groups = tuple(bucket.slots for bucket in rules.plan(plan.terms, plan.order).buckets)
+            found.setdefault(groups, cap)
+        return list(found.values())
