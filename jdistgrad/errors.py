@@ -84,7 +84,7 @@ class ContextError(DistgradError, RuntimeError):
 
 
 class DifferentiationError(DistgradError, TypeError):
-    """A derivative across workers cannot be computed as requested: forward mode, a root that is not a scalar ..."""
+    """A derivative across workers cannot be computed as requested: a root that is not a scalar, for example."""
 
 
 class LauncherError(DistgradError, RuntimeError):

@@ -191,6 +191,33 @@ def test_second_derivatives_are_of_the_call_that_was_made(big_world, staged):
         same_state(remote, local)
 
 
+@both
+@on_worker0
+def test_tangents_are_of_the_call_that_was_made(big_world, staged):
+    local, remote = Trained(rngs=nnx.Rngs(6)), RemoteModule(last(), Trained, rng=6)
+    graph, state = nnx.split(local)
+
+    def along(apply, x):
+        return jax.jvp(lambda x: jnp.sin(apply(x)), (x,), (jnp.cos(x),))[1]
+
+    def loss(apply, x):
+        return jnp.sum(along(apply, x) ** 2)
+
+    def apply(x):
+        return nnx.merge(graph, state, copy=True)(x)
+
+    forward = staged_or_not(lambda x, remote: along(remote, x), staged)
+    mixed = staged_or_not(jax.grad(lambda x, remote: loss(remote, x)), staged)
+    for function, expected in ((forward, along), (mixed, jax.grad(loss, 1))):
+        with jd.context():
+            found = function(X, remote)
+        close(found, expected(apply, X), rtol=1e-4, atol=10 * ROUNDING)
+        local = nnx.merge(graph, state)
+        local(X)
+        graph, state = nnx.split(local)
+        same_state(remote, local)
+
+
 @on_worker0
 def test_calls_that_do_not_wait_for_each_other_take_turns(big_world):
     remote = RemoteModule(last(), Fails)

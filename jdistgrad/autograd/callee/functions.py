@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS
-from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among
+from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
 from jdistgrad.autograd.tape.tape import replaying_number
 from jdistgrad.autograd.values.holes import (
@@ -38,7 +38,7 @@ SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 def is_pure(function: Any) -> bool:
     """Return whether a function is pure by contract: jitted, JAX's own, declared ``pure``, or made of a pure one."""
-    if isinstance(function, PullbackOf | BatchedOf | Typed | ArraysOf):
+    if isinstance(function, PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf):
         return is_pure(function.function)
     if isinstance(function, ServedFunction) and function.pure:
         return True
@@ -80,6 +80,26 @@ class PullbackOf(ServedFunction):
         _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
         with replaying_number(number):
             return list(pullback(list(cotangents)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PushforwardOf(ServedFunction):
+    """The derivative along tangents, for the outermost derivative of a function: the transpose of its pullback.
+
+    ``orders``: as for ``PullbackOf``.
+    """
+
+    function: Any
+    orders: Orders
+
+    @property
+    def label(self) -> str:
+        return f"the tangents of {describe(self.function)}"
+
+    def __call__(self, tag: Any, args: Any, kwargs: Any, *tangents: Any) -> list[Any]:
+        args = with_state_of(tag, self.function, args)
+        results, pullback = pulled_back(self.function, self.orders, None, args, kwargs)
+        return transposed(pullback, tangents, [(one.shape, one.dtype) for one in results])
 
 
 def pulled_back(

@@ -5,7 +5,7 @@ a custom rule, this forward pass is the rule's forward function. Running the fun
 same: JAX would differentiate that run by the custom rule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,13 @@ def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> t
 
     results, pullback, (pullbacks, beside) = jax.vjp(forward, *(operands[k] for k in outermost), has_aux=True)
     return results, [*pullbacks, pullback], beside
+
+
+def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
+    """Return the tangents of results of these shapes and dtypes: the derivative is the pullback's transpose."""
+    results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    (found,) = jax.linear_transpose(lambda cotangents: list(pullback(cotangents)), results)(list(tangents))
+    return list(found)
 
 
 def named_among(positions: Sequence[int], orders: Orders) -> Orders:

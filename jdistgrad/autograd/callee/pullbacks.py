@@ -9,7 +9,7 @@ import jax
 from jax.interpreters import ad
 
 from jdistgrad.autograd.callee.functions import differentiable_arrays, is_pure, nothing_hidden
-from jdistgrad.autograd.callee.orders import Orders, differentiated
+from jdistgrad.autograd.callee.orders import Orders, differentiated, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
@@ -35,10 +35,15 @@ class Differentiated:
         pull = _compiled_pull if self.compiled else _pull
         return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
 
+    def push(self, order: int, tangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
+        """Return the tangents of all differentiable results, given those of an order's operands."""
+        push = _compiled_push if self.compiled else _push
+        return list(push(self.pullbacks[order], tangents, self.shapes, maps))
+
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """A batch that a pullback is mapped over. ``flags``: which cotangents have the batch dimension, at ``axis``."""
+    """A batch that a pull or a push is mapped over. ``flags``: which inputs have the batch dimension, at ``axis``."""
 
     flags: tuple[bool, ...]
     axis: int
@@ -98,15 +103,22 @@ def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: A
     def pull(*cotangents: Any) -> Any:
         return pullback(_with_zeros(live, cotangents, shapes))
 
-    cotangents = made(cotangents)
+    return _mapped(pull, maps)(*made(cotangents))
 
+
+def _push(pullback: Any, tangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
+    return _mapped(lambda *tangents: transposed(pullback, tangents, shapes), maps)(*made(tangents))
+
+
+def _mapped(function: Any, maps: tuple[Map, ...]) -> Any:
     for one in maps:
         axes = [one.axis if flag else None for flag in one.flags]
-        pull = jax.vmap(pull, axes, one.axis, axis_size=one.size)
-    return pull(*cotangents)
+        function = jax.vmap(function, axes, one.axis, axis_size=one.size)
+    return function
 
 
 _compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
+_compiled_push = functools.partial(jax.jit, static_argnums=(2, 3))(_push)
 
 
 @jax.tree_util.register_dataclass

@@ -70,9 +70,9 @@ class RecordCall(ServedFunction):
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
-            tape.recordings.keep(self.message, recording)
             if recording.state is not None:
                 tape.started_from(self.message, recording.state)
+            tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
                 tape.links.add_answer(self.message, self.label)
             return recording.result
@@ -159,6 +159,10 @@ class Recording:
         """Return the cotangents of an order's leaves, none of which may be a reference."""
         return self._derived.pull(order, live, cotangents, maps)
 
+    def push(self, pushed: "PushCall", tangents: list[Any]) -> list[Any]:
+        """Return the tangents of the results, given those of the order's leaves, which are arrays."""
+        return self._derived.push(pushed.order, tangents, pushed.maps)
+
     def _pull(
         self, pulled: "PullCall", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
     ) -> list[Any]:
@@ -221,3 +225,27 @@ class PullCall(ServedFunction):
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class PushCall(ServedFunction):
+    """A function that pushes tangents through a recorded call. Its argument: the tangents of the order's leaves."""
+
+    what: str
+    message: int
+    order: int
+    maps: tuple[Map, ...]
+    place: Place
+
+    @property
+    def label(self) -> str:
+        return f"the tangents of {self.what}"
+
+    @property
+    def recorded_as(self) -> int:
+        return self.message
+
+    def __call__(self, tangents: list[Any]) -> list[Any]:
+        with serving(self.message, self.place):
+            tape = current_tape(lambda: self.label)
+            return tape.recordings.find(self.message, last=False).push(self, tangents)

@@ -3,19 +3,19 @@
 import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from jdistgrad.autograd.callee.bundle import CallStop
-from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.links import Link, next_message
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Layout, ReferenceHole
+from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
 from jdistgrad.autograd.values.operation import TAG_SHAPE, Batched, Shapes, Started
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
@@ -23,6 +23,7 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.serving.arguments import replace_unmade
+from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
@@ -43,6 +44,7 @@ class Call:
     orders: Orders = ()
     lanes: tuple[Lane, ...] = ()
     where: str = ""  # the place of the call in the user's program
+    results_come_here: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"{describe(self.function)} to rank {self.to}{', recorded' if self.orders else ''}"
@@ -50,6 +52,15 @@ class Call:
     def recording(self, wanted: Sequence[int]) -> "Call":
         """Return the same call, recorded for one more derivative: that of the call as it is recorded so far."""
         return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))))
+
+    def released(self) -> "Call":
+        """Return the same call for JAX to keep: what JAX keeps for ever must keep no value alive, so the tape does."""
+        if staging():
+            return self
+        arguments, claims = self.arguments.released()
+        if claims:
+            current_tape(lambda: describe(self.function)).kept.extend(claims)
+        return dataclasses.replace(self, arguments=arguments)
 
     def start(self, operands: Sequence[Any]) -> Started:
         plain = self.results.have_keys
@@ -110,6 +121,14 @@ class Call:
     def pullback(self, live: tuple[int, ...]) -> Any:
         """Return the pullback of its outermost derivative, as a function."""
         return PullbackOf(self.function, self.leaves(), live)
+
+    def pushforward(self) -> Any:
+        """Return the derivative along tangents, for its outermost derivative, as a function."""
+        return PushforwardOf(self.function, self.leaves())
+
+    def tangent_shapes(self) -> Shapes:
+        """Return the shapes of the tangents of its results; results without derivatives have none."""
+        return [one.update(weak_type=False) for one in self.results.shapes if is_differentiable(one)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:

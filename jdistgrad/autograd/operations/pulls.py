@@ -1,13 +1,14 @@
-"""The pull of a recorded call's pullback."""
+"""The linear functions that a recorded call holds: the pull of cotangents, and the push of tangents."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jdistgrad.autograd.callee.bundle import PullStop
 from jdistgrad.autograd.callee.pullbacks import Map
+from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.tape.links import Link
 from jdistgrad.autograd.tape.program_order import next_place
@@ -15,6 +16,7 @@ from jdistgrad.autograd.tape.tape import Tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
 from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import describe
@@ -23,18 +25,124 @@ from jdistgrad.wire.ids import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)
-class Pull:
-    """A pull of the pullback for a recorded call's outermost derivative. The recording may hold further pullbacks.
+class Linear:
+    """A linear function that a recorded call holds: the pullback of its outermost derivative, or its transpose.
 
-    Operands: the call's tag, the call's operands, and the cotangents of its live results. ``live`` numbers the results
-    that have a cotangent, among the differentiable ones. Outputs: cotangents of the operands of the derivative.
+    Operands: the call's tag, the call's operands, and the inputs of the linear function.
     """
 
     call: Call
-    live: tuple[int, ...]
-    last: bool = False
     maps: tuple[Map, ...] = ()
     batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of inputs of the linear function."""
+        raise NotImplementedError
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return self.call.orders[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the batches, the latest first."""
+        return tuple(size for size, _ in reversed(self.batches))
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        raise NotImplementedError
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        raise NotImplementedError
+
+    def patience(self, default: float) -> float:
+        """Return twice the call's patience: the answer may first have to wait for the call itself."""
+        return 2 * self.call.patience(default)
+
+    @property
+    def where(self) -> str:
+        return self.call.where
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return [operands[0], *operands[len(operands) - self.inputs :]]
+
+    def functional(self) -> Call:
+        """Return the linear function as a call, for its derivatives."""
+        raise NotImplementedError
+
+    def inputs_in_batches(self) -> list[bool]:
+        """Return which inputs have a dimension for a batch of the recording."""
+        return [True] * self.inputs
+
+    def outputs_in_batches(self) -> list[bool]:
+        """Return which outputs have a dimension for a batch of the recording."""
+        raise NotImplementedError
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Batch the function: the recording is batched if operands are, else the function is mapped over the batch."""
+        first = len(batched) - self.inputs
+        own = (False, *batched[1:first])
+        batches = (*self.batches, (size, own))
+        if any(own):
+            maps = tuple(dataclasses.replace(one, axis=one.axis + 1) for one in self.maps)
+            outputs = self.outputs_in_batches()
+            operation = dataclasses.replace(self, maps=maps, batches=batches)
+            spread = tuple(first + k for k, flag in enumerate(self.inputs_in_batches()) if flag)
+            return Batched(operation, lambda count: outputs, spread)
+        maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
+        operation = dataclasses.replace(self, maps=maps, batches=batches)
+        return Batched(operation, lambda count: [True] * count)
+
+    def over_batches(self, function: Callable[..., Any], inputs: Sequence[bool], outputs: Sequence[bool]) -> Any:
+        """Map a function of the tag, the operands and some inputs over the batches of this one.
+
+        Arguments:
+          inputs, outputs: which inputs and outputs have a dimension for a batch of the recording.
+        """
+        for size, own in self.batches:
+            recorded = any(own)
+            axes = [0 if flag else None for flag in own]
+            axes += [0 if flag or not recorded else None for flag in inputs]
+            results = tuple(0 if flag or not recorded else None for flag in outputs)
+            function = jax.vmap(function, axes, results, axis_size=size)
+        return function
+
+    def summed(self, number: int, found: Any) -> Any:
+        """Return an input's cotangent, summed over the batches that the input does not have."""
+        turns = [turn for turn, (_, own) in enumerate(self.batches) if not any(own)]
+        missing = [turn for turn, one in zip(turns, self.maps, strict=True) if not one.flags[number]]
+        return found.sum([len(self.batches) - 1 - turn for turn in missing]) if missing else found
+
+    def _function(self, function: Any, *, numbered: bool) -> Call:
+        """Return a function of the tag, perhaps a number, the operands and the inputs as a call.
+
+        References are passed by reference: inside the function, gradients of their values go to their owners.
+        """
+        arguments, extra = self.call.arguments, 1 + numbered
+        args, kwargs = arguments.by_reference()
+        first = extra + len(list(trees.leaves(arguments.tree)))
+        holes = [Hole() for _ in range(extra)]
+        tree: Any = ((*holes, args, kwargs, *(Hole() for _ in range(self.inputs))), {})
+        inputs = range(first, first + self.inputs)
+        layout = Layout(tree, (*range(extra), *(extra + k for k in arguments.positions), *inputs))
+        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
+        return Call(self.call.to, function, layout, Results(), timeout)
+
+
+@dataclasses.dataclass(eq=False)
+class Pull(Linear):
+    """A pull of the pullback. The recording may hold further pullbacks.
+
+    Inputs: the cotangents of its live results. ``live`` numbers the results that have a cotangent, among the
+    differentiable ones. Outputs: cotangents of the operands of the derivative.
+    """
+
+    live: tuple[int, ...] = ()
+    last: bool = False
+
+    @property
+    def inputs(self) -> int:
+        return len(self.live)
 
     def start(self, operands: Sequence[Any]) -> Started:
         worker, (context, message, *_) = current_worker(), from_token(operands[0])
@@ -49,10 +157,6 @@ class Pull:
     def stop(self) -> PullStop:
         return PullStop(describe(self.call.function), len(self.call.orders) - 1, self.live, self.last, self.maps)
 
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        return self.call.orders[-1]
-
     def items(self) -> list[Operand]:
         """Return the cotangents, which follow the tag among the operands that ``needed`` leaves."""
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
@@ -61,19 +165,8 @@ class Pull:
         """Return the links that the graph shows for a pull sent as a stop."""
         return [Link(numbers[0], caller, self.call.to, describe(self.call.function), backward=True, caused_by=cause)]
 
-    def patience(self, default: float) -> float:
-        """Return twice the call's patience: the pull may first have to wait for the call itself."""
-        return 2 * self.call.patience(default)
-
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
-
-    @property
-    def where(self) -> str:
-        return self.call.where
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return [operands[0], *operands[len(operands) - len(self.live) :]]
 
     def shapes(self, operands: Shapes) -> Shapes:
         handles = self.call.handles()
@@ -88,34 +181,73 @@ class Pull:
         sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
         return operand.update(shape=(*sizes, *own))
 
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        """Batch the pull: the recording is batched if operands are, else its pullback is mapped over the batch."""
-        first = len(batched) - len(self.live)
-        own = (False, *batched[1:first])
-        batches = (*self.batches, (size, own))
-        if any(own):
-            maps = tuple(dataclasses.replace(one, axis=one.axis + 1) for one in self.maps)
-            pull = dataclasses.replace(self, maps=maps, batches=batches)
-            handles = self.call.handles()
-            outputs = [k not in handles for k in self.wanted]
-            return Batched(pull, lambda count: outputs, tuple(range(first, len(batched))))
-        maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
-        pull = dataclasses.replace(self, maps=maps, batches=batches)
-        return Batched(pull, lambda count: [True] * count)
+    def outputs_in_batches(self) -> list[bool]:
+        handles = self.call.handles()
+        return [k not in handles for k in self.wanted]
 
     def functional(self) -> Call:
         """Return the pull as a call of a function of the tag, a number and the operands, for derivatives of the pull.
 
-        References are passed by reference: inside the function, gradients of their values go to their owners. When run
-        again with the same number, the function makes the same contributions, which then count once.
+        When run again with the same number, the function makes the same contributions, which then count once.
         """
-        arguments, count = self.call.arguments, len(self.live)
-        args, kwargs = arguments.by_reference()
-        first = 2 + len(list(trees.leaves(arguments.tree)))
-        tree: Any = ((Hole(), Hole(), args, kwargs, *(Hole() for _ in self.live)), {})
-        layout = Layout(tree, (0, 1, *(2 + k for k in arguments.positions), *range(first, first + count)))
-        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
-        return Call(self.call.to, self.call.pullback(self.live), layout, Results(), timeout)
+        return self._function(self.call.pullback(self.live), numbered=True)
+
+    def transposed(self) -> "Push":
+        """Return the transpose, without the batches."""
+        return Push(self.call)
+
+
+@dataclasses.dataclass(eq=False)
+class Push(Linear):
+    """A push of tangents through a recorded call, by the transpose of its pullback.
+
+    Inputs: the tangents of the operands of the derivative. Outputs: those of all differentiable results.
+    """
+
+    @property
+    def inputs(self) -> int:
+        return len(self.wanted)
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        self._refuse_references()
+        worker, (context, message, *_) = current_worker(), from_token(operands[0])
+        tangents = list(operands[len(operands) - self.inputs :])
+        what, order = describe(self.call.function), len(self.call.orders) - 1
+        with within(worker.scopes.find(context)):
+            pushed = PushCall(what, message, order, self.maps, next_place())
+            timeout = self.patience(worker.timeout)
+            return Started(worker.rpc_async(self.call.to, pushed, (tangents,), {}, timeout), list)
+
+    def _refuse_references(self) -> None:
+        """Raise DifferentiationError for tangents of references: these stand for values on other workers."""
+        if self.call.handles() & set(self.wanted) or not self.call.results_come_here:
+            raise DifferentiationError(
+                f"{describe(self.call.function)} has no forward-mode derivative (jvp, jacfwd, linearize, hessian) that "
+                "passes through a reference. Use reverse mode: jax.vjp, jax.grad, jax.jacrev, and "
+                "jax.jacrev(jax.jacrev(f)) for a Hessian. Or pass values instead of references."
+            )
+
+    def __str__(self) -> str:
+        return f"tangents of {describe(self.call.function)} to rank {self.call.to}"
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [one.update(shape=(*self.sizes, *one.shape)) for one in self.call.tangent_shapes()]
+
+    def inputs_in_batches(self) -> list[bool]:
+        handles = self.call.handles()
+        return [k not in handles for k in self.wanted]
+
+    def outputs_in_batches(self) -> list[bool]:
+        return [True] * len(self.call.tangent_shapes())
+
+    def functional(self) -> Call:
+        """Return the push as a call of a function of the tag and the operands, for derivatives of the push."""
+        self._refuse_references()
+        return self._function(self.call.pushforward(), numbered=False)
+
+    def transposed(self, live: tuple[int, ...]) -> Pull:
+        """Return the transpose, without the batches."""
+        return Pull(self.call, live=live)
 
 
 @dataclasses.dataclass(eq=False)

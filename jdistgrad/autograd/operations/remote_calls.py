@@ -35,6 +35,7 @@ class CallRemote(Call):
     describe the value, which is the function's result.
     """
 
+    results_come_here = False
     staged: bool = False
     made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 
@@ -62,6 +63,9 @@ class CallRemote(Call):
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
+
+    def tangent_shapes(self) -> Shapes:
+        return [HANDLE_SHAPE]
 
     def pullback(self, live: tuple[int, ...]) -> Any:
         return PullbackAtOwner(self.function, self.leaves())

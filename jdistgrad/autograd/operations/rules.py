@@ -1,24 +1,27 @@
 """The derivative rules of the operations, for JAX.
 
-The forward rule of a call records the call where it runs, and the backward rule pulls the recorded pullback. Both are
-differentiable themselves: a recorded call has the derivative of ``jax.vjp(f, x)[0]`` (see ``callee/orders``), and a
-pull is the call of a function (``PullbackOf``). So derivatives of any order are exact.
+The derivative of a call records the call where it runs, and pushes tangents through the recording. For reverse mode JAX
+transposes the push, to a pull of the recorded pullback. All are differentiable themselves: a recorded call has the
+derivative of ``jax.vjp(f, x)[0]`` (see ``callee/orders``); a pull and a push are calls of functions (``PullbackOf``,
+``PushforwardOf``). So derivatives of any order, forward and reverse, are exact. Operations on references have pullbacks
+only.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.interpreters import ad
 
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Put, Take
-from jdistgrad.autograd.operations.pulls import DrawNumber, Pull
+from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import evaluate, untied
+from jdistgrad.autograd.values.primitive import evaluate, untied, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
@@ -30,8 +33,8 @@ class Fixed:
     value: Any
 
 
-def with_rule(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Give a function a derivative. ``forward`` gets the numbers of the perturbed operands, and the operands."""
+def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Give a function a pullback. ``forward`` gets the numbers of the perturbed operands, and the operands."""
 
     def record(*operands: Any) -> Any:
         perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(one.value))
@@ -47,8 +50,8 @@ def with_rule(primal: Callable[..., Any], forward: Callable[..., Any], backward:
             if "forward-mode" not in str(error):
                 raise
             raise DifferentiationError(
-                "a remote call has no forward-mode derivative (jvp, jacfwd, linearize, hessian). Use reverse mode: "
-                "jax.vjp, jax.grad, jax.jacrev, and jax.jacrev(jax.jacrev(f)) for a Hessian."
+                "a reference has no forward-mode derivative (jvp, jacfwd, linearize, hessian). Use reverse mode: "
+                "jax.vjp, jax.grad, jax.jacrev, and jax.jacrev(jax.jacrev(f)) for a Hessian, or pass values."
             ) from error
 
     return apply
@@ -56,55 +59,93 @@ def with_rule(primal: Callable[..., Any], forward: Callable[..., Any], backward:
 
 def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
     """Return a remote call as a function of its operands."""
-
-    def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
-        recording = operation.recording(wanted)
-        tag, *outputs = recorded(recording)(*operands)
-        return tuple(outputs), (Fixed(recording), tag, operands)
-
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, _pull_back)
+    return with_tangents(operation)
 
 
-def recorded(operation: Call) -> Callable[..., tuple[Any, ...]]:
-    """Return a recorded call as a function of its operands. It returns a tag and the outputs."""
+def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
+    """Return an operation as a function of its operands that has a derivative along tangents, for forward mode.
 
-    def forward(wanted: tuple[int, ...], *operands: Any) -> Any:
-        again = operation.recording(wanted)
-        outputs = recorded(again)(*operands)
-        return outputs, (Fixed(again), outputs[0], operands)
+    This derivative is a push of the tangents, which JAX transposes for reverse mode.
+    """
+    rule = jax.custom_jvp(lambda *operands: evaluate(operation, operands))
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        return _pull_back(residuals, cotangents[1:])
+    def derivative(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        given = {k: one for k, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
+        outputs, found = _pushed_through(operation, operands, given)
+        zeros = [zero_from_primal(one, symbolic_zeros=True) for one in outputs]
+        return tuple(outputs), tuple(found.get(k, zero) for k, zero in enumerate(zeros))
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+    rule.defjvp(derivative, symbolic_zeros=True)
+
+    def apply(*operands: Any) -> tuple[Any, ...]:
+        if not any(isinstance(one, jax.core.Tracer) for one in operands):
+            return evaluate(operation, operands)
+        found: tuple[Any, ...] = rule(*operands)
+        return found
+
+    return apply
 
 
-def _pull_back(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-    fixed, tag, operands = residuals
-    operation = fixed.value
-    live, parts = nonzero(cotangents)
-    if not live:
-        return (None,) * len(operands)
-    found = pulled(Pull(operation, live))(tag, *operands, *parts)
-    return scattered(operation.orders[-1], found, len(operands))
+def _pushed_through(
+    operation: Call | Linear, operands: Sequence[Any], tangents: Mapping[int, Any]
+) -> tuple[Sequence[Any], dict[int, Any]]:
+    """Return an operation's outputs, and the tangents of those that have derivatives. Arguments are by number."""
+    perturbed = [k for k in tangents if is_differentiable(operands[k])]
+    recording, given = _recording(operation, perturbed, operands)
+    outputs = with_tangents(recording)(*given)
+    push = Push(recording.released())
+    moved = with_tangents(push)(outputs[0], *given, *(tangents[k] for k in perturbed))
+    if not (isinstance(operation, Call) and operation.orders):
+        outputs = outputs[1:]  # without the tag
+    return outputs, dict(zip((k for k, one in enumerate(outputs) if is_differentiable(one)), moved, strict=True))
 
 
-def pulled(operation: Pull) -> Callable[..., tuple[Any, ...]]:
-    """Return the pull of a recorded call as a function of its tag, its operands and the live cotangents."""
-    same = operation.functional()
+def _recording(
+    operation: Call | Linear, perturbed: Sequence[int], operands: Sequence[Any]
+) -> tuple[Call, Sequence[Any]]:
+    """Return the call to record for a derivative of an operation, and the operands of that call."""
+    if isinstance(operation, Call):
+        return operation.recording(perturbed), operands
+    if not isinstance(operation, Pull):
+        return operation.functional().recording(perturbed), operands
+    tag, *rest = operands
+    (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(rest[len(rest) - operation.inputs :]))
+    return operation.functional().recording([k + 1 for k in perturbed]), (tag, number, *rest)
 
-    def forward(perturbed: tuple[int, ...], tag: Any, *operands: Any) -> Any:
-        recording = same.recording([k + 1 for k in perturbed])  # the number comes after the tag
-        (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(operands[len(operands) - len(operation.live) :]))
-        given = (tag, number, *operands)
-        tag, *outputs = recorded(recording)(*given)
-        return tuple(outputs), (Fixed(recording), tag, given)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        tag, _, *operands = _pull_back(residuals, cotangents)
-        return tag, *operands
+def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: Any) -> Any:
+    """Differentiate an operation that JAX has taken out of its function with a derivative, as in a scan."""
+    batched = operation.batches if isinstance(operation, Linear) else isinstance(operation, Call) and operation.lanes
+    if batched or not isinstance(operation, Call | Linear):
+        raise DifferentiationError(
+            f"no derivative of this order is known for {operation} inside scan, while_loop or cond. Take the inner "
+            "derivative outside of the loop, or unroll the loop."
+        )
+    given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
+    outputs, found = _pushed_through(operation, operands, given)
+    zeros = [ad.Zero(zero_from_primal(one, symbolic_zeros=True).aval) for one in outputs]
+    return list(outputs), [found.get(k, zero) for k, zero in enumerate(zeros)]
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+
+def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> list[Any]:
+    """Transpose a linear operation for JAX: a push to a pull, a pull to a push."""
+    given = operands[: len(operands) - operation.inputs]
+    if isinstance(operation, Push):
+        live = tuple(k for k, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
+        transpose, parts = operation.transposed(live), [cotangents[k] for k in live]
+    else:
+        transpose, parts = operation.transposed(), list(map(ad.instantiate_zeros, cotangents))
+    function = operation.over_batches(
+        with_tangents(transpose), transpose.inputs_in_batches(), transpose.outputs_in_batches()
+    )
+    found = function(*given, *parts)
+    if isinstance(operation, Pull):
+        found = [found[k] for k in operation.live]
+    return [*(None for _ in given), *(operation.summed(k, one) for k, one in enumerate(found))]
+
+
+ad.primitive_jvps[wire_p] = _derivative
+ad.primitive_transposes[wire_p] = _transposed
 
 
 def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
@@ -124,7 +165,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
         handle, _ = put(Put(owner, REFERENCE, live, total))(token, *parts)
         return (handle, None)[: count.value]
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
@@ -144,7 +185,7 @@ def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[A
         *found, _ = take(Take(owner, REFERENCE, numbers, total, shapes))(cotangents[0], token)
         return scattered(perturbed, found, count)
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
@@ -164,7 +205,7 @@ def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
         *found, _ = take(Take(operation.owner, CONTRIBUTION, numbers, operation.count, shapes))(cotangents[0], token)
         return scattered(perturbed, found, count)
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
@@ -182,7 +223,7 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         handle, _ = put(Put(operation.owner, TAKEN, numbers, operation.count))(token, *parts)
         return handle, None
 
-    return with_rule(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
 def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:

@@ -69,6 +69,8 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers
     row, made = [first], set(equations[first].outputs)
     for k in range(first + 1, len(equations)):
         equation = equations[k]
+        if type(equation.operation) is Call and not _tags(row, equations).isdisjoint(equation.inputs):
+            continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if k not in travellers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
         given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
@@ -78,6 +80,12 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers
     while len(row) > 1 and (needed_early := _needed_early(row, equations, answers)) is not None:
         row = row[: needed_early + 1]
     return row
+
+
+def _tags(row: list[int], equations: Sequence[Equation]) -> set[Atom]:
+    """Return the tags of the calls that are recorded in a row."""
+    calls = [equations[k] for k in row if isinstance(equations[k].operation, Call)]
+    return {one.outputs[0] for one in calls if one.operation.orders}
 
 
 def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:

@@ -26,6 +26,11 @@ class PullbackTable:
             self._found[message] = recording
             self._changed.notify_all()
 
+    def wait_for(self, message: int) -> None:
+        """Wait until a message has been recorded, or the context has been closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: message in self._found or self._closed)
+
     def find(self, message: int, *, last: bool) -> Any:
         """Wait for the recording of a message and return it. ``last``: it will not be requested again.
 
@@ -33,7 +38,7 @@ class PullbackTable:
           ContextError: the context closed first, or the recording is requested after its last pull.
         """
         with self._changed:
-            self._changed.wait_for(lambda: message in self._found or self._closed)
+            self.wait_for(message)
             found = self._found.get(message)
             if last and found is not None:
                 self._found[message] = _PULLED

@@ -67,7 +67,11 @@ class Tape:
             self._states[message] = state
 
     def state_before(self, message: int) -> Any:
+        """Return the state that a recorded call started from, once the call has been served."""
+        self.recordings.wait_for(message)
         with self._lock:
+            if message not in self._states:
+                raise ContextError("the context was closed before the call whose state is needed had been served")
             return self._states[message]
 
     def gradients(self) -> dict[int, list[Any]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,22 @@ class ReferenceHole:
         return self.structure.num_leaves
 
     def refill(self, operands: Iterator[Any]) -> Any:
-        children = [next(operands) for _ in range(self.width)]
+        children = [next(operands) for _ in range(self.structure.num_leaves)]
         filled = jax.tree.unflatten(self.structure, children)
         for _ in range(self.wraps):
             filled = ByReference(filled)
         return filled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownReference(ReferenceHole):
+    """A reference that is known, by its key and its handle. It needs no operands."""
+
+    children: Sequence[Any] = ()
+    width: ClassVar[int] = 0
+
+    def refill(self, operands: Iterator[Any]) -> Any:
+        return super().refill(iter(self.children))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +129,23 @@ class Layout:
         found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
         return [hole for hole in found for _ in range(getattr(hole, "width", 1))]
 
+    def released(self) -> "tuple[Layout, list[Any]]":
+        """Return a layout that keeps no value alive, and the claims by which this one does."""
+        claims = list[Any]()
+
+        def release(leaf: Any) -> Any:
+            if isinstance(leaf, ReferenceHole):
+                claims.append(leaf.kept)
+                return dataclasses.replace(leaf, kept=None)
+            reference, wraps = _unwrapped(leaf)
+            if not isinstance(reference, RRef):
+                return leaf
+            claims.append(reference._claim)
+            children, structure = jax.tree.flatten(reference)
+            return KnownReference(structure, wraps, None, children)
+
+        return Layout(trees.map_leaves(release, self.tree), self.positions), claims
+
     def by_reference(self) -> Any:
         """Return the tree, holes included, with one more ByReference wrapper around every reference."""
 
@@ -153,15 +181,21 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
 
 
 def _dig(leaf: Any) -> tuple[Any, list[Any]]:
-    reference, wraps = leaf, 0
-    while isinstance(reference, ByReference):
-        reference, wraps = reference.rref, wraps + 1
+    reference, wraps = _unwrapped(leaf)
     if isinstance(reference, RRef):
         children, structure = jax.tree.flatten(reference)
         return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
     if is_key(leaf):
         return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
     return Hole(), [leaf]
+
+
+def _unwrapped(leaf: Any) -> tuple[Any, int]:
+    """Return a leaf without the ByReference wrappers around it, and their number."""
+    wraps = 0
+    while isinstance(leaf, ByReference):
+        leaf, wraps = leaf.rref, wraps + 1
+    return leaf, wraps
 
 
 def arrays_of(tree: Any) -> list[Any]:

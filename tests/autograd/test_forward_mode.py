@@ -1,0 +1,250 @@
+"""Forward mode across calls (jvp, jacfwd, linearize, hessian), by itself and mixed with reverse mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.data import close, random_like
+from helpers.programs import (
+    X,
+    affine,
+    fast_layer,
+    fast_product,
+    layer,
+    make_params,
+    parameters,
+    product,
+    rank,
+    serial,
+    square,
+    still_differentiates,
+    sync,
+    vector,
+)
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+
+
+def chain(call, x):
+    return call(2, product, call(1, fast_product, x, x * x), x) ** 2
+
+
+def diamond(call, x):
+    shared = call(1, product, x, x)
+    return call(2, product, shared, x) * call(0, fast_product, shared, jnp.exp(shared))
+
+
+def scanned(call, x):
+    step = lambda carry, one: (call(1, fast_product, carry, one), carry.sum())  # noqa: E731
+    last, sums = jax.lax.scan(step, x, jnp.stack([x, x + 1, 2 * x]))
+    return last * sums
+
+
+def branching(call, x):
+    yes, no = (lambda x: call(1, fast_product, x, x)), (lambda x: call(2, product, x, 2 * x))
+    return jax.lax.cond(x[0] > 0, yes, no, x) * jax.lax.cond(x[0] < 0, yes, no, x)
+
+
+def mapped(call, x):
+    """Map calls over a batch; one argument of each call is the same for all elements."""
+    rows = jnp.stack([x, x + 1, 2 * x, jnp.sin(x)])
+    return jax.vmap(lambda row: call(1, fast_product, row, x) + call(2, product, x, row))(rows).sum(0)
+
+
+def checkpointed(call, x):
+    return jax.checkpoint(lambda x: call(1, product, x, call(2, fast_product, x, x)))(x)
+
+
+def by_reverse(call, x):
+    """Use a derivative inside the program."""
+    return jax.grad(lambda x: jnp.sum(chain(call, x)))(x) * x
+
+
+def jacfwd(f):
+    return jax.jacfwd(f)
+
+
+def forward_twice(f):
+    return jax.jacfwd(jax.jacfwd(f))
+
+
+def forward_over_reverse(f):
+    return jax.jacfwd(jax.jacrev(f))
+
+
+def reverse_over_forward(f):
+    return jax.jacrev(jax.jacfwd(f))
+
+
+def along(f):
+    return lambda x: jax.jvp(f, (x,), (jnp.cos(x),))
+
+
+def along_twice(f):
+    return along(along(f))
+
+
+def gradient_along(f):
+    return jax.grad(lambda x: jnp.sum(along(f)(x)[1] ** 2))
+
+
+def three_ways(f):
+    return gradient_along(lambda x: jax.jacfwd(jax.grad(lambda x: jnp.sum(f(x))))(x) @ x)
+
+
+PROGRAMS = [chain, diamond, scanned, branching, mapped, checkpointed, by_reverse]
+DERIVATIVES = [along, jacfwd, along_twice, forward_twice, forward_over_reverse, reverse_over_forward, gradient_along]
+
+
+def same(program, derivative, stage=lambda f: f):
+    x = vector(3)
+    with jd.context():
+        found = stage(derivative(functools.partial(program, sync)))(x)
+    expected = jax.jit(derivative(functools.partial(program, serial)))(x)
+    close(found, expected, rtol=1e-3, atol=1e-3 * (1 + float(jnp.max(jnp.abs(jax.tree.leaves(expected)[-1])))))
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_worker0
+def test_a_derivative_is_the_serial_one(big_world, program, derivative):
+    same(program, derivative)
+
+
+@pytest.mark.parametrize("stage", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
+@pytest.mark.parametrize("derivative", [along, jacfwd, forward_over_reverse, reverse_over_forward])
+@pytest.mark.parametrize("program", [chain, diamond, scanned, mapped])
+@on_worker0
+def test_a_compiled_derivative_is_the_serial_one(big_world, program, derivative, stage):
+    same(program, derivative, stage)
+
+
+@pytest.mark.parametrize("program", [chain, diamond])
+@on_worker0
+def test_four_derivatives_of_both_kinds(big_world, program):
+    same(program, three_ways)
+
+
+@pytest.mark.parametrize("function", [layer, fast_layer])
+@on_worker0
+def test_one_linear_function_for_several_tangents(big_world, function):
+    params, x = parameters(3, 2), vector(3)
+    with jd.context():
+        value, push = jax.linearize(lambda params, x: sync(1, function, params, x), params, x)
+        found = [push(*random_like((params, x), seed)) for seed in range(3)]
+    expected, local = jax.linearize(function, params, x)
+    close((value, found), (expected, [local(*random_like((params, x), seed)) for seed in range(3)]))
+
+
+def mixed(x, key, count):
+    """Return results of several types; some of them have no derivative."""
+    noise = jax.random.normal(key, x.shape)
+    return {"y": x * noise, "n": count + 1, "z": (x + 1j * x) ** 2, "h": x.astype(jnp.bfloat16), "text": "same"}
+
+
+@on_worker0
+def test_results_without_derivative_beside_others(big_world):
+    x, key = vector(3), jax.random.key(3)
+
+    def program(call, x):
+        found = call(1, mixed, x, key, jnp.arange(2))
+        return found["y"] * found["z"].real + found["h"].astype(jnp.float32), found["n"]
+
+    for derivative in (along, lambda f: jax.jacfwd(f, has_aux=True)):
+        with jd.context():
+            found = derivative(functools.partial(program, sync))(x)
+        close(found, derivative(functools.partial(program, serial))(x), rtol=1e-5)
+
+
+@jax.custom_jvp
+def own_rule(x):
+    return jnp.sin(x)
+
+
+@own_rule.defjvp
+def _rule(primals, tangents):
+    return own_rule(*primals), 3.0 * tangents[0]
+
+
+def own_pullback(x):
+    return _pulled(x)
+
+
+@jax.custom_vjp
+def _pulled(x):
+    return jnp.sin(x)
+
+
+_pulled.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (5.0 * x * cotangent,))
+
+
+@on_worker0
+def test_rules_of_the_called_function_hold(big_world):
+    with jd.context():
+        _, found = jax.jvp(lambda x: sync(1, own_rule, x), (X,), (2 * X,))
+        close(found, 6.0 * X)
+        _, found = jax.jvp(lambda x: sync(1, own_pullback, x), (X,), (2 * X,))
+        close(found, 10.0 * X * X)  # JAX itself refuses this one; it follows from the pullback
+
+
+def calls_on(x):
+    return jd.rpc_sync(rank(2), product, args=(x, jd.rpc_sync(rank(0), fast_product, args=(x, x))))
+
+
+@pytest.mark.parametrize("derivative", [along, jacfwd, forward_twice, forward_over_reverse, reverse_over_forward])
+@on_worker0
+def test_a_function_that_calls_others(big_world, derivative):
+    with jd.context():
+        found = derivative(lambda x: sync(1, calls_on, x) ** 2)(vector(3))
+    expected = derivative(lambda x: product(x, fast_product(x, x)) ** 2)(vector(3))
+    close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@on_worker0
+def test_references_that_are_not_differentiated(big_world):
+    params, x = jd.remote(last(), make_params, args=(1,)), vector(3)
+    with jd.context():
+        found = jax.jacfwd(lambda x: jd.rpc_sync(1, affine, args=(params, x)) ** 2)(x)
+    close(found, jax.jacfwd(lambda x: affine(params.to_here(), x) ** 2)(x))
+
+
+@on_worker0
+def test_tangents_do_not_pass_through_references(big_world):
+    def made_there(x):
+        return jd.rpc_sync(1, square, args=(jd.remote(2, square, args=(x,)),))
+
+    def fetched_again(x):
+        return jd.remote(2, square, args=(x,)).to_here()
+
+    for program, local in ((made_there, lambda x: square(square(x))), (fetched_again, square)):
+        with jd.context():
+            with pytest.raises(jd.DifferentiationError, match=r"no forward-mode derivative.*jax\.jacrev\(jax\.jacrev"):
+                jax.jvp(program, (X,), (X,))
+            still_differentiates()
+            close(jax.jacrev(program)(X), jax.jacrev(local)(X))
+
+
+def fails(x):
+    raise ArithmeticError("no number")
+
+
+@on_worker0
+def test_what_goes_wrong_is_said(big_world):
+    with pytest.raises(jd.ContextError, match="differentiated outside any context"):
+        jax.jvp(lambda x: sync(1, square, x), (X,), (X,))
+    with jd.context():
+        with pytest.raises(ArithmeticError, match="no number"):
+            jax.jacfwd(lambda x: sync(1, fails, x))(X)
+        still_differentiates()
+
+
+@on_worker0
+def test_a_push_after_the_context_is_refused(big_world):
+    with jd.context():
+        _, push = jax.linearize(lambda x: sync(1, square, x), X)
+        np.testing.assert_allclose(push(X), 2 * X * X, rtol=1e-6)
+    with pytest.raises(jd.ContextError):
+        push(X)
