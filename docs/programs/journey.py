@@ -31,10 +31,10 @@ def loss_fn(params, x):
 def tell(worker, peer, message):
     function = message.body[0] if message.kind in (Kind.CALL, Kind.CAST) else None
     known = getattr(function, "message", None)
-    what = (
-        "" if function is None else f"  {describe(function)}" + ("" if known is None else f", message {spell(known)}")
-    )
-    print(f"{message.kind.name:<6}  id {spell(message.id)}  worker{worker.rank} -> worker{peer}{what}", flush=True)
+    what = "" if function is None else f"  {describe(function)}"
+    what += "" if known is None else f", message {spell(known)}"
+    way = f"worker{worker.rank} -> worker{peer}"
+    print(f"{message.kind.name:<6}  id {spell(message.id)}  {way}{what}", flush=True)
 
 
 def main():

@@ -1,0 +1,53 @@
+"""MPI processes as engines of a notebook."""
+
+import importlib.util
+from typing import Any
+
+from jdistgrad.cli import launch
+from jdistgrad.errors import LauncherError
+
+
+class MpiEngines:
+    """Processes under mpirun on this machine, driven from a notebook by ipyparallel.
+
+    Cells that begin with ``%%px`` run on all of them, once each has called ``jd.init()`` as a worker. Needs
+    ``pip install ipyparallel``.
+
+    Arguments:
+      n: the number of processes.
+
+    Attributes:
+      view: ipyparallel's view of all engines: ``view["name"]`` is the variable's value on each.
+    """
+
+    def __init__(self, n: int):
+        if importlib.util.find_spec("ipyparallel") is None:
+            raise LauncherError("MpiEngines drives processes through ipyparallel: pip install ipyparallel")
+        import ipyparallel
+        from traitlets.config import Config
+
+        config: Any = Config()
+        config.MPILauncher.mpi_cmd = launch.mpirun(n)[:-2]  # ipyparallel adds the number of ranks
+        config.MPILauncher.mpi_args = []
+        self._cluster = ipyparallel.Cluster(n=n, engines="mpi", config=config, log_level=40)
+        self._cluster.start_cluster_sync()
+        client = self._cluster.connect_client_sync()
+        client.wait_for_engines(n, interactive=False)
+        self.view = client[:]
+        self.view.block = True
+        self.view.activate()
+
+    def of_rank(self, rank: int, worker: str = "me") -> Any:
+        """Return the view of the engine with a rank. ``worker``: the variable that holds the result of ``jd.init()``."""
+        ranks = [one.rank for one in self.view[worker]]
+        return self.view.client[ranks.index(rank)]
+
+    def close(self) -> None:
+        """End the processes. Call ``jd.shutdown()`` on them first."""
+        self._cluster.stop_cluster_sync()
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __repr__(self) -> str:
+        return f"MpiEngines({len(self)})"
