@@ -10,12 +10,12 @@ from jdistgrad.autograd.gradients import (
 )
 from jdistgrad.autograd.graph.graph import Graph as Graph
 from jdistgrad.autograd.staged.jit import jit as jit
-from jdistgrad.cli.engines import MpiEngines as MpiEngines
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
 from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm as NnxSyncBatchNorm, SyncBatchNorm as SyncBatchNorm
 from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.collectives.default import barrier as barrier
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
+from jdistgrad.engines import MpiEngines as MpiEngines
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
     CallTimeoutError as CallTimeoutError,

@@ -1,4 +1,4 @@
 """Functions and flax modules whose parameters live on another worker.
 
-Uses rpc and autograd. Users call it.
+Uses rpc, autograd and optim (to restore saved variables). Users call it.
 """

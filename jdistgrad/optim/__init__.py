@@ -1,4 +1,4 @@
 """Optimizers: optax on the owners of the parameters; gradients averaged, and state sharded, over ranks.
 
-Uses autograd and data_parallel. Users call it.
+Uses autograd and data_parallel. Used by modules; users call it.
 """

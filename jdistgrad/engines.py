@@ -23,7 +23,7 @@ class MpiEngines:
     def __init__(self, n: int):
         if importlib.util.find_spec("ipyparallel") is None:
             raise LauncherError("MpiEngines drives processes through ipyparallel: pip install ipyparallel")
-        import ipyparallel
+        import ipyparallel  # type: ignore[import-untyped]
         from traitlets.config import Config
 
         config: Any = Config()
@@ -38,7 +38,7 @@ class MpiEngines:
         self.view.activate()
 
     def of_rank(self, rank: int, worker: str = "me") -> Any:
-        """Return the view of the engine with a rank. ``worker``: the variable that holds the result of ``jd.init()``."""
+        """Return the view of the engine with a rank. ``worker``: the variable with the result of ``jd.init()``."""
         ranks = [one.rank for one in self.view[worker]]
         return self.view.client[ranks.index(rank)]
 
