@@ -96,7 +96,7 @@ def search(truth):
 
 
 def main():
-    me = jd.init(["search", "air", "sea"])
+    me = jd.init(["search", "air", "sea"], timeout=300)  # first calls compile, which may take long
     found = None
     if me.name == "search":
         truth = jnp.array([3.0, 2.4, 1.5])

@@ -103,7 +103,7 @@ def serve():
 
 
 def main():
-    me = jd.init()
+    me = jd.init(timeout=300)  # first calls compile, which takes long on a busy machine
     result = None
     if me.rank == 0:
         losses, accuracy = result = serve()

@@ -91,7 +91,7 @@ def learn(step, observers):
 
 
 def main():
-    me = jd.init()
+    me = jd.init(timeout=300)  # first calls compile, which takes long on a busy machine
     lengths = None
     if me.rank == 0:
         observers = list(range(1, jd.world_size())) or [0]

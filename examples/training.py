@@ -93,7 +93,7 @@ def learn():
 
 
 def main():
-    me = jd.init()
+    me = jd.init(timeout=300)  # first calls compile, which takes long on a busy machine
     result = learn() if me.rank == 0 else None
     jd.shutdown()
     return result
