@@ -190,6 +190,27 @@ def test_rules_of_the_called_function_hold(big_world):
         close(found, 10.0 * X * X)  # JAX itself refuses this one; it follows from the pullback
 
 
+@jax.custom_vjp
+def squashed(x):
+    return x
+
+
+squashed.defvjp(lambda x: (x, ()), lambda _, cotangent: (cotangent / (1 + cotangent**2),))
+
+
+def with_squashed_gradient(x):
+    return 2 * squashed(x)
+
+
+@on_worker0
+def test_a_rule_that_is_not_linear_has_no_transpose(big_world):
+    with jd.context():
+        for function in (squashed, with_squashed_gradient):
+            with pytest.raises(jd.DifferentiationError, match=r"custom_vjp is not linear .* Use reverse mode"):
+                jax.jvp(lambda x, function=function: sync(1, function, x), (X,), (X,))
+        close(jax.grad(lambda x: jnp.sum(sync(1, squashed, x)))(X), jnp.full(3, 0.5))
+
+
 def calls_on(x):
     return jd.rpc_sync(rank(2), product, args=(x, jd.rpc_sync(rank(0), fast_product, args=(x, x))))
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jdistgrad.errors import DifferentiationError, DistgradError
+
 Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
 
 Primal = Callable[..., tuple[list[Any], Any]]  # returns the results that have derivatives, and auxiliary data
@@ -35,9 +37,22 @@ def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> t
 
 
 def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
-    """Return the tangents of results of these shapes and dtypes: the derivative is the pullback's transpose."""
+    """Return the tangents of results of these shapes and dtypes: the derivative is the pullback's transpose.
+
+    Raises:
+      DifferentiationError: the pullback has no transpose.
+    """
     results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    (found,) = jax.linear_transpose(lambda cotangents: list(pullback(cotangents)), results)(list(tangents))
+    transpose = jax.linear_transpose(lambda cotangents: list(pullback(cotangents)), results)
+    try:
+        (found,) = transpose(list(tangents))
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, DistgradError):
+            raise
+        raise DifferentiationError(
+            "there is no forward-mode derivative (jvp, jacfwd, linearize, hessian) of a function whose custom_vjp is "
+            f"not linear in the cotangents, or cannot be transposed ({error}). Use reverse mode, or a custom_jvp."
+        ) from error
     return list(found)
 
 
