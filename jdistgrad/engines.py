@@ -6,6 +6,8 @@ from typing import Any
 from jdistgrad.cli import launch
 from jdistgrad.errors import LauncherError
 
+STARTED_WITHIN = 120.0  # seconds
+
 
 class MpiEngines:
     """Processes under mpirun on this machine, driven from a notebook by ipyparallel.
@@ -31,8 +33,12 @@ class MpiEngines:
         config.MPILauncher.mpi_args = []
         self._cluster = ipyparallel.Cluster(n=n, engines="mpi", config=config, log_level=40)
         self._cluster.start_cluster_sync()
-        client = self._cluster.connect_client_sync()
-        client.wait_for_engines(n, interactive=False)
+        try:
+            client = self._cluster.connect_client_sync()
+            client.wait_for_engines(n, interactive=False, timeout=STARTED_WITHIN)
+        except BaseException:
+            self._cluster.stop_cluster_sync()
+            raise
         self.view = client[:]
         self.view.block = True
         self.view.activate()

@@ -43,8 +43,9 @@ class DataParallel(Corrected):
     Arguments:
       collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket. ``"auto"`` tries
-        several sizes in the first steps that are called from Python, and keeps the one with the fastest step on the
-        slowest rank (``statistics().trials``). Each size has a compiled program and a hook's state of its own.
+        several sizes (25, 1, 4 and 100) in the first steps that are called from Python, and keeps the one with the
+        fastest step on the slowest rank (``statistics().trials``). Each size has a compiled program and a hook's state
+        of its own.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``.
       overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the
@@ -141,7 +142,7 @@ class DataParallel(Corrected):
           DisagreementError: a leaf differs; the error names the leaf, the place in it, the rank and both values.
         """
         driver = self._require_driver("verify: the ranks of a mesh run one program on one array: nothing to compare")
-        driver.verify(tree)
+        driver.verify(enclosed(tree))
 
     @property
     def used(self) -> Any:
@@ -189,7 +190,7 @@ class DataParallel(Corrected):
                 return plain(*args, **kwargs)
             args, kwargs = enclosed((args, kwargs))
             value, gradients = enclosing(*args, **kwargs)
-            return value, removed(gradients)
+            return opened(value), removed(gradients)
 
         return step
 

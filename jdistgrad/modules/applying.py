@@ -74,7 +74,15 @@ class Apply(ServedFunction):
             rest = iter(arrays)
             args, kwargs = jax.tree.unflatten(structure, [next(rest) if one is None else one[1] for one in fixed])
             result, after = self.run(parameters, state, args, kwargs)
-            each = enumerate(zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True))
+            known: Any
+            found: Any
+            (before, known), (now, found) = jax.tree.flatten(state), jax.tree.flatten(after)
+            if known != found:
+                raise ValueError(
+                    f"{self.label} made other variables in this call than when it was initialized: {found}, expected "
+                    f"{known}. Make all of them at first, or return what a call makes anew (sow)."
+                )
+            each = enumerate(zip(before, now, strict=True))
             return result, {k: jax.lax.stop_gradient(new) for k, (old, new) in each if new is not old}
 
         return jax.jit(run)

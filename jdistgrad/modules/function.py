@@ -1,5 +1,6 @@
 """A function whose parameters live on another worker, where it runs."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,14 +121,18 @@ class RemoteFunction:
 
 def put_back(references: Mapping[str, RRef[Any]], variables: Any) -> None:
     """Replace the values of references by saved ones, all or none."""
-    known = {name: one.local_value() for name, one in references.items()}
-    differs = restoring.difference(variables, known)
-    if differs is not None:
-        raise ValueError(
-            f"restore on {current_worker().info}: {differs}. Nothing was changed. Restore what variables() returned."
-        )
-    for name, value in restoring.converted(variables, known).items():
-        current_worker().references.owned.replace(references[name].id, value)
+    owned = current_worker().references.owned
+    with contextlib.ExitStack() as stack:
+        for identifier in sorted(one.id for one in references.values()):
+            stack.enter_context(owned.lock(identifier))  # a call under way would put its own state in place after this
+        known = {name: one.local_value() for name, one in references.items()}
+        differs = restoring.difference(variables, known)
+        if differs is not None:
+            raise ValueError(
+                f"restore on {current_worker().info}: {differs}. Nothing was changed. Restore what variables() gave."
+            )
+        for name, value in restoring.converted(variables, known).items():
+            owned.replace(references[name].id, value)
 
 
 def make_parameters(init: Callable[..., Any], args: Args) -> RRef[Any]:

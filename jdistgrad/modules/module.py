@@ -24,6 +24,8 @@ class RemoteModule(RemoteFunction):
     result); an nnx module's, those that the module changes in the mode set by ``train`` and ``eval``. A call changes
     state once, whatever derivatives are taken. Calls follow each other in the order of the program, also in
     ``jdistgrad.jit``; calls by ``rpc_async`` and ``remote`` that do not wait for each other, in the order of arrival.
+    To ``jax.jit``, ``scan`` and ``jax.checkpoint`` every call is pure, so they may merge, reorder, drop or repeat
+    calls: call modules in training from Python or in ``jdistgrad.jit``.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.
@@ -62,11 +64,14 @@ class RemoteModule(RemoteFunction):
         self._consist_of(parameters, state, apply.like(stateful=state is not None), timeout)
 
     def train(self, **attributes: Any) -> None:
-        """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on."""
+        """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
+
+        Pass the module to staged functions as an argument: what they close over stays as it was traced.
+        """
         self._set_mode("train", attributes)
 
     def eval(self, **attributes: Any) -> None:
-        """Set the evaluation mode of an nnx module as ``nnx.Module.eval`` does, for calls by this object."""
+        """Set the evaluation mode of an nnx module as ``nnx.Module.eval`` does, by this object: see ``train``."""
         self._set_mode("eval", attributes)
 
     def _set_mode(self, method: str, attributes: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ def local_sgd(
         averaged, exchange = average.update(way, state.exchange)
         change, outer_state = above.update(averaged, state.outer, state.start)
         start = optax.apply_updates(state.start, change)
-        moves = jax.tree.map(lambda there, p: there - p, start, params)
+        moves = jax.tree.map(lambda there, p, u: (there - p).astype(u.dtype), start, params, updates)
         return moves, LocalSgdState(state.steps * 0, state.inner, start, outer_state, exchange)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -87,5 +87,5 @@ def local_sgd(
 def _either(steps: Any, every: int, at_end: Callable[[], Any], else_: Callable[[], Any]) -> Any:
     """Return the result of one of two functions; in a compiled program, the program decides when it runs."""
     if isinstance(steps, jax.core.Tracer):
-        return jax.lax.cond(steps == every, at_end, else_)
-    return at_end() if int(np.asarray(steps)) == every else else_()
+        return jax.lax.cond(steps >= every, at_end, else_)
+    return at_end() if int(np.asarray(steps)) >= every else else_()

@@ -74,3 +74,22 @@ def test_a_step_of_an_equinox_module(big_world, overlap, rank, size):
         close(dp.value_and_grad(loss)(mine, rows_of(rank))[1], parts[rank], rtol=1e-4)
     moved = eqx.apply_updates(mine, jax.tree.map(lambda g: -0.1 * g, gradients))
     assert loss(moved, rows_of(rank)).shape == ()
+
+
+@on_every_worker
+def test_functions_among_leaves_are_nowhere_in_the_way(big_world, rank, size):
+    def loss_and_model(tree, x):
+        return jnp.sum(tree["act"](tree["w"]) * x), tree
+
+    dp = DataParallel(find_unused_parameters=True)
+    tree = dp.broadcast({"w": jnp.arange(3.0) + rank, "unused": jnp.ones(2), "act": jnp.tanh})
+    dp.verify(tree)
+    step = dp.value_and_grad(loss_and_model, has_aux=True)
+    (_, after), gradients = step(tree, 1.0 + rank)
+    assert after["act"] is jnp.tanh
+    assert gradients["act"] is None
+    assert dp.used == {"w": True, "unused": False, "act": None}
+    with dp.no_sync():
+        _, own = step(tree, 1.0 + rank)
+    close(dp.average(own)["w"], gradients["w"])
+    assert dp.used == {"w": True, "unused": False, "act": None}

@@ -65,7 +65,7 @@ def test_steps_choose_one_size_on_all_ranks(big_world, overlap, rank, size):
         close(gradients, expected)
         counts.append((len(dp.statistics().bucket_sizes), len(dp.statistics().trials)))
     told = dp.statistics()
-    assert [one for _, one in counts] == [0] * (3 * ROUNDS - 1) + [3] * 3
+    assert [one for _, one in counts] == [0] * (3 * ROUNDS) + [3] * 2
     assert len({one for one, _ in counts[: 3 * ROUNDS]}) == 3
     assert len({one for one, _ in counts[3 * ROUNDS :]}) == 1
     assert {cap for cap, _ in told.trials} == {25.0, 1.0, 4.0}
@@ -84,9 +84,32 @@ def test_steps_of_uneven_ranks_do_not_count(big_world, rank, size):
             step(jnp.ones(300_000), jnp.ones(300_000))
         join.finish(jnp.ones(1))
     assert dp.statistics().trials == ()
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
         step(jnp.ones(300_000), jnp.ones(300_000))
     assert len(dp.statistics().trials) == 1
+
+
+@on_every_worker
+def test_a_step_that_is_interrupted_on_one_rank_counts_on_all(big_world, rank, size):
+    dp = DataParallel(bucket_cap_mb="auto")
+    params = [jnp.full((400, 400), 0.01 * k) for k in range(10)]
+    step = dp.value_and_grad(lambda params: sum(jnp.sum(p**2) for p in params))
+    end = dp._driver._end
+
+    def interrupted(*args):
+        end(*args)
+        raise KeyboardInterrupt
+
+    for number in range(3 * ROUNDS + 1):
+        if number == 5 and rank == 1:
+            dp._driver._end = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                step(params)
+            dp._driver._end = end
+        else:
+            step(params)
+    assert len(dp.statistics().trials) == 3
+    assert dp.collectives.allgather_object(dp.statistics().trials) == [dp.statistics().trials] * size
 
 
 @on_every_worker

@@ -9,6 +9,7 @@ from helpers.data import close
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
+from jdistgrad.autograd.contexts import find_context
 from jdistgrad.modules.module import RemoteModule
 
 NOT_PARAMETERS = nnx.Not(nnx.Param)
@@ -162,6 +163,63 @@ def test_calls_in_one_step_follow_each_other_in_the_order_of_the_program(big_wor
         value, gradients = nnx.value_and_grad(lambda m, x: loss(m, x, slow_identity))(local, X + turn)
         close(found, (value, nnx.to_pure_dict(gradients)), rtol=1e-4, atol=10 * ROUNDING)
         same_state(remote, local)
+
+
+@on_worker0
+def test_calls_in_a_loop_and_beside_it_follow_the_program(big_world):
+    remote = RemoteModule(last(), Fails)
+
+    def program(xs, module):
+        before = module(xs[0])
+        _, during = jax.lax.scan(lambda _, x: (None, module(x)), None, xs)
+        return before, during, module(xs[0] * 1)
+
+    step = jd.jit(program)
+    for turn in range(4):
+        found = jnp.hstack(step(jnp.ones(3), remote))
+        np.testing.assert_array_equal(found, 5 * turn + np.arange(1, 6))
+
+
+@on_worker0
+def test_a_call_whose_result_is_not_used_changes_state_in_a_staged_step(big_world):
+    remote = RemoteModule(last(), Fails)
+
+    def program(x, module):
+        module(x + 1)
+        return module(x)
+
+    np.testing.assert_array_equal(jd.jit(program)(jnp.ones(2), remote), 2)
+
+
+class Growing(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, more=False):
+        self.variable("memory", "one", jnp.zeros, ())
+        if more:
+            self.variable("memory", "two", jnp.zeros, ())
+        return x
+
+
+@on_worker0
+def test_variables_that_a_later_call_makes_are_refused(big_world):
+    remote = RemoteModule(last(), Growing(), (X,))
+    close(remote(X, mutable=["memory"]), X)
+    with pytest.raises(ValueError, match=r"Growing made other variables in this call than when it was initialized"):
+        remote(X, more=True, mutable=["memory"])
+
+
+@on_worker0
+def test_states_are_forgotten_with_their_last_pullback(big_world):
+    remote = RemoteModule(last(), Trained)
+    step = jd.jit(jd.value_and_grad(distance))
+    with jd.context() as ctx:
+        for _ in range(3):
+            step(remote, X)
+        assert jd.rpc_sync(last(), states_kept, args=(ctx.id,)) == 0
+
+
+def states_kept(context):
+    return len(find_context(context).tape._states)
 
 
 @both

@@ -116,6 +116,28 @@ def test_training_goes_on_from_a_saved_state(big_world, rank, size):
     close(params, whole, rtol=1e-4)
 
 
+@on_every_worker
+def test_training_goes_on_with_another_number_of_steps(big_world, rank, size):
+    params, state = train(local_sgd(optax.sgd(0.05), every=6), rank, steps=5)
+    tx = local_sgd(optax.sgd(0.05), every=3)  # fewer than have been taken since the last exchange
+    updates, state = tx.update(gradient(params, rows(rank, 5)), state, params)
+    params = optax.apply_updates(params, updates)
+    assert int(state.steps) == 0
+    close(params, train_serially(size, optax.sgd(0.05), optax.sgd(1.0), 6, steps=6)[rank], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
+@on_every_worker
+def test_parameters_in_16_bits_with_gradients_in_32(big_world, staged, rank, size):
+    tx = local_sgd(optax.sgd(0.5), every=2)
+    params = {"w": jnp.full(3, float(rank), jnp.bfloat16)}
+    state, update = tx.init({"w": jnp.zeros(3, jnp.bfloat16)}), jax.jit(tx.update) if staged else tx.update
+    for _ in range(2):
+        updates, state = update({"w": jnp.ones(3, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, updates)
+    close(params["w"], jnp.full(3, (size - 1) / 2 - 1, jnp.bfloat16))
+
+
 @pytest.mark.parametrize("every", [0, 2.5, True])
 def test_a_number_of_steps_that_makes_no_sense(every):
     with pytest.raises(ValueError, match="every must be a number of steps"):

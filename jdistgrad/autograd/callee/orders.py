@@ -47,7 +47,7 @@ def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) ->
     try:
         (found,) = transpose(list(tangents))
     except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, DistgradError):
+        if isinstance(error, DistgradError | jax.errors.JaxRuntimeError):
             raise
         raise DifferentiationError(
             "there is no forward-mode derivative (jvp, jacfwd, linearize, hessian) of a function whose custom_vjp is "

@@ -224,7 +224,10 @@ class PullCall(ServedFunction):
     def __call__(self, cotangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)
+            recording = tape.recordings.find(self.message, last=self.last)
+            if self.last:
+                tape.forget_state(self.message)
+            return recording.pull(tape, self, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)

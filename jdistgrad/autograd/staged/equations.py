@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.primitive import has_wire, untied_p, wire_p
@@ -44,6 +44,10 @@ class Equation:
     def variables(self) -> Iterator[int]:
         """Yield the variables that must be known before the equation can run."""
         return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
+
+    def states(self) -> set[Any]:
+        """Return what identifies the states that the equation may change, also in the body of a loop or a branch."""
+        return _states(self.eqn)
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs of an equation without an operation, as part of a trace if JAX is tracing."""
@@ -93,12 +97,20 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return (body, constants) if has_wire(body) else None
 
 
+def _states(eqn: Any) -> set[Any]:
+    if eqn is None:
+        return set()
+    inner = {state for jaxpr in jaxprs_in_params(eqn.params) for one in jaxpr.eqns for state in _states(one)}
+    state = getattr(eqn.params["operation"], "state", None) if eqn.primitive is wire_p else None
+    return inner if state is None else {state, *inner}
+
+
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:
-    """Return the equations that some output needs or that have effects: unused calls are not made."""
+    """Return the equations that some output needs, or that have effects or may change a state. Others do not run."""
     live = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
     for equation in reversed(equations):
-        if not live.isdisjoint(equation.outputs) or getattr(equation.eqn, "effects", None):
+        if not live.isdisjoint(equation.outputs) or getattr(equation.eqn, "effects", None) or equation.states():
             live.update(equation.variables())
             kept.append(equation)
     return kept[::-1]

@@ -66,16 +66,14 @@ def cut(closed: Any) -> Plan:
 
 
 def state_in_program_order(equations: Sequence[Equation]) -> list[Equation]:
-    """Make each call that may change a state wait for the answer of the call before that may change the same state."""
+    """Make what may change a state wait for the answer of the equation before that may change the same state."""
     last: dict[Any, int] = {}
     found = []
     for equation in equations:
-        state = equation.operation.state if type(equation.operation) is Call else None
-        if state is not None:
-            found.append(dataclasses.replace(equation, after=(last[state],) if state in last else ()))
-            last[state] = equation.outputs[-1]
-        else:
-            found.append(equation)
+        states = equation.states()
+        before = tuple(dict.fromkeys(last[state] for state in states if state in last))
+        found.append(dataclasses.replace(equation, after=before) if before else equation)
+        last.update(dict.fromkeys(states, equation.outputs[-1]) if equation.outputs else {})
     return found
 
 

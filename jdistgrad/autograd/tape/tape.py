@@ -33,6 +33,8 @@ class Tape:
     def close(self) -> None:
         """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
         self.recordings.close()
+        with self._lock:
+            self._states.clear()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
@@ -73,6 +75,10 @@ class Tape:
             if message not in self._states:
                 raise ContextError("the context was closed before the call whose state is needed had been served")
             return self._states[message]
+
+    def forget_state(self, message: int) -> None:
+        with self._lock:
+            self._states.pop(message, None)
 
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""

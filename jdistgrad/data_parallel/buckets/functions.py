@@ -36,12 +36,12 @@ def removed(tree: Any) -> Any:
 
 
 def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes arguments with enclosed functions."""
+    """Return a function that takes arguments with enclosed functions, and encloses the functions in its result."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = opened((args, kwargs))
-        return function(*args, **kwargs)
+        return enclosed(function(*args, **kwargs))
 
     return call
 

@@ -1,6 +1,7 @@
 """The choice of a bucket size by measurement: a state machine that says which size to use next."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +21,14 @@ class Tuning:
     def __init__(self, rules: Rules):
         self._rules = rules
         self._first: BucketPlan | None = None
-        self._times: dict[float, list[float]] = {}
+        self._times: dict[float, list[float | None]] = {}
         self._steps = 0
         self.trials: tuple[tuple[float, float], ...] = ()  # sizes, and the seconds of a step, once all have been tried
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a step has been noted: only then do the ranks know that all of them tune."""
+        return self._first is not None
 
     @property
     def cap(self) -> float:
@@ -37,10 +43,11 @@ class Tuning:
         """Return this rank's median time for each size, once all sizes have been tried and nothing is decided yet."""
         if self.trials or self._steps < ROUNDS * max(1, len(self._times)):
             return None
-        return [statistics.median(times[1:]) for times in self._times.values()]
+        known = [[one for one in times[1:] if one is not None] for times in self._times.values()]
+        return [statistics.median(times) if times else math.inf for times in known]
 
-    def note(self, plan: BucketPlan, seconds: float) -> None:
-        """Note the time of a step with the present size."""
+    def note(self, plan: BucketPlan, seconds: float | None) -> None:
+        """Note the time of a step with the present size; None for a step that did not end here. All ranks count it."""
         if self._first is None:
             self._first = plan
             self._times = {cap: [] for cap in self._different(plan)}

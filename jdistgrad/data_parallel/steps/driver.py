@@ -71,19 +71,24 @@ class Driver:
 
     def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         """Take a step; return the value, and the averaged gradients."""
+        tuning = None if self.joining else self._tuning
+        if tuning is not None and tuning.has_begun:
+            self._tune(tuning)
         start = time.perf_counter()
         program = programs.find(args, kwargs, self._agree_on_model, self._rules.bucket_cap_mb, overlap=overlap)
-        reduction = self._begin(program.plan)
-        with _abandon_on_error(reduction):
-            results = program.run(args, kwargs, reduction.launch)
-        averaged = self._end(program.plan, program.structure, reduction, program.used)
-        if self._tuning is not None and not self.joining:
-            self._tune(self._tuning, program.plan, time.perf_counter() - start)
+        reduction, seconds = self._begin(program.plan), None
+        try:
+            with _abandon_on_error(reduction):
+                results = program.run(args, kwargs, reduction.launch)
+            averaged = self._end(program.plan, program.structure, reduction, program.used)
+            seconds = time.perf_counter() - start
+        finally:
+            if tuning is not None:
+                tuning.note(program.plan, seconds)
         return results, averaged
 
-    def _tune(self, tuning: Tuning, plan: BucketPlan, seconds: float) -> None:
-        """Note the time of a step, and set the bucket size of the next."""
-        tuning.note(plan, seconds)
+    def _tune(self, tuning: Tuning) -> None:
+        """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
         medians = tuning.medians
         if medians is not None:
             tuning.decide(self._thread.run(self._reducer.slowest, medians))

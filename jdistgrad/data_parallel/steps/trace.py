@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 from jdistgrad import jaxprs
+from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.rpc.functions import Args, Kwargs
 
 
@@ -37,7 +38,7 @@ def trace(
         used: set[int] = set()
         probed = _probed(loss, argnums, used)
         value, gradients = jax.value_and_grad(probed, argnums, has_aux)(*args, **kwargs)
-        flat, found["gradients"] = jax.tree.flatten(gradients)
+        flat, found["gradients"] = jax.tree.flatten(removed(gradients))
         rest, found["results"] = jax.tree.flatten(value)
         found["used"] = tuple(k in used for k in range(len(flat)))
         return [*flat, *rest]
