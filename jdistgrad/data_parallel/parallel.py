@@ -43,9 +43,9 @@ class DataParallel(Corrected):
     Arguments:
       collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket. ``"auto"`` tries
-        several sizes (25, 1, 4 and 100) in the first steps that are called from Python, and keeps the one with the
-        fastest step on the slowest rank (``statistics().trials``). Each size has a compiled program and a hook's state
-        of its own.
+        several sizes (the default, 1, 4, 25, 100) in the first steps that are called from Python, and keeps the one
+        with the fastest step on the slowest rank (``statistics().trials``). Each size has a compiled program and a
+        hook's state of its own.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``.
       overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the

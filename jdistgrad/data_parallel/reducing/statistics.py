@@ -37,7 +37,7 @@ class Statistics:
     waiting: float = 0.0
     spans: "tuple[Span, ...]" = ()
     bucket_cap_mb: Cap = None
-    trials: tuple[tuple[float, float], ...] = ()
+    trials: tuple[tuple[float | None, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Rules
 
-CAPS = (25.0, 1.0, 4.0, 100.0)  # in MiB
+CAPS: tuple[float | None, ...] = (None, 1.0, 4.0, 25.0, 100.0)  # in MiB; None: 25, and 1 for the first bucket
 ROUNDS = 6  # each round tries every size in one step; the first round compiles, so its times do not count
 
 
@@ -21,9 +21,11 @@ class Tuning:
     def __init__(self, rules: Rules):
         self._rules = rules
         self._first: BucketPlan | None = None
-        self._times: dict[float, list[float | None]] = {}
+        self._times: dict[float | None, list[float | None]] = {}
         self._steps = 0
-        self.trials: tuple[tuple[float, float], ...] = ()  # sizes, and the seconds of a step, once all have been tried
+        self.trials: tuple[
+            tuple[float | None, float], ...
+        ] = ()  # sizes, and the seconds of a step, once all have been tried
 
     @property
     def has_begun(self) -> bool:
@@ -31,8 +33,8 @@ class Tuning:
         return self._first is not None
 
     @property
-    def cap(self) -> float:
-        """Return the size, in MiB, to use in the next step."""
+    def cap(self) -> float | None:
+        """Return the size to use in the next step."""
         if self.trials:
             return min(self.trials, key=lambda trial: trial[1])[0]
         caps = list(self._times) or [CAPS[0]]
@@ -59,8 +61,8 @@ class Tuning:
         """Choose the size by the slowest rank's median for each."""
         self.trials = tuple(zip(self._times, slowest, strict=True))
 
-    def _different(self, plan: BucketPlan) -> list[float]:
-        found: dict[Any, float] = {}
+    def _different(self, plan: BucketPlan) -> list[float | None]:
+        found: dict[Any, float | None] = {}
         for cap in CAPS:
             rules = dataclasses.replace(self._rules, bucket_cap_mb=cap)
             groups = tuple(bucket.slots for bucket in rules.plan(plan.terms, plan.order).buckets)
