@@ -69,14 +69,15 @@ def make_model():
 
 def train(model):
     optimizer = jd.DistributedOptimizer(optax.adam(RATE), [part.parameters for part in model])
-    step = jd.jit(jd.value_and_grad(loss_fn, argnums=(0, 1, 2)))
-    losses = []
-    for number in track(range(STEPS), description="learning the grammar"):
-        with jd.context() as ctx:
-            loss, _ = step(*model, sentences(number))
-            optimizer.step(ctx)
-        losses.append(float(loss))
-    return losses
+
+    @jd.jit
+    def step(embed, recur, decode, text):
+        loss, gradients = jd.value_and_grad(loss_fn, argnums=(0, 1, 2))(embed, recur, decode, text)
+        optimizer.step(gradients)
+        return loss
+
+    numbers = track(range(STEPS), description="learning the grammar")
+    return [float(step(*model, sentences(number))) for number in numbers]
 
 
 def next_word(model, text):

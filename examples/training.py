@@ -67,15 +67,18 @@ def make_model():
 def train(encoders, head):
     """Train the model. Return the loss of each step."""
     optimizer = jd.DistributedOptimizer(optax.adam(1e-2), [part.parameters for part in [*encoders, head]])
-    step = jd.jit(jd.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
+
+    @jd.jit
+    def step(encoders, head, images, labels):
+        (loss, _), gradients = jd.value_and_grad(loss_fn, (0, 1), has_aux=True)(encoders, head, images, labels)
+        optimizer.step(gradients)  # each owner steps as soon as its gradients are complete
+        return loss
+
     losses = []
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[loss]}")) as progress:
         task = progress.add_task("training", total=STEPS, loss="compiling")
         for number in range(STEPS):
-            with jd.context() as ctx:
-                (loss, _), _ = step(encoders, head, *draw(number + 1, BATCH))
-                optimizer.step(ctx)
-            losses.append(float(loss))
+            losses.append(float(step(encoders, head, *draw(number + 1, BATCH))))
             progress.update(task, advance=1, loss=f"loss {losses[-1]:.3f}")
     return losses
 

@@ -1,6 +1,7 @@
 """Job of gradients.py: rank 0 measures gradients across calls to rank 1 with jdistgrad."""
 
 import pathlib
+import statistics
 import sys
 import time
 
@@ -55,21 +56,39 @@ def random_values(seed):
     return jax.random.uniform(jax.random.key(seed), (3, 3))
 
 
-def end_to_end():
+@jax.jit
+def loss_there(a, b):
+    return (a + b).sum()
+
+
+def end_to_end(loss):
     """Measure the note's second example: the loss of the sum of two references, with a distributed optimizer.
 
-    All iterations use the same references and the same optimizer.
+    All iterations use the same references and the same optimizer. Returns the medians for a step of the optimizer that
+    follows the staged function, and for one inside of it, in turn.
     """
     first, second = (jd.remote(1, random_values, args=(seed,)) for seed in (0, 1))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [first, second])
-    step = jd.jit(jd.value_and_grad(lambda a, b: (a.to_here() + b.to_here()).sum(), argnums=(0, 1)))
+    gradients = jd.value_and_grad(loss, argnums=(0, 1))
+    step = jd.jit(gradients)
 
-    def run():
+    def apart():
         with jd.context() as ctx:
             step(first, second)
             optimizer.step(ctx)
 
-    return median(run, 500)
+    @jd.jit
+    def train(a, b):
+        loss, found = gradients(a, b)
+        optimizer.step(found)
+        return loss
+
+    def inside():
+        with jd.context():
+            train(first, second)
+
+    found = [(median(apart, 100), median(inside, 100)) for _ in range(5)]
+    return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
 def open_contexts(count, a, b):
@@ -103,7 +122,11 @@ def measure():
     chains = {
         f"chain_{length}": median(in_context(chain(length), a, b), 200 // length + 20) for length in (1, 8, 10, 100)
     }
-    report(bare=bare, note=note(a, b), large=elementwise(1024), end_to_end=end_to_end(), **chains)
+    apart, inside = end_to_end(lambda a, b: (a.to_here() + b.to_here()).sum())
+    loops = {"end_to_end": apart, "step_inside": inside}
+    apart, inside = end_to_end(lambda a, b: jd.rpc_sync(1, loss_there, args=(a, b)))
+    loops |= {"loss_there": apart, "loss_there_inside": inside}
+    report(bare=bare, note=note(a, b), large=elementwise(1024), **loops, **chains)
     report(**{f"contexts_{count}": open_contexts(count, a, b) for count in (1, 10, 100)})
 
 

@@ -76,6 +76,8 @@ MISTAKES = {
         optimizer.zero_grad()
         optimizer.state_dict()
         optimizer.step(closed)
+        optimizer.step(x)
+        jax.jit(lambda p: optimizer.step(jd.grad(loss_fn)(p)))(reference)
         optax.adam(0.1).init(reference)
         optax.apply_updates(reference, reference)
     """,

@@ -33,7 +33,7 @@ class RemoteGradient(Elsewhere):
 
     def __init__(self, rref: RRef[Any], marks: Any, scope: Scope | None, lease: Any = None):
         self.rref, self.marks = rref, marks
-        self._scope, self.lease = scope, lease
+        self.scope, self.lease = scope, lease
 
     @property
     def parts(self) -> Any:
@@ -46,11 +46,11 @@ class RemoteGradient(Elsewhere):
 
     def to_here(self, timeout: float | None = None) -> Any:
         """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays."""
-        if self._scope is None:
+        if self.scope is None:
             raise ContextError(f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`")
         worker = current_worker()
-        worker.scopes.find(self._scope.id)
-        with within(self._scope):
+        worker.scopes.find(self.scope.id)
+        with within(self.scope):
             return worker.rpc_sync(self.owner, gradient_of, (self.rref.id,), {}, timeout)
 
     def __repr__(self) -> str:

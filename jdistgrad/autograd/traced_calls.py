@@ -1,13 +1,12 @@
 """Calls with traced arguments: ``rpc_sync`` and the other calls inside grad, vmap and jit."""
 
 import functools
-import traceback
 from typing import Any
 
 import jax
 
 from jdistgrad.autograd.operations import rules
-from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.values.holes import is_array, split
@@ -66,14 +65,6 @@ class TracedCalls:
         (handle,) = rule(*operands)
         claim.add(WHOLE)
         return RRef._of(claim, handle)
-
-
-def where() -> str:
-    """Return the current place in the user's program, for errors that are raised when traced code runs."""
-    for frame, line in traceback.walk_stack(None):
-        if not str(frame.f_globals.get("__name__", "")).startswith(("jdistgrad.", "jax.", "contextlib", "functools")):
-            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
-    return "an unknown place"
 
 
 def install() -> None:

@@ -2,20 +2,28 @@
 
 import collections
 import concurrent.futures
-import math
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Never
 
 import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import Context, find_context
+from jdistgrad.autograd.gradients import RemoteGradient
+from jdistgrad.autograd.operations.uses import use, use_all
 from jdistgrad.corrections import Corrected
-from jdistgrad.errors import DifferentiationError
+from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.references.rref import HANDLE, RRef, by_reference
+from jdistgrad.rpc.worker import current_worker
 
 
 class DistributedOptimizer(Corrected):
@@ -24,6 +32,8 @@ class DistributedOptimizer(Corrected):
     Each owner keeps one state for all its values. ``step`` updates all owners at once, each under a lock, so trainers
     with contexts of their own may share parameters (each with an optimizer of its own, or one passed on to it). A local
     value takes part as ``jdistgrad.RRef(value)``.
+
+    In a function staged by ``jit``, ``step(gradients)`` of an owner goes in the message of its last pullback.
 
     Arguments:
       tx: any optax transformation. Each owner applies it to its own values; to clip by a norm over all of them, use
@@ -34,9 +44,11 @@ class DistributedOptimizer(Corrected):
 
     Example:
       >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [enc, dec])
-      >>> with jd.context() as ctx:
-      ...     loss, _ = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, dec)
-      ...     optimizer.step(ctx)
+      >>> @jd.jit
+      ... def train(enc, dec, x):
+      ...     loss, gradients = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, dec, x)
+      ...     optimizer.step(gradients)
+      ...     return loss
     """
 
     corrections: ClassVar = {
@@ -71,14 +83,29 @@ class DistributedOptimizer(Corrected):
         }
         _all([owned.creation() for owned in self._owned.values()])
 
-    def step(self, ctx: Context | int) -> None:
-        """Update every value with its gradient in a context; return when all owners are done.
+    def step(self, gradients: Any) -> None:
+        """Update every value with its gradient; return when all owners are done.
+
+        Arguments:
+          gradients: a context or its id, for all that has been added up there; or what ``grad``, ``value_and_grad`` or
+            ``backward`` returned: a RemoteGradient, or a tree of them. Those of other references are ignored.
+
+        With RemoteGradients, every owner steps as soon as its own are complete. Then ``max_global_norm`` and
+        ``refuse_nan`` still let no owner step before all have looked at their gradients.
 
         Raises:
-          DifferentiationError: a value has no gradient there, or a gradient that is not finite; nothing was changed.
+          DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed.
           ContextError: the context is closed, or unknown here.
         """
-        with within(find_context(ctx).scope):
+        if not isinstance(gradients, Context | int):
+            self._step_with(gradients)
+            return
+        if not trace_state_clean():
+            raise DifferentiationError(
+                "optimizer.step(ctx) inside a transformation of JAX's would run while it is traced, not with it. In a "
+                "function staged by jd.jit, step with what value_and_grad returned: optimizer.step(gradients)."
+            )
+        with within(find_context(gradients).scope):
             scale = self._scale()
             self._everywhere(owner.step, scale)
 
@@ -115,16 +142,60 @@ class DistributedOptimizer(Corrected):
         each = enumerate(zip(self._numbers.values(), states, strict=True))
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
 
+    def _step_with(self, gradients: Any) -> None:
+        """Update every value with its RemoteGradient among these."""
+        found = _by_reference(gradients)
+        missing = [str(rref) for rref in self._rrefs if rref.id not in found]
+        if missing:
+            raise DifferentiationError(
+                f"optimizer.step: no RemoteGradient of {', '.join(missing)} among the gradients. Differentiate with "
+                "respect to the reference, or step with the context: optimizer.step(ctx).",
+                missing=missing,
+            )
+        chosen = {rref.id: found[rref.id] for rref in self._rrefs}
+        with within(_scope_of([one for each in chosen.values() for one in each])):
+            marks = {number: [one.marks for one in each] for number, each in chosen.items()}
+            self._update_with({number: functools.reduce(operator.add, each) for number, each in marks.items()})
+
+    def _update_with(self, marks: dict[int, Any]) -> None:
+        """Update every value with the gradient that these marks, by the references' ids, identify."""
+        others = []
+        if self._looks_first:
+            inspected = jnp.stack(self._use(owner.Inspect, marks, []))
+            others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
+        owners = self._owners if self._refuse_nan else ()
+        self._use(functools.partial(owner.Step, owners=owners), marks, others)
+
+    def _use(self, function: Callable[..., Any], marks: dict[int, Any], others: Sequence[Any]) -> list[Any]:
+        """Let all owners use their gradients; return the array that each use returns."""
+        uses = []
+        for rank, mine in self._numbers.items():
+            gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
+            uses.append(use(function(self._owned[rank].id), gradients, others))
+        return use_all(uses)
+
+    @property
+    def _owners(self) -> tuple[str, ...]:
+        return tuple(str(owned.owner) for owned in self._owned.values())
+
+    @property
+    def _looks_first(self) -> bool:
+        return self._max_norm is not None or self._refuse_nan
+
     def _scale(self) -> float:
         """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
-        if len(self._owned) == 1 and self._max_norm is None and not self._refuse_nan:
+        if len(self._owned) == 1 and not self._looks_first:
             return 1.0  # the only owner checks for itself
-        found = self._everywhere(owner.inspect_gradients)
-        if self._refuse_nan and not all(one.finite for one in found):
-            bad = [str(owned.owner) for owned, one in zip(self._owned.values(), found, strict=True) if not one.finite]
-            raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
-        norm = math.sqrt(sum(one.squared_norm for one in found))
-        return 1.0 if self._max_norm is None or norm <= self._max_norm else self._max_norm / norm
+        found = np.stack(self._everywhere(owner.inspect))
+        if self._refuse_nan:
+            owner.require_finite(self._owners, found[:, 1].tolist())
+        return float(self._factor(found[:, 0], np))
+
+    def _factor(self, squares: Any, numpy: Any) -> Any:
+        """Return the factor for gradients with these squared norms, in NumPy or in JAX's."""
+        if self._max_norm is None:
+            return np.float32(1)
+        return self._max_norm / numpy.maximum(numpy.sqrt(squares.sum()), self._max_norm)
 
     def _everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
@@ -149,6 +220,35 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
     return found
+
+
+def _by_reference(gradients: Any) -> dict[int, list[RemoteGradient]]:
+    """Return the RemoteGradients in a tree, by the ids of their references."""
+    found: dict[int, list[RemoteGradient]] = collections.defaultdict(list)
+    for leaf in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, RemoteGradient)):
+        if not isinstance(leaf, RemoteGradient):
+            raise TypeError(
+                f"optimizer.step takes a context or RemoteGradients, as value_and_grad returns for references, not "
+                f"{leaf!r:.60}. Gradients of local arrays are for optax: tx.update(gradients, state)."
+            )
+        if jnp.shape(leaf.marks) != HANDLE.shape:
+            raise DifferentiationError(
+                f"optimizer.step: the {leaf} is a batch of gradients, made in jax.vmap. Differentiate a function that "
+                "is mapped inside, so that each reference has one gradient."
+            )
+        found[leaf.rref.id].append(leaf)
+    return found
+
+
+def _scope_of(gradients: Sequence[RemoteGradient]) -> Any:
+    """Return the scope of gradients that are used together."""
+    scopes = {one.scope for one in gradients}
+    if len(scopes) > 1:
+        raise ContextError("optimizer.step: the gradients belong to several contexts. Step with those of one context.")
+    (scope,) = scopes
+    if scope is not None and trace_state_clean():
+        current_worker().scopes.find(scope.id)
+    return scope
 
 
 def _lists(state: Any) -> list[Sequence[Any]]:

@@ -1,5 +1,6 @@
 """The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them."""
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,21 +18,17 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
+from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker, current_worker
 
 LEAF = jax.tree.structure(0)
 
+Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, None if nothing was contributed to it
+
 Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their places in it
 
 _locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
-
-
-class Inspection(NamedTuple):
-    """An owner's report on its gradients, before anything is changed."""
-
-    squared_norm: float
-    finite: bool
 
 
 class Value(NamedTuple):
@@ -66,20 +63,21 @@ class OwnedParameters:
 
         self._update = jax.jit(update, static_argnums=0)
 
-    def inspect_gradients(self) -> Inspection:
-        """Return the gradients' squared norm, and whether they are finite. Raise if a gradient is missing."""
-        found = self._gradients([one.leaves for one in self._current()])
-        leaves = [jnp.asarray(leaf) for leaves in found for leaf in leaves]
+    def inspect(self, gradients: Sequence[Gradient]) -> Any:
+        """Return two numbers: the gradients' squared norm, and 1 if all are finite, else 0."""
+        leaves = [jnp.asarray(leaf) for one in gradients for leaf in one if leaf is not None]
         squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
-        return Inspection(float(sum(squares)), bool(all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)))
+        finite = all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
+        return np.array([sum(squares), finite], Inspect.result.dtype)
 
-    def step(self, scale: float) -> None:
-        """Update the values with their gradients in the current context."""
+    def step(self, gradients: Sequence[Gradient], scale: Any) -> None:
+        """Update the values with gradients."""
         with self._lock:
             values = self._current()
-            parameters = [one.leaves for one in values]
-            trees, gradients = tuple(one.tree for one in values), self._gradients(parameters)
-            found, self._state = self._update(trees, gradients, self._state, parameters, np.float32(scale))
+            parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
+            each = zip(gradients, parameters, strict=True)
+            whole = [[or_zero(*both) for both in zip(mine, leaves, strict=True)] for mine, leaves in each]
+            found, self._state = self._update(trees, whole, self._state, parameters, np.float32(scale))
             for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
                 self._owned.replace(rref.id, value.layout.fill(leaves))
 
@@ -113,8 +111,8 @@ class OwnedParameters:
         """Return the current values, taken apart: others may have replaced them, or changed their contents."""
         return [Value.of(self._owned.value(rref.id).result()) for rref in self._rrefs]
 
-    def _gradients(self, parameters: Sequence[list[Any]]) -> list[list[Any]]:
-        """Return the gradients of each parameter's leaves: zero where nothing was contributed to a leaf."""
+    def gradients(self) -> list[Gradient]:
+        """Return the gradients of the values in the current context. Raise if one is missing."""
         tape = current_tape(lambda: "an optimizer's step")
         found = [tape.gradient(rref.id) for rref in self._rrefs]
         missing = [str(rref) for rref, gradient in zip(self._rrefs, found, strict=True) if gradient is None]
@@ -124,8 +122,7 @@ class OwnedParameters:
                 "it in the context first, or leave the reference out of the optimizer.",
                 missing=missing,
             )
-        each = zip(found, parameters, strict=True)
-        return [[or_zero(*both) for both in zip(mine or (), leaves, strict=True)] for mine, leaves in each]
+        return [one for one in found if one is not None]
 
 
 def _unflattened(trees: Any, leaves: Any) -> list[Any]:
@@ -144,12 +141,53 @@ def _known(identifier: int) -> OwnedParameters:
     return found
 
 
-def inspect_gradients(identifier: int) -> Inspection:
-    return _known(identifier).inspect_gradients()
+def inspect(identifier: int) -> Any:
+    owned = _known(identifier)
+    return owned.inspect(owned.gradients())
 
 
 def step(identifier: int, scale: float) -> None:
-    _known(identifier).step(scale)
+    owned = _known(identifier)
+    owned.step(owned.gradients(), scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect(ServedFunction):
+    """An inspection of gradients that are given: see ``OwnedParameters.inspect``."""
+
+    identifier: int
+    label = "an inspection of gradients"
+    result = jax.ShapeDtypeStruct((2,), np.float32)
+    changes = False
+
+    def __call__(self, gradients: Sequence[Gradient]) -> Any:
+        return _known(self.identifier).inspect(gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(ServedFunction):
+    """A step with gradients that are given. It is refused if an owner has found some that are not finite.
+
+    ``owners``: those whose findings come with the gradients.
+    """
+
+    identifier: int
+    owners: tuple[str, ...]
+    label = "an optimizer's step"
+    result = jax.ShapeDtypeStruct((), np.bool_)
+    changes = True
+
+    def __call__(self, gradients: Sequence[Gradient], scale: Any = 1.0, finite: Any = ()) -> Any:
+        if self.owners:
+            require_finite(self.owners, finite)
+        _known(self.identifier).step(gradients, scale)
+        return np.ones(self.result.shape, self.result.dtype)
+
+
+def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
+    bad = [owner for owner, one in zip(owners, finite, strict=True) if not one]
+    if bad:
+        raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
 
 
 def state(identifier: int) -> tuple[list[Any], Any]:

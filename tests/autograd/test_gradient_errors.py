@@ -8,6 +8,7 @@ import pytest
 from helpers.data import close
 from helpers.programs import X, square, still_differentiates
 from helpers.worlds import on_worker0, rank
+from jax.experimental import io_callback
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
@@ -41,6 +42,35 @@ def test_nothing_to_differentiate(world):
             jd.backward(ctx, lambda x: [], X)
         with pytest.raises(jd.DifferentiationError, match=r"returns \(scalar, anything\), not"):
             jd.grad(jnp.sum, has_aux=True)(X)
+        still_differentiates()
+
+
+def wants_the_value(x):
+    return x * float(x.sum())
+
+
+def has_an_effect(x):
+    io_callback(print, None, x)
+    return x
+
+
+@pytest.mark.parametrize("how", [jd.grad, lambda f: jd.jit(jd.grad(f)), lambda f: jax.vmap(jd.grad(f))])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (wants_the_value, r"wants_the_value cannot be traced: `return x \* float\(x.sum\(\)\)` .* needs the value"),
+        (has_an_effect, r"has_an_effect cannot be traced: `io_callback\(print, None, x\)` .* has an effect"),
+    ],
+)
+@on_worker0
+def test_functions_that_cannot_be_traced(big_world, how, function, what):
+    with jd.context():
+        with pytest.raises(jd.DifferentiationError, match=what) as caught:
+            how(lambda x: jd.rpc_sync(rank(1), function, args=(x,)).sum())(jnp.stack([X, X])[:, None])
+        assert "\n" not in str(caught.value)
+        (note,) = [one for one in caught.value.__notes__ if "called by" in one]
+        assert function.__name__ in note
+        assert "jdistgrad/autograd" not in note  # the frames begin with the user's
         still_differentiates()
 
 

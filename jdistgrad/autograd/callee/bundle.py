@@ -64,6 +64,17 @@ class CallStop:
 
 
 @dataclasses.dataclass(eq=False)
+class UseStop(CallStop):
+    """A stop that uses gradients: see ``Using``. It cannot be compiled: the gradients are in the tape."""
+
+    references: bool = True
+
+    def run(self, task: Any, items: list[Any]) -> list[Any]:
+        args, _ = self.arguments.fill(made(items))
+        return [task(*args)]
+
+
+@dataclasses.dataclass(eq=False)
 class PullStop:
     """A stop that pulls a recorded pullback. ``order``: the number of the derivative.
 

@@ -12,6 +12,7 @@ import jax
 from jdistgrad._compat import MODULES_OF_FUNCTIONS
 from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
+from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.tape.tape import replaying_number
 from jdistgrad.autograd.values.holes import (
     Hole,
@@ -148,7 +149,8 @@ class BatchedOf(ServedFunction):
             found.append(results)
             return arrays
 
-        arrays = jax.vmap(each, axis_size=self.size)(*operands)
+        with explained(self.function):
+            arrays = jax.vmap(each, axis_size=self.size)(*operands)
         state = state_among(self.function, args)
         if state is not None and state.left is not None:
             raise DifferentiationError(
@@ -219,7 +221,8 @@ class ShapesOf(ServedFunction):
             found.append(nothing_hidden(results, self.function))
             return arrays
 
-        shapes = jax.eval_shape(trace, *operands)
+        with explained(self.function):
+            shapes = jax.eval_shape(trace, *operands)
         return found[0], list(shapes)
 
 

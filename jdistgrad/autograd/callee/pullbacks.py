@@ -11,6 +11,7 @@ from jax.interpreters import ad
 from jdistgrad.autograd.callee.functions import differentiable_arrays, is_pure, nothing_hidden
 from jdistgrad.autograd.callee.orders import Orders, differentiated, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
+from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
 from jdistgrad.rpc.functions import Args
@@ -59,7 +60,7 @@ def differentiate(
     runs, so it is not compiled.
     """
     args, kwargs = layout.tree
-    with changing_state(function, args) as (args, state):
+    with explained(function), changing_state(function, args) as (args, state):
         layout = Layout((args, kwargs), layout.positions)
         compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
         if compiled is not None:

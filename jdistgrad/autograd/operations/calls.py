@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import traceback
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -164,3 +165,11 @@ class Call:
         call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
         plain = 1 if self.orders else 0
         return Batched(call, lambda count: [k >= plain for k in range(count)])
+
+
+def where() -> str:
+    """Return the current place in the user's program, for errors that are raised when traced code runs."""
+    for frame, line in traceback.walk_stack(None):
+        if not str(frame.f_globals.get("__name__", "")).startswith(("jdistgrad.", "jax.", "contextlib", "functools")):
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return "an unknown place"

@@ -19,6 +19,7 @@ from jax.interpreters import ad
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Put, Take
 from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
+from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.primitive import evaluate, untied, wire_p
@@ -115,6 +116,8 @@ def _recording(
 
 def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: Any) -> Any:
     """Differentiate an operation that JAX has taken out of its function with a derivative, as in a scan."""
+    if isinstance(operation, Use):
+        raise operation.misplaced()
     batched = operation.batches if isinstance(operation, Linear) else isinstance(operation, Call) and operation.lanes
     if batched or not isinstance(operation, Call | Linear):
         raise DifferentiationError(

@@ -95,6 +95,12 @@ class BundleCall:
     def where(self) -> str:
         return "; ".join(dict.fromkeys(member.operation.where for member in self.members))
 
+    @property
+    def states(self) -> list[Any]:
+        """Return what identifies the states that its members change."""
+        calls = [one.operation for one in self.members if isinstance(one.operation, Call)]
+        return [one.state for one in calls if one.state is not None]
+
     @functools.cached_property
     def outline(self) -> Outline:
         return Outline.of(self.members, self.wanted)

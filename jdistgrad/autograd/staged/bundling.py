@@ -3,7 +3,8 @@
     y = rpc(1, f, x); z = rpc(1, g, y); loss = z.sum()
 
 f and g (jitted functions) and both pullbacks need nothing from the caller once x is known. So one message requests them
-together, and arrays that pass from one to the next never travel. Pure functions from equations to equations.
+together, and arrays that pass from one to the next never travel. A use of gradients, such as an optimizer's step, goes
+with the last pullback that contributes to them. Pure functions from equations to equations.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from jdistgrad.autograd.callee.bundle import Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundles import BundleCall, CallerStop
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
 
@@ -24,22 +26,28 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
-    travellers = _travellers(equations)
+    travellers, uses = _travellers(equations), _places(equations, Use)
     bundles = []
-    for first in sorted(travellers):
+    for first in sorted(travellers | _places(equations, Pull)):
         if first not in taken:
-            members = _row(first, equations, answers, travellers)
-            taken.update(members)
-            bundles.append([equations[k] for k in members])
+            followers = uses | travellers if first in travellers else uses
+            members = _row(first, equations, answers, followers)
+            if first in travellers or len(members) > 1:
+                taken.update(members)
+                bundles.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
     return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
 
 
 def _travellers(equations: Sequence[Equation]) -> set[int]:
-    """Return the places of operations that a bundle can hold: plain calls, and pulls of such calls of this step."""
+    """Return the places of operations that wait for nothing when they are served: plain calls, and their pulls."""
     calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
     tags = {equations[k].outputs[0] for k in calls}
-    return calls | {k for k, one in enumerate(equations) if isinstance(one.operation, Pull) and one.inputs[0] in tags}
+    return calls | {k for k in _places(equations, Pull) if equations[k].inputs[0] in tags}
+
+
+def _places(equations: Sequence[Equation], kind: type) -> set[int]:
+    return {k for k, one in enumerate(equations) if isinstance(one.operation, kind)}
 
 
 def _is_plain(call: Call) -> bool:
@@ -58,7 +66,7 @@ def target(operation: Any) -> int:
     return operation.call.to if isinstance(operation, Pull) else operation.to
 
 
-def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers: set[int]) -> list[int]:
+def _row(first: int, equations: Sequence[Equation], answers: Answers, followers: set[int]) -> list[int]:
     """Return the places of the row that starts with ``first``.
 
     Each member needs the member before, and nothing else that is still unknown when the message goes. Bundling must
@@ -71,7 +79,7 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, travellers
         equation = equations[k]
         if type(equation.operation) is Call and not _tags(row, equations).isdisjoint(equation.inputs):
             continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
-        if k not in travellers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
+        if k not in followers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
         given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
         if not answers.for_all(given) & ~known:

@@ -28,9 +28,9 @@ Atom = int | Constant
 class Equation:
     """An equation of the step, over numbered variables.
 
-    ``operation``: the operation it performs. ``fills``: inputs that are one known number everywhere. ``weaker``: for
-    an input that only lost its weak type, the variable it came from. ``after``: variables that the operation waits for
-    without needing them.
+    ``eqn``: JAX's equation, None for a bundle. ``operation``: the operation it performs. ``fills``: inputs that are one
+    known number everywhere. ``weaker``: for an input that only lost its weak type, the variable it came from.
+    ``after``: variables that the operation waits for without needing them.
     """
 
     inputs: list[Atom]
@@ -47,7 +47,7 @@ class Equation:
 
     def states(self) -> set[Any]:
         """Return what identifies the states that the equation may change, also in the body of a loop or a branch."""
-        return _states(self.eqn)
+        return _states(self.eqn) if self.eqn is not None else set(self.operation.states)
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs of an equation without an operation, as part of a trace if JAX is tracing."""
@@ -98,8 +98,6 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def _states(eqn: Any) -> set[Any]:
-    if eqn is None:
-        return set()
     inner = {state for jaxpr in jaxprs_in_params(eqn.params) for one in jaxpr.eqns for state in _states(one)}
     state = getattr(eqn.params["operation"], "state", None) if eqn.primitive is wire_p else None
     return inner if state is None else {state, *inner}

@@ -12,6 +12,7 @@ from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import hold
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
+from jdistgrad.autograd.operations.uses import Use, kept
 from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
@@ -89,7 +90,9 @@ class Step:
             results, self._result = jax.tree.flatten(fun(*args, **kwargs))
             return results
 
-        self.plan = cut(jax.make_jaxpr(flat)(*leaves))
+        with kept():
+            traced = jax.make_jaxpr(flat)(*leaves)
+        self.plan = cut(traced)
         self._prepared = Prepared.of(self.plan)
         self._records = any(_needs_context(operation) for operation in self.plan.operations)
 
@@ -102,7 +105,7 @@ class Step:
 def _needs_context(operation: Any) -> bool:
     if isinstance(operation, BundleCall):
         return any(_needs_context(member.operation) for member in operation.members)
-    return isinstance(operation, CallRemote) or (isinstance(operation, Call) and bool(operation.orders))
+    return isinstance(operation, CallRemote | Use) or (isinstance(operation, Call) and bool(operation.orders))
 
 
 def _kind(leaf: Any) -> Any:

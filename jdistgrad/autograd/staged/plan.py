@@ -19,6 +19,7 @@ from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.staged.bundling import with_bundles
 from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
+from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, refuse_inner_uses
 from jdistgrad.wire.arrays import ALIAS_FROM
 
 
@@ -58,23 +59,12 @@ class Plan:
 def cut(closed: Any) -> Plan:
     """Return the plan of a closed jaxpr."""
     equations, inputs, outputs, size = flatten(closed)
-    equations = constants_known(last_pulls_marked(needed(equations, outputs), outputs))
-    equations = state_in_program_order(equations)
+    refuse_inner_uses(equations)
+    equations = needed(marks_in_parts(equations), outputs)
+    equations = in_program_order(constants_known(last_pulls_marked(equations, outputs)))
     copies, outputs = answers_copied(equations, outputs, size)
     equations = needed(with_bundles([*equations, *copies], outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
-
-
-def state_in_program_order(equations: Sequence[Equation]) -> list[Equation]:
-    """Make what may change a state wait for the answer of the equation before that may change the same state."""
-    last: dict[Any, int] = {}
-    found = []
-    for equation in equations:
-        states = equation.states()
-        before = tuple(dict.fromkeys(last[state] for state in states if state in last))
-        found.append(dataclasses.replace(equation, after=before) if before else equation)
-        last.update(dict.fromkeys(states, equation.outputs[-1]) if equation.outputs else {})
-    return found
 
 
 def answers_copied(

@@ -14,6 +14,7 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad.autograd.operations.owned_values import Fetch, Put
 from jdistgrad.autograd.operations.requests import Request, send
+from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.pieces import compiled
 from jdistgrad.autograd.staged.plan import Plan
@@ -34,6 +35,7 @@ class Prepared:
       users: the units that need each variable.
       missing: the number of variables of other units that each unit waits for.
       uses: how often each variable is needed, by units and as an output.
+      ordered: by unit, the variables that a use of gradients waits for only to keep the program's order.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class Prepared:
     users: Mapping[int, Sequence[int]]
     missing: Sequence[int]
     uses: Mapping[int, int]
+    ordered: Mapping[int, frozenset[int]]
 
     @classmethod
     def of(cls, plan: Plan) -> "Prepared":
@@ -54,7 +57,13 @@ class Prepared:
         made = {output for unit in plan.units for output in unit.outputs}
         uses = collections.Counter({variable: len(numbers) for variable, numbers in users.items()})
         uses.update(atom for atom in plan.outputs if isinstance(atom, int))
-        return cls(plan, functions, variables, users, [len(made.intersection(one)) for one in variables], uses)
+        missing = [len(made.intersection(one)) for one in variables]
+        ordered = {
+            number: frozenset(unit.after).difference(unit.inputs)
+            for number, unit in enumerate(plan.units)
+            if isinstance(unit.operation, Use) and unit.after
+        }
+        return cls(plan, functions, variables, users, missing, uses, ordered)
 
 
 class Run:
@@ -114,29 +123,47 @@ class Run:
         for variable in self._prepared.variables[number]:
             self._uses[variable] -= 1
             if not self._uses[variable]:
-                del self._values[variable]
+                self._values.pop(variable, None)  # not there yet if a use of gradients goes in the message of a fetch
         return taken
 
     def _send(self) -> None:
         """Start the operations that are ready. Requests to one worker share a message."""
         requests: dict[int, list[tuple[int, Request]]] = {}
-        while self._sends:
+        while self._sends or self._join(requests):
             number = self._sends.popleft()
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
             with _explained(operation), program_order.at((*self._place, number)):
-                request = operation.request(operands) if isinstance(operation, Fetch | Put) else None
+                request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
                 if request is None:
                     self._started(number, operation.start(operands))
                 else:
                     requests.setdefault(request.to, []).append((number, request))
+                    self._done(number, request.known)
         for group in requests.values():
             with _explained(self._plan.units[group[0][0]].operation):
                 sent = send([request for _, request in group])
             for (number, _), started in zip(group, sent, strict=True):
-                self._started(number, started)
+                self._await(number, started)
+
+    def _join(self, requests: Mapping[int, Sequence[tuple[int, Request]]]) -> bool:
+        """Queue uses of gradients that only follow fetches in these requests: owners serve fetches first."""
+        for number, ordered in self._prepared.ordered.items():
+            group = requests.get(self._plan.units[number].operation.to, ())
+            fetched = {variable for one, _ in group for variable in self._fetched(one)}
+            if 0 < self._missing[number] == len(ordered & fetched):
+                self._missing[number] = -1
+                self._ready(number)
+        return bool(self._sends)
+
+    def _fetched(self, number: int) -> list[int]:
+        unit = self._plan.units[number]
+        return unit.outputs if isinstance(unit.operation, Fetch) else []
 
     def _started(self, number: int, started: Started) -> None:
         self._done(number, started.known)
+        self._await(number, started)
+
+    def _await(self, number: int, started: Started) -> None:
         if started.future.done():
             self._finish(started.future, [(number, started)])
         else:
@@ -161,7 +188,7 @@ class Run:
         """Store outputs of a unit, from number ``first`` on, and queue the units that miss nothing else."""
         variables = self._plan.units[number].outputs[first : first + len(outputs)]
         for variable, value in zip(variables, outputs, strict=True):
-            if variable in self._uses:
+            if self._uses.get(variable):
                 self._values[variable] = value
             for user in self._prepared.users.get(variable, ()):
                 self._missing[user] -= 1

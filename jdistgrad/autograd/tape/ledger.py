@@ -8,12 +8,12 @@ they arrived in.
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.errors import DifferentiationError
@@ -69,15 +69,16 @@ class Contribution:
 
     def count(self, lanes: tuple[int, ...]) -> int:
         """Return how many contributions it counts as in a take with these batch dimensions."""
-        return int(np.prod(self.lanes)) if not lanes else 1
+        return math.prod(self.lanes) if not lanes else 1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
-    """A take that waits for the contributions whose marks have this sum."""
+    """A take that waits for the contributions whose marks have this sum. ``keep``: they stay in the ledger."""
 
     marks: Marks
     lanes: tuple[int, ...]
+    keep: bool = False
     future: concurrent.futures.Future[Any] = dataclasses.field(default_factory=concurrent.futures.Future)
 
     def among(self, found: list[Contribution]) -> list[Contribution] | None:
@@ -140,10 +141,13 @@ class Ledger:
         _finish(ready)
 
     def take(
-        self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = ()
+        self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = (), *, keep: bool = False
     ) -> concurrent.futures.Future[Any]:
-        """Remove the contributions to a target whose marks have this sum; return a future of them, in order."""
-        waiting = Waiting(tuple(marks), lanes)
+        """Remove the contributions to a target whose marks have this sum; return a future of them, in order.
+
+        ``keep``: leave them in the ledger.
+        """
+        waiting = Waiting(tuple(marks), lanes, keep)
         if not marks[0]:  # the derivative does not depend on the value: any contributions here belong to other takes
             waiting.future.set_result([])
             return waiting.future
@@ -186,7 +190,8 @@ class Ledger:
                 continue
             if mine is not None:
                 self._forget(target, waiting)
-                self._remove(target, mine)
+                if not waiting.keep:
+                    self._remove(target, mine)
                 ready.append((waiting, in_order(mine)))
         return ready
 

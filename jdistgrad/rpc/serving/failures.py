@@ -7,6 +7,7 @@ This module lets none of that through, because the caller must get an answer.
 import contextlib
 import copy
 import dataclasses
+import pathlib
 import pickle
 import traceback
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.references.in_messages import encoding
 
+PACKAGE = str(pathlib.Path(__file__).parents[2])
 SHORT = 160  # characters
 SHOWN = 20  # frames at each end of a traceback: an endless recursion has a thousand between them
 
@@ -39,13 +41,20 @@ class Failure:
 
 def pack(error: BaseException, where: str) -> Failure:
     """Make an exception ready to travel; ``where`` says what was running, on which worker, called by whom."""
-    frames = traceback.format_tb(error.__traceback__)
+    frames = traceback.StackSummary.from_list(_from_users_code(error)).format()
     if len(frames) > 2 * SHOWN:
         frames[SHOWN:-SHOWN] = [f"  ... {len(frames) - 2 * SHOWN} more ...\n"]
     text = "".join(frames).rstrip()
     failure = Failure(error, spelled(error), f"{where}\n{text}" if text else where)
     _let_go_of_frames(error)
     return failure
+
+
+def _from_users_code(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return an exception's frames, without those of this package that only lead to code of others."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    ours = [frame.filename.startswith(PACKAGE) for frame in frames]
+    return frames[ours.index(False) :] if False in ours else frames
 
 
 def spelled(error: BaseException) -> str:

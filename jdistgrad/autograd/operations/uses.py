@@ -1,0 +1,141 @@
+"""Uses of gradients: functions that owners run with the gradients of their values, once these are complete."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.callee.bundle import UseStop
+from jdistgrad.autograd.callee.using import Using
+from jdistgrad.autograd.operations.calls import Call, where
+from jdistgrad.autograd.operations.requests import Request
+from jdistgrad.autograd.tape.ledger import Marks
+from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.autograd.values.operation import Batched, Started
+from jdistgrad.autograd.values.primitive import wire_p
+from jdistgrad.autograd.values.results import Results
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.worker import current_worker
+
+_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_uses_kept", default=False)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Trace a block that may use gradients: whoever runs it keeps its uses, and runs them in the program's order."""
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+class Usable(Protocol):
+    """A function of gradients: the shape of the array that it returns, and whether it changes values of its owner."""
+
+    result: jax.ShapeDtypeStruct
+    changes: bool
+
+    def __call__(self, gradients: list[list[Any]], *others: Any) -> Any: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Use(Call):
+    """A call of a function of the gradients of some values on their owner. It returns one array.
+
+    Operands: for each value the marks of its contributions, in parts to be added up; then other arguments.
+
+    ``parts``: the number of parts for each value. ``changes``: what identifies the state that the function changes, or
+    None.
+    """
+
+    parts: tuple[int, ...] = ()
+    changes: Any = None
+
+    def __str__(self) -> str:
+        return f"{describe(self.function)} to rank {self.to}"
+
+    @property
+    def state(self) -> Any:
+        return self.changes
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        self._marks(operands)
+        return super().start(operands)
+
+    def request(self, operands: Sequence[Any]) -> Request | None:
+        """Return the use as a Request, if the owner is another worker; else None."""
+        if self.to == current_worker().rank:
+            return None
+        marks = self._marks(operands)
+        task = self.function, ([[one] for one in marks], *operands[sum(self.parts) :])
+        return Request(self.to, None, None, self.results.counted, task=task)
+
+    def _marks(self, operands: Sequence[Any]) -> list[Marks]:
+        """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
+        rest = iter(operands)
+        found: list[Marks] = self.function.summed([[next(rest) for _ in range(count)] for count in self.parts])
+        return found
+
+    def stop(self) -> UseStop:
+        return UseStop(self.arguments.emptied(), (), (), 1)
+
+    def in_parts(self, parts: Sequence[int]) -> "Use":
+        """Return the use with other numbers of parts."""
+        others = len(self.arguments.positions) - sum(self.parts)
+        return dataclasses.replace(self, arguments=_arguments(parts, others), parts=tuple(parts))
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        raise self.misplaced()
+
+    def misplaced(self) -> DifferentiationError:
+        return DifferentiationError(
+            f"{describe(self.function)} inside a transformation of JAX's (jax.jit, grad, vmap, scan, cond ...), which "
+            "may drop it, repeat it or move it. Make it outside of them, or in a function staged by jd.jit, not in a "
+            "loop or a branch there."
+        )
+
+
+def _arguments(parts: Sequence[int], others: int) -> Layout:
+    """Return the layout of a use's arguments: a list of marks for each value, and other arrays."""
+    tree: Any = (([[Hole() for _ in range(count)] for count in parts], *(Hole() for _ in range(others))), {})
+    return Layout(tree, tuple(range(sum(parts) + others)))
+
+
+def use(function: Usable, gradients: Sequence[tuple[RRef[Any], Any]], others: Sequence[Any]) -> tuple[Use, list[Any]]:
+    """Return the use of gradients of values of one owner, and its operands.
+
+    Arguments:
+      function: what the owner runs, with a list of the gradients and with ``others``.
+      gradients: the references, each with the marks of its contributions.
+      others: arrays.
+    """
+    rrefs, owner = [rref for rref, _ in gradients], gradients[0][0].owner.rank
+    results, ones = Results(), (1,) * len(rrefs)
+    results.learn((Layout(Hole(), (0,)), [function.result]))
+    operation = Use(
+        owner,
+        Using(function, tuple(rref.id for rref in rrefs), tuple(map(str, rrefs))),
+        _arguments(ones, len(others)),
+        results,
+        where=where(),
+        parts=ones,
+        changes=("values of", owner) if function.changes else None,
+    )
+    return operation, [*(marks for _, marks in gradients), *others]
+
+
+def use_all(uses: Sequence[tuple[Use, Sequence[Any]]]) -> list[Any]:
+    """Return the array that each use returns. Called from Python, they run at the same time."""
+    if trace_state_clean():
+        started = [one.start(operands) for one, operands in uses]
+        return [one.outputs()[0] for one in started]
+    if not _kept.get():
+        raise uses[0][0].misplaced()
+    return [wire_p.bind(*operands, operation=one)[0] for one, operands in uses]

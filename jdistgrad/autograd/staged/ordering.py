@@ -1,0 +1,107 @@
+"""The order of operations that change a state: pure functions from equations to equations.
+
+JAX sees no dependence between a call that changes a module, or an optimizer's step, and what comes after it in the
+program. Here these operations get one.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.owned_values import Fetch
+from jdistgrad.autograd.operations.uses import Use
+from jdistgrad.autograd.staged.equations import Atom, Equation
+from jdistgrad.autograd.values.primitive import has_wire, wire_p
+
+ADDITIONS = {"add", "add_any"}
+
+
+def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
+    """Make equations wait for the answers that they would have waited for in the program run line by line.
+
+    What may change a state waits for what may have changed the same state before. A use of gradients may change values,
+    and nobody knows which functions read these: it waits for all calls and fetches before it, but not for those that
+    its gradients come from, which have been served when it runs; and all later ones wait for it.
+    """
+    producers = {output: equation for equation in equations for output in equation.outputs}
+    last: dict[Any, int] = {}
+    read, used = list[Equation](), list[int]()
+    found = []
+    for equation in equations:
+        states = equation.states()
+        before = [last[state] for state in states if state in last]
+        if isinstance(equation.operation, Use):
+            served = _needed_by(equation, producers)
+            before += [one.outputs[-1] for one in read if id(one) not in served]
+            used.append(equation.outputs[-1])
+        elif _may_read(equation):
+            before += used
+            read += [equation] if equation.outputs else []
+        found.append(dataclasses.replace(equation, after=tuple(dict.fromkeys(before))) if before else equation)
+        last.update(dict.fromkeys(states, equation.outputs[-1]) if equation.outputs else {})
+    return found
+
+
+def _may_read(equation: Equation) -> bool:
+    """Return whether an equation may read values of other workers, also in the body of a loop or a branch."""
+    if equation.operation is None:
+        return any(map(has_wire, jaxprs_in_params(equation.eqn.params)))
+    return isinstance(equation.operation, Call | Fetch)
+
+
+def _needed_by(equation: Equation, producers: Mapping[int, Equation]) -> set[int]:
+    """Return the identities of all equations that an equation needs, directly or not."""
+    found, pending = set[int](), [equation]
+    while pending:
+        for variable in pending.pop().variables():
+            before = producers.get(variable)
+            if before is not None and id(before) not in found:
+                found.add(id(before))
+                pending.append(before)
+    return found
+
+
+def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
+    """Let uses of gradients take the marks of contributions one by one, instead of sums that this worker computes.
+
+    Then a use need not wait for this worker: it goes with the message that makes the last contribution.
+    """
+    sums = {
+        equation.outputs[0]: equation.inputs
+        for equation in equations
+        if equation.operation is None and equation.eqn.primitive.name in ADDITIONS
+    }
+
+    def parts(atom: Atom) -> Iterator[Atom]:
+        if atom in sums:
+            for one in sums[atom]:
+                yield from parts(one)
+        else:
+            yield atom
+
+    def taken_apart(equation: Equation) -> Equation:
+        count = sum(equation.operation.parts)
+        each = [list(parts(atom)) for atom in equation.inputs[:count]]
+        inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
+        return dataclasses.replace(equation, inputs=inputs, operation=equation.operation.in_parts(list(map(len, each))))
+
+    return [taken_apart(one) if isinstance(one.operation, Use) else one for one in equations]
+
+
+def refuse_inner_uses(equations: Iterable[Equation]) -> None:
+    """Raise DifferentiationError for a use of gradients in the body of a loop or a branch."""
+    for equation in equations:
+        if equation.operation is None:
+            for jaxpr in jaxprs_in_params(equation.eqn.params):
+                _refuse_uses(jaxpr)
+
+
+def _refuse_uses(jaxpr: Any) -> None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is wire_p and isinstance(eqn.params["operation"], Use):
+            raise eqn.params["operation"].misplaced()
+        for inner in jaxprs_in_params(eqn.params):
+            _refuse_uses(inner)

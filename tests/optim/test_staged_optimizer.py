@@ -1,0 +1,289 @@
+"""An optimizer's step with given gradients: from Python, and inside a staged step, compared with optax."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers.data import close
+from helpers.programs import X, Y, affine, make_params, references
+from helpers.worlds import last, on_worker0
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.world(1, 3)
+
+
+@jax.jit
+def squares(params, x):
+    return (affine(params, x) ** 2).sum()
+
+
+def distributed_loss(first, second, x, y):
+    out = jd.rpc_sync(last(), affine, args=(first, x)) + jd.rpc_sync(0, affine, args=(second, x))
+    return ((out - y) ** 2).sum()
+
+
+def fetched_loss(first, second, x, y):
+    return ((affine(first.to_here(), x) + affine(second.to_here(), x) - y) ** 2).sum()
+
+
+def serial_loss(first, second, x, y):
+    return ((affine(first, x) + affine(second, x) - y) ** 2).sum()
+
+
+def trained_serially(tx, steps):
+    params = (make_params(1), make_params(2))
+    state = tx.init(params)
+    for k in range(steps):
+        gradients = jax.grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def values(refs):
+    return tuple(ref.to_here() for ref in refs)
+
+
+def training_step(optimizer, loss):
+    def step(first, second, x):
+        value, gradients = jd.value_and_grad(loss, argnums=(0, 1))(first, second, x, Y)
+        optimizer.step(gradients)
+        return value
+
+    return step
+
+
+def sent_to(peer, run):
+    """Return the names of the calls that worker 0 sends to a worker while ``run`` runs."""
+    with jd.timeline() as recorded:
+        run()
+    calls = [one for one in recorded.events if one.kind == "call" and one.rank == 0]
+    return [one.name for one in calls if one.details["to"] == f"worker{peer}"]
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["from Python", "staged"])
+@pytest.mark.parametrize("loss", [distributed_loss, fetched_loss])
+@on_worker0
+def test_equals_optax_on_one_worker(world, loss, staged):
+    refs = references()
+    step = training_step(jd.DistributedOptimizer(optax.adam(1e-2), refs), loss)
+    step = jd.jit(step) if staged else step
+    for k in range(4):
+        step(*refs, X + k)
+    close(values(refs), trained_serially(optax.adam(1e-2), 4))
+
+
+@on_worker0
+def test_clipping_by_the_norm_over_all_owners(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5, refuse_nan=True)
+    step = jd.jit(training_step(optimizer, distributed_loss))
+    for k in range(3):
+        step(*refs, X + k)
+    close(values(refs), trained_serially(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), 3))
+
+
+@on_worker0
+def test_the_step_goes_with_the_last_pullback(world):
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+
+    @jd.jit
+    def train(params, x):
+        gradient = jd.grad(lambda p: jd.rpc_sync(last(), squares, args=(p, x)))(params)
+        optimizer.step(gradient)
+
+    train.plan(params, X)
+    sent = sent_to(last(), lambda: train(params, X))
+    close(params.to_here(), stepped(make_params(1), X))
+    if last():
+        assert len(sent) == 1, sent
+
+
+@on_worker0
+def test_the_step_goes_with_fetches_and_contributions(world):
+    first, second = (jd.remote(last(), make_params, args=(seed,)) for seed in (1, 2))
+    [one.creation().result() for one in (first, second)]
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [first, second])
+
+    @jd.jit
+    def train(a, b):
+        loss, gradients = jd.value_and_grad(lambda a, b: (a.to_here()["b"] + b.to_here()["b"]).sum(), (0, 1))(a, b)
+        optimizer.step(gradients)
+        return loss
+
+    train.plan(first, second)
+    before, losses = values((first, second)), []
+    sent = sent_to(last(), lambda: losses.append(train(first, second)))
+    close(losses[0], sum(one["b"].sum() for one in before))  # fetched before the step
+    close(first.to_here()["b"], before[0]["b"] - 0.1)
+    close(first.to_here()["w"], before[0]["w"])
+    if last():
+        assert len(sent) == 1, sent
+
+
+def stepped(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(squares)(params, x))
+
+
+@on_worker0
+def test_the_order_of_the_program(world):
+    """Calls before a step see the values before it, also if nothing else needs them; calls after it, those after."""
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+
+    @jd.jit
+    def train(params, x):
+        seen = []
+        for _ in range(3):
+            seen.append(jd.rpc_sync(last(), affine, args=(params, x)))
+            optimizer.step(jd.grad(lambda p: jd.rpc_sync(last(), squares, args=(p, x)))(params))
+            seen.append(params.to_here()["b"])
+        return seen
+
+    expected, value = [], make_params(1)
+    for _ in range(3):
+        expected.append(affine(value, X))
+        value = stepped(value, X)
+        expected.append(value["b"])
+    close(train(params, X), expected)
+    close(params.to_here(), value)
+
+
+@on_worker0
+def test_gradients_of_two_passes_are_added(world):
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+
+    def gradient(params, x):
+        return jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, x)).sum())(params)
+
+    @jd.jit
+    def train(params, x):
+        gradients = gradient(params, x), gradient(params, 2 * x)
+        optimizer.step(jax.tree.map(operator.add, *gradients))
+
+    train(params, X)
+    serial = jax.grad(lambda p: (affine(p, X) + affine(p, 2 * X)).sum())(make_params(1))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial)
+    close(params.to_here(), expected)
+    with jd.context():
+        kept = gradient(params, X)
+        optimizer.step([kept, gradient(params, 2 * X)])
+        close(kept.to_here(), serial)  # a step leaves the context's gradients: the sum of both
+    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, expected, serial))
+
+
+@on_worker0
+def test_a_reference_that_others_use(world):
+    """Contributions of a worker that is neither the caller nor the owner have come when the owner steps."""
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+
+    @jd.jit
+    def train(params, x):
+        def loss(params):
+            return sum(jd.rpc_sync(rank, squares, args=(params, x)) for rank in range(last() + 1))
+
+        optimizer.step(jd.grad(loss)(params))
+
+    train(params, X)
+    gradient = jax.grad(squares)(make_params(1), X)
+    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * (last() + 1) * g, make_params(1), gradient))
+
+
+@on_worker0
+def test_modules(world):
+    parts = [jd.RemoteModule(rank, functools.partial(nnx.Linear, 3, 2)) for rank in (0, last())]
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [one.parameters for one in parts])
+
+    @jd.jit
+    def train(parts, x, y):
+        def loss(parts):
+            return ((sum(part(x) for part in parts) - y) ** 2).mean()
+
+        value, gradients = jd.value_and_grad(loss)(parts)
+        optimizer.step(gradients)
+        return value
+
+    x, y = jnp.eye(3), jnp.ones((3, 2))
+    losses = [float(train(parts, x, y)) for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@on_worker0
+def test_a_value_without_a_gradient_is_named(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
+    before = values(refs)
+
+    def unused(first, second):
+        return jd.grad(lambda p, q: jd.rpc_sync(0, affine, args=(p, X)).sum(), argnums=(0, 1))(first, second)
+
+    for way in (lambda a, b: optimizer.step(unused(a, b)), jd.jit(lambda a, b: optimizer.step(unused(a, b)))):
+        with pytest.raises(jd.DifferentiationError, match=r"step has no gradient of RRef\(.*does not depend"):
+            way(*refs)
+    with pytest.raises(jd.DifferentiationError, match=r"no RemoteGradient of RRef\(.*among the gradients") as caught:
+        optimizer.step(jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0]))
+    assert caught.value.missing == [str(refs[1])]
+    close(refs[1].to_here(), before[1])
+
+
+@on_worker0
+def test_gradients_that_are_not_finite_change_nothing(world):
+    refs = references()
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
+    before = values(refs)
+
+    def loss(first, second, x, y):
+        there = jd.rpc_sync(last(), affine, args=(first, x)).sum()
+        return there + jd.rpc_sync(0, affine, args=(second, x)).sum() * jnp.nan
+
+    for step in (training_step(optimizer, loss), jd.jit(training_step(optimizer, loss))):
+        with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
+            step(*refs, X)
+    close(values(refs), before)
+
+
+@on_worker0
+def test_steps_in_wrong_places_are_refused(world):
+    params = jd.remote(last(), make_params, args=(1,))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
+
+    def gradient(params):
+        return jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, X)).sum())(params)
+
+    def step(params, x):
+        optimizer.step(gradient(params))
+        return x
+
+    def in_a_loop(params, x):
+        return jax.lax.scan(lambda x, _: (step(params, x), None), x, length=2)[0]
+
+    def in_a_branch(params, x):
+        return jax.lax.cond(x.sum() > 0, lambda: step(params, x), lambda: x)
+
+    one = jd.grad(lambda p, x: jd.rpc_sync(last(), affine, args=(p, x)).sum())
+    batch = jnp.ones((2, 3))
+    with jd.context() as ctx:
+        wrong = [jax.jit(step), jd.jit(in_a_loop), jd.jit(in_a_branch), jax.grad(lambda p, x: step(p, x).sum())]
+        for function in wrong:
+            with pytest.raises(jd.DifferentiationError, match=r"step inside a transformation of JAX's.*jd\.jit"):
+                function(params, X)
+        with pytest.raises(jd.DifferentiationError, match=r"staged by jd\.jit, step with what value_and_grad"):
+            jd.jit(lambda p: optimizer.step(ctx))(params)
+        with pytest.raises(TypeError, match=r"takes a context or RemoteGradients.*for optax"):
+            optimizer.step((gradient(params), X))
+        with pytest.raises(jd.DifferentiationError, match=r"a batch of gradients, made in jax\.vmap"):
+            jd.jit(lambda p: optimizer.step(jax.vmap(one, (None, 0))(p, batch)))(params)
+        kept = gradient(params)
+    with jd.context(), pytest.raises(jd.ContextError, match="several contexts"):
+        optimizer.step([kept, gradient(params)])
+    with pytest.raises(jd.ContextError, match="closed"):
+        optimizer.step(kept)
+    close(params.to_here(), make_params(1))
