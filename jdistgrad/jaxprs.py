@@ -1,11 +1,21 @@
-"""Evaluation of a jaxpr equation by equation, eagerly or inside another trace."""
+"""Jaxprs: their evaluation, equation by equation, eagerly or inside another trace; and keys of what they compute.
 
-from collections.abc import Sequence
+Equal keys let the workers and objects of one process share compiled code: see ``Shared``.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend import core
 
 _CALLS = ("jit", "pjit")
+
+# Parameters of equations that only a derivative needs. Compiled pieces are not differentiated any more.
+_FOR_DERIVATIVES = {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees"}
 
 
 def read(values: dict[Any, Any], atom: Any) -> Any:
@@ -22,11 +32,6 @@ def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         outputs = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
     return outputs if primitive.multiple_results else [outputs]
-
-
-def context_key(equation: Any) -> str:
-    """Return the context that ``bind`` enters for an equation, in a comparable form."""
-    return repr(equation.ctx)
 
 
 def run(equations: Sequence[Any], values: dict[Any, Any]) -> None:
@@ -46,3 +51,88 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values)
     return [read(values, atom) for atom in jaxpr.outvars]
+
+
+class Names:
+    """Numbers for variables in the order in which they are first met, which are the same for equal jaxprs."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def __call__(self, atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return constant_key(atom.val)
+        return self._numbers.setdefault(atom, len(self._numbers))
+
+
+def key(equations: Iterable[Any], inputs: Sequence[Any], outputs: Sequence[Any], names: Names | None = None) -> Any:
+    """Return a key of what equations compute from inputs, independent of the names of variables.
+
+    Functions and arrays among the parameters are equal only to themselves: keep them alive as long as the key.
+    """
+    named = Names() if names is None else names
+    before = tuple(map(named, inputs))
+    each = tuple(
+        (equation_key(one), tuple(map(named, one.invars)), tuple(map(named, one.outvars))) for one in equations
+    )
+    return before, each, tuple(map(named, outputs))
+
+
+def equation_key(equation: Any) -> Any:
+    """Return a key of an equation without its variables: with the context that ``bind`` enters."""
+    params = {name: value for name, value in equation.params.items() if name not in _FOR_DERIVATIVES}
+    return equation.primitive, _value_key(params), repr(equation.ctx)
+
+
+def _value_key(value: Any) -> Any:
+    if isinstance(value, core.ClosedJaxpr):
+        return _value_key(value.jaxpr), tuple(map(constant_key, value.consts))
+    if isinstance(value, core.Jaxpr):
+        return key(value.eqns, [*value.constvars, *value.invars], value.outvars)
+    if isinstance(value, dict):
+        return tuple((name, _value_key(one)) for name, one in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_value_key, value))
+    if isinstance(value, np.ndarray | jax.Array):
+        return constant_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value
+
+
+def constant_key(value: Any) -> Any:
+    """Return a key of a constant: numbers are equal by value, arrays only to themselves."""
+    if np.ndim(value) or isinstance(value, jax.Array):
+        return "array", id(value)
+    weak = bool(getattr(getattr(value, "aval", None), "weak_type", False))
+    return "number", type(value), str(np.asarray(value).dtype), np.asarray(value).tobytes(), weak
+
+
+def calls_back(equations: Iterable[Any]) -> bool:
+    """Return whether equations have effects or call Python, and so may depend on the worker that compiles them."""
+    return any(
+        one.effects
+        or one.primitive.name == "wire"
+        or "callback" in one.primitive.name
+        or any(calls_back(inner.eqns) for inner in core.jaxprs_in_params(one.params))
+        for one in equations
+    )
+
+
+class Shared:
+    """Compiled functions by their keys, for all threads and objects of the process; the last used are kept."""
+
+    def __init__(self, most: int):
+        self._found: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._most, self._lock = most, threading.Lock()
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = make()
+                if len(self._found) > self._most:
+                    self._found.popitem(last=False)
+            self._found.move_to_end(key)
+            return self._found[key]

@@ -6,16 +6,20 @@ calls, and the thread that ``spawn`` starts. Every other thread has the worker o
 
 import contextlib
 import contextvars
+import functools
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 
 from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Resident(Protocol):
@@ -55,6 +59,8 @@ class Origin(NamedTuple):
     key: int | None
     slot: int
 
+
+NOWHERE = Origin(None, 0)
 
 _workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictionary()
 
@@ -152,6 +158,20 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
             self._slots.free(self._slot)
 
 
+def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
+    """Let JAX compile a jitted function once for all workers and scopes of this process. It must not call back."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        found = _origin.get(NOWHERE)
+        if found == NOWHERE:
+            return function(*args, **kwargs)
+        with _trace_key(None), _slot_key(0):
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def _setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
@@ -163,7 +183,7 @@ def _setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None
 
 def origin() -> Origin:
     """Return the origin of this code, for callbacks of programs compiled here."""
-    return _origin.get(Origin(None, 0))
+    return _origin.get(NOWHERE)
 
 
 @contextlib.contextmanager

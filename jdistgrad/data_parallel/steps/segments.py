@@ -16,6 +16,9 @@ import numpy as np
 from jax.extend import core
 
 from jdistgrad import jaxprs
+from jdistgrad.rpc.current import once_for_all
+
+_shared = jaxprs.Shared(1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,16 @@ def _free(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 def _compiled(
     equations: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any], outputs: Sequence[Any]
 ) -> Callable[..., Any]:
+    """Return a segment as one jitted function. Equal segments of all workers of this process share one."""
+    names = jaxprs.Names()
+    key = jaxprs.key(equations, inputs, outputs, names), tuple(map(names, kept))
+    run: Callable[..., Any] = _shared.get(key, lambda: jax.jit(_evaluation(equations, inputs, kept, outputs)))
+    return run if jaxprs.calls_back(equations) else once_for_all(run)
+
+
+def _evaluation(
+    equations: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., Any]:
     shared = {*inputs, *kept}
 
     def segment(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -136,4 +149,4 @@ def _compiled(
                 taken.add(var)
         return [values[var] for var in kept], gradients
 
-    return jax.jit(segment)
+    return segment
