@@ -54,7 +54,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
 
 
 class Names:
-    """Numbers for variables in the order in which they are first met, which are the same for equal jaxprs."""
+    """Numbers for variables in the order in which they are first met, and their types: the same for equal jaxprs."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -62,7 +62,8 @@ class Names:
     def __call__(self, atom: Any) -> Any:
         if isinstance(atom, core.Literal):
             return constant_key(atom.val)
-        return self._numbers.setdefault(atom, len(self._numbers))
+        number = self._numbers.setdefault(atom, len(self._numbers))
+        return number, getattr(atom, "aval", None)
 
 
 def key(equations: Iterable[Any], inputs: Sequence[Any], outputs: Sequence[Any], names: Names | None = None) -> Any:
@@ -79,9 +80,10 @@ def key(equations: Iterable[Any], inputs: Sequence[Any], outputs: Sequence[Any],
 
 
 def equation_key(equation: Any) -> Any:
-    """Return a key of an equation without its variables: with the context that ``bind`` enters."""
+    """Return a key of an equation but for the names of its variables: with the context that ``bind`` enters."""
     params = {name: value for name, value in equation.params.items() if name not in _FOR_DERIVATIVES}
-    return equation.primitive, _value_key(params), repr(equation.ctx)
+    types = tuple(var.aval for var in (*equation.invars, *equation.outvars))
+    return equation.primitive, _value_key(params), repr(equation.ctx), types
 
 
 def _value_key(value: Any) -> Any:

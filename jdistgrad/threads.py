@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 IDLE_LIMIT = 64
@@ -21,13 +21,32 @@ Inbox = queue.SimpleQueue[Any]
 log = logging.getLogger("jdistgrad.threads")
 
 
+def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:
+    """Start a daemon thread."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def join_soon(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads that have nothing more to do have ended.
+
+    JAX keeps arrays for each thread, the tokens of ordered effects. A thread that frees them while the interpreter ends
+    aborts the process.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class ThreadPool:
     """A pool that starts every task at once, on a thread of its own. ``enter`` runs first in every new thread."""
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
         self._idle: collections.deque[Inbox] = collections.deque()
-        self._threads: dict[Inbox, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
         self._count = itertools.count()
         self._closed = False
 
@@ -39,17 +58,10 @@ class ThreadPool:
         inbox.put(task)
 
     def close(self) -> None:
-        """End the threads: idle ones now, busy ones after their task. Wait for those that end soon.
-
-        JAX keeps arrays for each thread, the tokens of ordered effects. A thread that frees them while the interpreter
-        ends aborts the process.
-        """
+        """End the threads: idle ones now, busy ones after their task. Wait for those that end soon."""
         self._closed = True
         self._end_idle()
-        deadline = time.monotonic() + END_SECONDS
-        for thread in list(self._threads.values()):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        join_soon(self._threads)
 
     def _end_idle(self) -> None:
         while True:
@@ -61,15 +73,9 @@ class ThreadPool:
     def _spawn(self) -> Inbox:
         inbox: Inbox = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
-        threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(started(self._serve, name, inbox))
         return inbox
-
-    def _work(self, inbox: Inbox) -> None:
-        self._threads[inbox] = threading.current_thread()
-        try:
-            self._serve(inbox)
-        finally:
-            del self._threads[inbox]
 
     def _serve(self, inbox: Inbox) -> None:
         self._enter()

@@ -9,16 +9,20 @@ The option does not apply to programs whose arguments are still being copied: th
 local world each worker may have such a program that waits for the other workers, so the pool is enlarged.
 """
 
+import functools
 import logging
 import os
 import threading
+import time
 
 import jax
 
 from jdistgrad._compat import backends_are_initialized
+from jdistgrad.threads import started
 
 OPTION = "jax_cpu_enable_async_dispatch"
 POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
+PATIENCE = 2.0  # seconds
 THREADS = 32  # this many slow down products of large matrices by 3 % on two cores
 
 log = logging.getLogger("jdistgrad.ffi")
@@ -37,17 +41,34 @@ def provide_threads() -> None:
 
 
 class WaitingPrograms:
-    """A count of the programs that wait for other workers on XLA's threads; warns once when these may be all in use."""
+    """A count of the programs that wait for other workers on XLA's threads.
+
+    Warns once when these have been all in use for a while: shorter waits are those of every collective.
+    """
 
     def __init__(self) -> None:
-        self._count, self._warned, self._lock = 0, False, threading.Lock()
+        self._count, self._lock = 0, threading.Lock()
+        self._full_since: float | None = None
+        self._watching = False
 
     def __enter__(self) -> None:
         with self._lock:
             self._count += 1
-            count, warned = self._count, self._warned
-        if not warned and count >= pool_size():
-            self._warned = True
+            if self._count < self._size:
+                return
+            self._full_since = self._full_since or time.monotonic()
+            start, self._watching = not self._watching, True
+        if start:
+            started(self._watch, "jdistgrad-full-pool")
+
+    def _watch(self) -> None:
+        """Warn when the threads have all been in use for ``PATIENCE`` seconds."""
+        while True:
+            time.sleep(PATIENCE / 4)
+            with self._lock:
+                since, count = self._full_since, self._count
+            if since is None or time.monotonic() - since < PATIENCE:
+                continue
             log.warning(
                 "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
                 "workers may now wait for ever. Set the environment variable %s to a larger number, and import "
@@ -57,10 +78,17 @@ class WaitingPrograms:
                 POOL,
                 THREADS,
             )
+            return
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._count -= 1
+            if self._count < self._size:
+                self._full_since = None
+
+    @functools.cached_property
+    def _size(self) -> int:
+        return pool_size()
 
 
 def pool_size() -> int:

@@ -67,7 +67,8 @@ def average_gradients(
 def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that leaves parameters that no rank used, and their optimizer state, as they are.
 
-    A zero gradient is not enough: moments still decay, and momentum and weight decay still act.
+    A zero gradient is not enough: moments still decay, and momentum and weight decay still act. Counts of steps, which
+    all parameters share in optax, go on: the bias correction of a parameter that is used late is that of its late step.
 
     Arguments:
       tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``.
@@ -79,9 +80,12 @@ def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: Any, state: Any, params: Any = None, *, used: Any = None, **extra: Any) -> tuple[Any, Any]:
-        after, new = inner.update(updates, state, params, **extra)
         if used is None:
-            return after, new
+            raise ValueError(
+                "keep_unused: update needs used=, a tree of booleans: used=dp.used after a step of "
+                "DataParallel(find_unused_parameters=True). Without that setting, dp.used is None."
+            )
+        after, new = inner.update(updates, state, params, **extra)
         kept = _where_used(used, updates, new, state)
         return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, after), kept
 

@@ -90,11 +90,13 @@ class DistributedOptimizer(Corrected):
           gradients: a context or its id, for all that has been added up there; or what ``grad``, ``value_and_grad`` or
             ``backward`` returned: a RemoteGradient, or a tree of them. Those of other references are ignored.
 
-        With RemoteGradients, every owner steps as soon as its own are complete. Then ``max_global_norm`` and
-        ``refuse_nan`` still let no owner step before all have looked at their gradients.
+        In a function staged by ``jit``, every owner steps as soon as its gradients are complete; ``max_global_norm``
+        and ``refuse_nan`` still let no owner step before all have looked at theirs. Gradients add up in a context, and
+        stay there after a step: open a context for each step, or none.
 
         Raises:
-          DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed.
+          DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed (unless a
+            value turns out to have none only while a staged step runs: then other owners may have stepped).
           ContextError: the context is closed, or unknown here.
         """
         if not isinstance(gradients, Context | int):
@@ -172,7 +174,7 @@ class DistributedOptimizer(Corrected):
         for rank, mine in self._numbers.items():
             gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
             uses.append(use(function(self._owned[rank].id), gradients, others))
-        return use_all(uses)
+        return use_all(uses, needs=(self._owned, self._rrefs))
 
     @property
     def _owners(self) -> tuple[str, ...]:
@@ -211,12 +213,15 @@ def _no_transformation(tx: Any, settings: Mapping[str, Any]) -> str:
 
 
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
-    if isinstance(rrefs, RRef):
-        raise TypeError("DistributedOptimizer takes a list of RRefs: for a single one, [rref]")
+    if isinstance(rrefs, RRef | Mapping):
+        many = "list(rrefs.values())" if isinstance(rrefs, Mapping) else "for a single one, [rref]"
+        raise TypeError(f"DistributedOptimizer takes a list of RRefs: {many}")
     found = list(rrefs)
     for rref in found:
         if not isinstance(rref, RRef):
-            raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: wrap it, RRef(value)")
+            own = isinstance(getattr(rref, "parameters", None), RRef)
+            remedy = "pass its parameters, module.parameters" if own else "wrap it, RRef(value)"
+            raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: {remedy}")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
     return found
@@ -236,7 +241,8 @@ def _by_reference(gradients: Any) -> dict[int, list[RemoteGradient]]:
                 f"optimizer.step: the {leaf} is a batch of gradients, made in jax.vmap. Differentiate a function that "
                 "is mapped inside, so that each reference has one gradient."
             )
-        found[leaf.rref.id].append(leaf)
+        if not any(leaf.marks is one.marks for one in found[leaf.rref.id]):
+            found[leaf.rref.id].append(leaf)
     return found
 
 
@@ -246,7 +252,12 @@ def _scope_of(gradients: Sequence[RemoteGradient]) -> Any:
     if len(scopes) > 1:
         raise ContextError("optimizer.step: the gradients belong to several contexts. Step with those of one context.")
     (scope,) = scopes
-    if scope is not None and trace_state_clean():
+    if scope is None and trace_state_clean():
+        raise ContextError(
+            f"optimizer.step: the {gradients[0]} belongs to no context: it was made outside any, by jax.tree.map for "
+            "example. Do that inside `with jd.context()`, or in a function staged by jd.jit."
+        )
+    if trace_state_clean():
         current_worker().scopes.find(scope.id)
     return scope
 

@@ -68,7 +68,7 @@ class OwnedParameters:
         leaves = [jnp.asarray(leaf) for one in gradients for leaf in one if leaf is not None]
         squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
         finite = all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
-        return np.array([sum(squares), finite], Inspect.result.dtype)
+        return np.array([sum(squares), finite], jax.dtypes.canonicalize_dtype(np.float64))
 
     def step(self, gradients: Sequence[Gradient], scale: Any) -> None:
         """Update the values with gradients."""
@@ -157,8 +157,11 @@ class Inspect(ServedFunction):
 
     identifier: int
     label = "an inspection of gradients"
-    result = jax.ShapeDtypeStruct((2,), np.float32)
     changes = False
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2,), jax.dtypes.canonicalize_dtype(np.float64))
 
     def __call__(self, gradients: Sequence[Gradient]) -> Any:
         return _known(self.identifier).inspect(gradients)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jdistgrad.threads import join_soon, started
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
@@ -60,6 +61,7 @@ class Progress:
         self._count = itertools.count()
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
+        self._threads: list[threading.Thread] = []
         self._last_activity = self._next_tick = time.monotonic()
         self._last_wait = 0.0
         self._stopped = False
@@ -79,6 +81,7 @@ class Progress:
         self._baton.acquire()  # never released
         with self._counting:
             self._standby.release(self._parked + 1)
+        join_soon(self._threads)
 
     # Waiting for an answer, on any thread.
 
@@ -137,7 +140,9 @@ class Progress:
                 self._standby.release()
                 return
         name = f"{self._name}-{next(self._count)}"
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        with self._counting:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(started(self._serve, name))
 
     def _serve(self) -> None:
         self._enter()

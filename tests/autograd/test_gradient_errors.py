@@ -59,7 +59,7 @@ def has_an_effect(x):
     ("function", "what"),
     [
         (wants_the_value, r"wants_the_value cannot be traced: `return x \* float\(x.sum\(\)\)` .* needs the value"),
-        (has_an_effect, r"has_an_effect cannot be traced: `io_callback\(print, None, x\)` .* has an effect"),
+        (has_an_effect, r"has_an_effect cannot be traced: `io_callback\(print, None, x\)` .* calls Python"),
     ],
 )
 @on_worker0

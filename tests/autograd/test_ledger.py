@@ -21,7 +21,7 @@ def part(number, value=1.0, lanes=()):
 def marks(*members):
     """Return the sum of the marks of contributions: numbers, or pairs of a number and how often it counts."""
     pairs = [one if isinstance(one, tuple) else (one, 1) for one in members]
-    return sum((times * np.array(mark(number)) for number, times in pairs), np.zeros(3)).tolist()
+    return sum((times * np.array(mark(number)) for number, times in pairs), np.zeros(5)).tolist()
 
 
 def numbers(contributions):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.worlds import on_every_worker
 
+import jdistgrad as jd
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.mpi import has_room
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -78,3 +79,12 @@ def test_where_there_is_room_beside_the_computation():
     assert not has_room([{0}, {1}, {2}], 3)  # each rank is bound to its own core
     assert has_room([{0, 1}, {2, 3}], 2)
     assert has_room([{0}, {1}], 4)  # two ranks are on another machine: there is waiting time to use
+
+
+@on_every_worker
+def test_a_group_by_names_and_infos(big_world, rank, size):
+    if rank:
+        others = ["worker1", *(jd.worker_info(f"worker{one}") for one in range(2, size))]
+        group = jd.collectives.of_this_world(others)
+        assert (group.rank, group.size) == (rank - 1, size - 1)
+        np.testing.assert_array_equal(group.allreduce(jnp.float32(rank)), sum(range(1, size)))

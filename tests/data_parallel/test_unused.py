@@ -19,6 +19,13 @@ def branches(params, x, which):
     return jnp.sum(chosen**2)
 
 
+def test_used_must_be_given():
+    tx = keep_unused(optax.adam(0.1))
+    params = {"a": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"needs used=.*find_unused_parameters=True"):
+        tx.update(params, tx.init(params), params, used=None)
+
+
 @on_every_worker
 def test_ranks_may_use_different_parameters(big_world, rank, size):
     dp = DataParallel(find_unused_parameters=True, bucket_cap_mb=1e-6)

@@ -197,15 +197,19 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
         """
         import os
         os.environ["NPROC"] = "1"
-        import jax, jax.numpy as jnp
+        import jax, jax.numpy as jnp, time
         import numpy as np
         x = jnp.ones((4096, 4096))
         import jdistgrad as jd
 
+        def slow(x, y):
+            time.sleep(0 if isinstance(x, jax.core.Tracer) else 3)
+            return x + y
+
         with jd.local_workers(2):
-            step = jax.jit(lambda x: jd.rpc_sync(1, jnp.add, args=(x[0, :3], 1)))
+            step = jax.jit(lambda x: jd.rpc_sync(1, slow, args=(x[0, :3], 1)))
             step(x)
-            for _ in range(3):  # while it is copied
+            for _ in range(1):  # while it is copied
                 found = step(jnp.asarray(np.ones((4096, 4096), np.float32)))
             print(found, flush=True)
         """,

@@ -1,8 +1,11 @@
 """Optimizers that cannot step: they raise, and change nothing on any worker."""
 
+import functools
+
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from helpers.data import close
 from helpers.programs import X, affine, make_params, references
 from helpers.worlds import last, on_worker0
@@ -55,6 +58,11 @@ def test_what_cannot_be_optimized_is_refused(world):
     ref = jd.RRef(make_params(1))
     with pytest.raises(TypeError, match="wrap it, RRef"):
         jd.DistributedOptimizer(optax.sgd(0.1), [make_params(1)])
+    module = jd.RemoteModule(last(), functools.partial(nnx.Linear, 3, 2))
+    with pytest.raises(TypeError, match=r"not RemoteModule: pass its parameters, module\.parameters"):
+        jd.DistributedOptimizer(optax.sgd(0.1), [module])
+    with pytest.raises(TypeError, match=r"a list of RRefs: list\(rrefs\.values\(\)\)"):
+        jd.DistributedOptimizer(optax.sgd(0.1), {"a": ref})
     with pytest.raises(ValueError, match="each once"):
         jd.DistributedOptimizer(optax.sgd(0.1), [ref, ref])
     with pytest.raises(ValueError, match="max_global_norm must be positive"):

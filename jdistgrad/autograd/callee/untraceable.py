@@ -28,18 +28,20 @@ class explained:  # noqa: N801 used like a function; a generator would add its f
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, WANT_VALUES):
-            raise _untraceable(self._function, error, "needs the value of an array").with_traceback(trace) from None
-        if isinstance(error, ValueError) and "callbacks do not support" in str(error):
-            raise _untraceable(self._function, error, "has an effect without a derivative").with_traceback(
-                trace
-            ) from None
+            why = "needs the value of an array"
+        elif isinstance(error, ValueError) and "callbacks do not support" in str(error):
+            why = "calls Python, without a derivative"
+        else:
+            return
+        raise _untraceable(self._function, error, why).with_traceback(trace) from None
 
 
 def _untraceable(function: Any, error: BaseException, why: str) -> DifferentiationError:
     return DifferentiationError(
         f"{describe(function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that is "
         "differentiated or called in jit, without values. Compute with jax.numpy, put side effects into "
-        "jax.debug.callback, or call the function outside of grad and jit."
+        "jax.debug.callback, give other callbacks a derivative (jax.custom_vjp), or call the function outside of grad "
+        "and jit."
     )
 
 

@@ -1,5 +1,6 @@
 """Uses of gradients where they are: a function that runs on the owner of values, with their complete gradients."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import pickle
@@ -8,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from jdistgrad.autograd.tape.ledger import REFERENCE, Marks, Target, total
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.codec import OWN
 from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.worker import current_worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,27 @@ class Using(ServedFunction):
     def __call__(self, marks: Sequence[Sequence[Any]], *rest: Any) -> Any:
         ledger = current_tape(lambda: self.label).ledger
         targets = zip(self.references, self.summed(marks), strict=True)
-        futures = [ledger.take(Target(REFERENCE, reference), mine, keep=True) for reference, mine in targets]
-        return self.function([total(future.result()) for future in futures], *rest)
+        futures = [ledger.use(Target(REFERENCE, reference), mine) for reference, mine in targets]
+        return self.function([total(self._came(future)) for future in futures], *rest)
+
+    def _came(self, contributions: concurrent.futures.Future[Any]) -> list[Contribution]:
+        """Wait for contributions, but not as long as the caller waits for this answer."""
+        seconds = current_worker().timeout / 2
+        try:
+            found: list[Contribution] = contributions.result(seconds)
+        except concurrent.futures.TimeoutError as error:
+            raise DifferentiationError(
+                f"{self.label} has waited {seconds:g} s for contributions that {', '.join(self.values)} did not get. "
+                f"{SCALE}"
+            ) from error
+        return found
 
     def summed(self, marks: Sequence[Sequence[Any]]) -> list[Marks]:
         """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
         found = list(map(summed, marks))
+        for value, mine in zip(self.values, found, strict=True):
+            if not all(part >= 0 and part == int(part) for part in mine):
+                raise DifferentiationError(f"{self.label}: this is not the gradient of {value} as it was made. {SCALE}")
         missing = [value for value, mine in zip(self.values, found, strict=True) if not mine[0]]
         if missing:
             raise DifferentiationError(
@@ -56,6 +73,11 @@ class Using(ServedFunction):
             )
         return found
 
+
+SCALE = (
+    "A gradient of a reference can be neither scaled nor clipped, nor added to itself. Scale the loss, or let the "
+    "transformation do it: optax.chain(optax.scale(...), ...), DistributedOptimizer(max_global_norm=...)."
+)
 
 OWN.add(Using)
 

@@ -1,6 +1,6 @@
 """Requests that may share a message: fetch an existing value, add to a gradient, run a task after the additions.
 
-No request is delayed for the sake of grouping.
+No request is delayed for the sake of grouping, but the one answer comes when all tasks are done.
 """
 
 import dataclasses

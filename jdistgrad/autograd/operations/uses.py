@@ -23,15 +23,19 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
-_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_uses_kept", default=False)
+# Uses, each with an object that it needs. JAX keeps operations for ever, so the object is not in them.
+Kept = list[tuple["Use", Any]]
+
+_kept: contextvars.ContextVar[Kept | None] = contextvars.ContextVar("jdistgrad_uses_kept", default=None)
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Trace a block that may use gradients: whoever runs it keeps its uses, and runs them in the program's order."""
-    token = _kept.set(True)
+def kept() -> Iterator[Kept]:
+    """Trace a block that may use gradients, and list its uses. Whoever runs it runs all of them, in their order."""
+    uses: Kept = []
+    token = _kept.set(uses)
     try:
-        yield
+        yield uses
     finally:
         _kept.reset(token)
 
@@ -66,18 +70,18 @@ class Use(Call):
         return self.changes
 
     def start(self, operands: Sequence[Any]) -> Started:
-        self._marks(operands)
+        self.marks(operands)
         return super().start(operands)
 
     def request(self, operands: Sequence[Any]) -> Request | None:
         """Return the use as a Request, if the owner is another worker; else None."""
         if self.to == current_worker().rank:
             return None
-        marks = self._marks(operands)
+        marks = self.marks(operands)
         task = self.function, ([[one] for one in marks], *operands[sum(self.parts) :])
         return Request(self.to, None, None, self.results.counted, task=task)
 
-    def _marks(self, operands: Sequence[Any]) -> list[Marks]:
+    def marks(self, operands: Sequence[Any]) -> list[Marks]:
         """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
         rest = iter(operands)
         found: list[Marks] = self.function.summed([[next(rest) for _ in range(count)] for count in self.parts])
@@ -131,11 +135,18 @@ def use(function: Usable, gradients: Sequence[tuple[RRef[Any], Any]], others: Se
     return operation, [*(marks for _, marks in gradients), *others]
 
 
-def use_all(uses: Sequence[tuple[Use, Sequence[Any]]]) -> list[Any]:
-    """Return the array that each use returns. Called from Python, they run at the same time."""
+def use_all(uses: Sequence[tuple[Use, Sequence[Any]]], needs: Any) -> list[Any]:
+    """Return the array that each use returns. Called from Python, they run at the same time.
+
+    ``needs``: an object that lives as long as a staged step with these uses.
+    """
     if trace_state_clean():
+        for one, operands in uses:
+            one.marks(operands)  # raises before any owner has begun
         started = [one.start(operands) for one, operands in uses]
         return [one.outputs()[0] for one in started]
-    if not _kept.get():
+    kept = _kept.get()
+    if kept is None:
         raise uses[0][0].misplaced()
+    kept += [(one, needs) for one, _ in uses]
     return [wire_p.bind(*operands, operation=one)[0] for one, operands in uses]

@@ -9,13 +9,14 @@ import numpy as np
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import some_context
-from jdistgrad.autograd.gradients import hold
+from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.operations.uses import Use, kept
 from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
+from jdistgrad.errors import ContextError
 from jdistgrad.rpc.worker import find_worker
 
 P = ParamSpec("P")
@@ -90,16 +91,30 @@ class Step:
             results, self._result = jax.tree.flatten(fun(*args, **kwargs))
             return results
 
-        with kept():
+        with kept() as self._uses:
             traced = jax.make_jaxpr(flat)(*leaves)
-        self.plan = cut(traced)
+        self.plan = cut(traced, [one for one, _ in self._uses])
         self._prepared = Prepared.of(self.plan)
+        self._takes_gradients = _has_gradients(jax.tree.unflatten(structure, leaves))
         self._records = any(_needs_context(operation) for operation in self.plan.operations)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         with some_context(needed=self._records) as lease:
+            if lease is not None and self._takes_gradients:
+                raise ContextError(
+                    "jdistgrad.jit: an argument is a gradient of a reference, which belongs to the context that it was "
+                    "made in. Open a context around both: with jd.context()."
+                )
             outputs = Run(self._prepared, leaves).outputs()
             return hold(jax.tree.unflatten(self._result, outputs), lease)
+
+
+def _has_gradients(tree: Any) -> bool:
+    return any(isinstance(leaf, RemoteGradient) for leaf in jax.tree.leaves(tree, is_leaf=_is_gradient))
+
+
+def _is_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, RemoteGradient)
 
 
 def _needs_context(operation: Any) -> bool:

@@ -8,13 +8,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+import numpy as np
 
+from jdistgrad import jaxprs
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch
 from jdistgrad.autograd.operations.uses import Use
-from jdistgrad.autograd.staged.equations import Atom, Equation
-from jdistgrad.autograd.values.primitive import has_wire, wire_p
+from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
+from jdistgrad.rpc.references.rref import HANDLE
 
 ADDITIONS = {"add", "add_any"}
 
@@ -23,8 +24,8 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
     """Make equations wait for the answers that they would have waited for in the program run line by line.
 
     What may change a state waits for what may have changed the same state before. A use of gradients may change values,
-    and nobody knows which functions read these: it waits for all calls and fetches before it, but not for those that
-    its gradients come from, which have been served when it runs; and all later ones wait for it.
+    and nobody knows who reads these: it waits for all calls, fetches and effects (such as averages over ranks) before
+    it, but not for those that its gradients come from, which have been served when it runs; all later ones wait for it.
     """
     producers = {output: equation for equation in equations for output in equation.outputs}
     last: dict[Any, int] = {}
@@ -46,9 +47,9 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def _may_read(equation: Equation) -> bool:
-    """Return whether an equation may read values of other workers, also in the body of a loop or a branch."""
+    """Return whether an equation may read values of other workers, or meet workers that read them."""
     if equation.operation is None:
-        return any(map(has_wire, jaxprs_in_params(equation.eqn.params)))
+        return jaxprs.calls_back([equation.eqn])
     return isinstance(equation.operation, Call | Fetch)
 
 
@@ -91,17 +92,20 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
     return [taken_apart(one) if isinstance(one.operation, Use) else one for one in equations]
 
 
-def refuse_inner_uses(equations: Iterable[Equation]) -> None:
-    """Raise DifferentiationError for a use of gradients in the body of a loop or a branch."""
+def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
+    """Raise DifferentiationError for a use of gradients that was traced, but is not at the top level of the program.
+
+    It stands in the body of a loop or a branch, or a transformation has dropped it.
+    """
+    found = {id(equation.operation) for equation in equations}
+    for one in uses:
+        if id(one) not in found:
+            raise one.misplaced()
+
+
+def require_gradients(equations: Iterable[Equation]) -> None:
+    """Raise DifferentiationError for a use of a gradient that is known to be zero."""
     for equation in equations:
-        if equation.operation is None:
-            for jaxpr in jaxprs_in_params(equation.eqn.params):
-                _refuse_uses(jaxpr)
-
-
-def _refuse_uses(jaxpr: Any) -> None:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is wire_p and isinstance(eqn.params["operation"], Use):
-            raise eqn.params["operation"].misplaced()
-        for inner in jaxprs_in_params(eqn.params):
-            _refuse_uses(inner)
+        if isinstance(equation.operation, Use):
+            known = [atom.value if isinstance(atom, Constant) else np.ones(HANDLE.shape) for atom in equation.inputs]
+            equation.operation.marks(known)

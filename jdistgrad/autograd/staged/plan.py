@@ -16,10 +16,11 @@ import numpy as np
 
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
+from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
 from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
-from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, refuse_inner_uses
+from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, require_all, require_gradients
 from jdistgrad.wire.arrays import ALIAS_FROM
 
 
@@ -56,12 +57,14 @@ class Plan:
         return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))
 
 
-def cut(closed: Any) -> Plan:
-    """Return the plan of a closed jaxpr."""
+def cut(closed: Any, uses: Sequence[Use] = ()) -> Plan:
+    """Return the plan of a closed jaxpr in which there must be these uses of gradients."""
     equations, inputs, outputs, size = flatten(closed)
-    refuse_inner_uses(equations)
+    require_all(uses, equations)
     equations = needed(marks_in_parts(equations), outputs)
-    equations = in_program_order(constants_known(last_pulls_marked(equations, outputs)))
+    equations = constants_known(last_pulls_marked(equations, outputs))
+    require_gradients(equations)
+    equations = in_program_order(equations)
     copies, outputs = answers_copied(equations, outputs, size)
     equations = needed(with_bundles([*equations, *copies], outputs), outputs)
     return Plan(inputs, outputs, group(equations, outputs), size + len(copies))

@@ -131,6 +131,7 @@ class Run:
         requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends or self._join(requests):
             number = self._sends.popleft()
+            self._wait_for_earlier(number)
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
             with _explained(operation), program_order.at((*self._place, number)):
                 request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
@@ -144,6 +145,12 @@ class Run:
                 sent = send([request for _, request in group])
             for (number, _), started in zip(group, sent, strict=True):
                 self._await(number, started)
+
+    def _wait_for_earlier(self, number: int) -> None:
+        """Wait until the pieces have run that a use of gradients only follows: their outputs may be under way."""
+        for variable in self._prepared.ordered.get(number, ()):
+            if isinstance(array := self._values.get(variable), jax.Array):
+                array.block_until_ready()
 
     def _join(self, requests: Mapping[int, Sequence[tuple[int, Request]]]) -> bool:
         """Queue uses of gradients that only follow fetches in these requests: owners serve fetches first."""

@@ -29,9 +29,15 @@ Marks = tuple[float, ...]
 
 
 def mark(number: int) -> Marks:
-    """Return the marks a contribution adds to a handle's cotangent: a one, and two numbers that identify it."""
-    mixed = (number * 0x9E3779B97F4A7C15 + 0x7F4A7C159E3779B9) % (1 << 64)
-    return 1.0, float((mixed >> 40) % EXACT), float(mixed >> 52)
+    """Return the marks a contribution adds to a handle's cotangent: a one, and four numbers that identify it.
+
+    They come from a hash (the last steps of SplitMix64): sums of marks of neighbouring ids must differ.
+    """
+    mixed = (number + 0x9E3779B97F4A7C15) % (1 << 64)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    mixed ^= mixed >> 31
+    return 1.0, *(float(mixed >> shift & (EXACT - 1)) for shift in (0, 13, 26, 39))
 
 
 class Target(NamedTuple):
@@ -128,6 +134,8 @@ class Ledger:
     def __init__(self) -> None:
         self._found: dict[Target, list[Contribution]] = {}
         self._waiting: dict[Target, list[Waiting]] = {}
+        self._used: dict[tuple[Target, Marks], list[Contribution]] = {}
+        self._written: set[Target] = set()
         self._seen: set[tuple[Target, int]] = set()
         self._lock = threading.Lock()
 
@@ -139,6 +147,21 @@ class Ledger:
             self._found.setdefault(target, []).append(contribution)
             ready = self._complete(target)
         _finish(ready)
+
+    def use(self, target: Target, marks: Sequence[float]) -> concurrent.futures.Future[Any]:
+        """Return a future of the contributions to a target whose marks have this sum, in order. They stay here.
+
+        If the gradient has been replaced (by an average over ranks, say), the future is of what has replaced it.
+        """
+        with self._lock:
+            before = self._used.get((target, tuple(marks)))
+            if target in self._written:
+                before = in_order(self._found[target])
+        if before is None:
+            return self.take(target, marks, keep=True)
+        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        found.set_result(before)
+        return found
 
     def take(
         self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = (), *, keep: bool = False
@@ -166,6 +189,7 @@ class Ledger:
         """Replace the contributions to a target by one gradient."""
         with self._lock:
             self._found[target] = [Contribution(0, (), leaves)]
+            self._written.add(target)
 
     def targets(self) -> list[Target]:
         with self._lock:
@@ -190,8 +214,10 @@ class Ledger:
                 continue
             if mine is not None:
                 self._forget(target, waiting)
-                if not waiting.keep:
-                    self._remove(target, mine)
+                self._remove(target, mine)
+                if waiting.keep:  # the search for those of another pass comes to them last
+                    self._found[target] = [*mine, *self._found.get(target, [])]
+                    self._used[target, waiting.marks] = in_order(mine)
                 ready.append((waiting, in_order(mine)))
         return ready
 

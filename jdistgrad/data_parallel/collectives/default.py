@@ -1,6 +1,7 @@
 """The collectives of the current world."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jdistgrad.data_parallel.collectives import world
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing
@@ -9,15 +10,16 @@ from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.worker import find_worker
 
 
-def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -> HostCollectives:
+def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -> HostCollectives:
     """Return new collectives of all workers of this world, or of some.
 
     Every one of these workers must call it, in the same order.
 
     Arguments:
-      workers: their ranks in the world, in the order of their ranks in the collectives; default all.
+      workers: their names, infos or ranks in the world, in the order of their ranks in the collectives; default all.
       check: whether ranks meet before each operation in compiled code too. Without the meeting, ranks that run
         different programs get wrong sums, or wait without end.
 
@@ -30,8 +32,9 @@ def of_this_world(workers: Sequence[int] | None = None, *, check: bool = True) -
     return made
 
 
-def _checked(workers: Sequence[int]) -> tuple[int, ...]:
-    here, chosen = world.seat(), tuple(workers)
+def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
+    here, worker = world.seat(), find_worker()
+    chosen = tuple(one if worker is None else worker.directory.find(one).rank for one in workers)
     if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
         raise CollectiveError(
             f"collectives of the workers {list(chosen)}, made by worker {here.rank} of {here.size}: expected ranks of "

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import configured
+from jdistgrad.threads import join_soon, started
 
 
 class Communication:
@@ -19,11 +20,8 @@ class Communication:
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # The thread computes on its maker's device: a local worker has a device of its own.
-        self._thread = threading.Thread(
-            target=_serve, args=(self._tasks, configured("jax_default_device")), name=name, daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._tasks.put, None)
+        thread = started(_serve, name, self._tasks, configured("jax_default_device"))
+        weakref.finalize(self, _end, self._tasks, thread)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -33,6 +31,11 @@ class Communication:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function on the thread and wait for its result."""
         return self.submit(function, *args).result()
+
+
+def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    tasks.put(None)
+    join_soon([thread])
 
 
 def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:

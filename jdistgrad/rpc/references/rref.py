@@ -24,7 +24,7 @@ from jdistgrad.wire import ids
 
 T = TypeVar("T")
 
-HANDLE = np.zeros(3, np.float32)  # its cotangent: the number of contributions, and two numbers that identify them
+HANDLE = np.zeros(5, np.float32)  # its cotangent: the number of contributions, and four numbers that identify them
 
 
 class ByReference:
@@ -68,7 +68,7 @@ class RRef(Elsewhere, Generic[T]):
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
     sends the reference itself. The value lives as long as any worker holds a reference to it.
 
-    To JAX, a reference is a pytree with one leaf of three numbers that stands for the value, so that derivatives can be
+    To JAX, a reference is a pytree with one leaf of a few numbers that stands for the value, so that derivatives can be
     taken with respect to the reference.
 
     Arguments:
@@ -232,7 +232,7 @@ def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
 
 
 def _refuse_optax(handle: Any) -> None:
-    """Raise if optax maps over a reference: it would treat the three numbers that stand for the value as parameters."""
+    """Raise if optax maps over a reference: it would treat the numbers that stand for the value as parameters."""
     if isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer):
         frame = sys._getframe(2)
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("jax."):

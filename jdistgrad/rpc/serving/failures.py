@@ -7,6 +7,7 @@ This module lets none of that through, because the caller must get an answer.
 import contextlib
 import copy
 import dataclasses
+import os
 import pathlib
 import pickle
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.references.in_messages import encoding
 
-PACKAGE = str(pathlib.Path(__file__).parents[2])
+PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 SHORT = 160  # characters
 SHOWN = 20  # frames at each end of a traceback: an endless recursion has a thousand between them
 
@@ -122,24 +123,37 @@ def _copied(error: Exception) -> Exception | None:
 
 
 def _made_anew(error: Exception) -> Exception:
-    twin = type(error).__new__(type(error), *error.args)
-    twin.args = error.args
-    twin.__dict__.update(error.__dict__)
-    return twin
+    return _put_together(type(error), error.args, error.__dict__)
 
 
 def _in_words(text: str) -> RemoteError:
     return RemoteError(f"the remote function raised {text}", remote_type=text)
 
 
+class _InParts:
+    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments."""
+
+    def __init__(self, error: Exception):
+        self._parts = type(error), error.args, error.__dict__
+
+    def __reduce__(self) -> Any:
+        return _put_together, self._parts
+
+
+def _put_together(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    twin = kind.__new__(kind, *args)
+    twin.args = args
+    twin.__dict__.update(attributes)
+    return twin
+
+
 def _pickled(error: BaseException | None) -> bytes | None:
-    try:
-        with encoding(None):  # refuses references, as the trial would count them twice
-            data = pickle.dumps(error)
-            pickle.loads(data)
-    except BaseException:
-        return None
-    return data
+    for form in (lambda error: error, _InParts):
+        with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
+            data = pickle.dumps(form(error))
+            if type(pickle.loads(data)) is type(error):
+                return data
+    return None
 
 
 def _rebuild(data: bytes | None, text: str, note: str, notes: list[str]) -> Failure:

@@ -52,6 +52,27 @@ def test_other_programs_have_other_keys(other):
     assert key_of(layers, X) != key_of(other, X)
 
 
+@pytest.mark.parametrize(
+    "other", [X[:, :2], X.astype(jnp.bfloat16), jnp.int32(3)], ids=["shape", "type", "other number of dimensions"]
+)
+def test_programs_of_other_types_have_other_keys(other):
+    def loops(x):
+        return jax.lax.scan(lambda x, _: (x + x, None), x, None, length=3)[0]
+
+    assert key_of(loops, X) != key_of(loops, other)
+    assert key_of(lambda x: x + x, X) != key_of(lambda x: x + x, other)
+
+
+@pytest.mark.parametrize("rows", [[2, 5, 1], [4, 2]])
+@on_worker0
+def test_staged_steps_of_several_shapes(world, rows):
+    step = jd.jit(jd.value_and_grad(lambda x: layers(jd.rpc_sync(last(), jnp.sin, args=(x,)), axis=1).sum()))
+    for count in rows:
+        x = jnp.linspace(0.1, 1.0, 3 * count).reshape(count, 3)
+        with jd.context():
+            close(step(x), jax.value_and_grad(lambda x: layers(jnp.sin(x), axis=1).sum())(x))
+
+
 def test_the_order_of_inputs_and_outputs_counts():
     jaxpr = jax.make_jaxpr(lambda a, b: (a - b, a * b))(X, X).jaxpr
     first = jaxprs.key(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
@@ -111,6 +132,7 @@ def test_data_parallel_steps_are_compiled_once_in_a_process(world, rank, size):
         return jd.DataParallel(bucket_cap_mb=1e-6).value_and_grad(loss)(params, x)
 
     found = step()
+    close(jd.DataParallel(bucket_cap_mb=1e-6).value_and_grad(loss)(params, x[:1])[0], loss(params, x[:1]))
     jd.barrier()
     with Compilations() as compiled:
         again = step()
