@@ -252,13 +252,14 @@ def _scope_of(gradients: Sequence[RemoteGradient]) -> Any:
     if len(scopes) > 1:
         raise ContextError("optimizer.step: the gradients belong to several contexts. Step with those of one context.")
     (scope,) = scopes
-    if scope is None and trace_state_clean():
+    if not trace_state_clean():
+        return scope
+    if scope is None:
         raise ContextError(
             f"optimizer.step: the {gradients[0]} belongs to no context: it was made outside any, by jax.tree.map for "
             "example. Do that inside `with jd.context()`, or in a function staged by jd.jit."
         )
-    if trace_state_clean():
-        current_worker().scopes.find(scope.id)
+    current_worker().scopes.find(scope.id)
     return scope
 
 

@@ -116,7 +116,7 @@ def test_a_derivative_is_the_serial_one(big_world, program, derivative):
 
 @pytest.mark.parametrize("stage", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
 @pytest.mark.parametrize("derivative", [along, jacfwd, forward_over_reverse, reverse_over_forward])
-@pytest.mark.parametrize("program", [chain, diamond, scanned, mapped])
+@pytest.mark.parametrize("program", [diamond, scanned])
 @on_worker0
 def test_a_compiled_derivative_is_the_serial_one(big_world, program, derivative, stage):
     same(program, derivative, stage)

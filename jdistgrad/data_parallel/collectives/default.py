@@ -34,7 +34,7 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
     here, worker = world.seat(), find_worker()
-    chosen = tuple(one if worker is None else worker.directory.find(one).rank for one in workers)
+    chosen = tuple(one if isinstance(one, int) or not worker else worker.directory.find(one).rank for one in workers)
     if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
         raise CollectiveError(
             f"collectives of the workers {list(chosen)}, made by worker {here.rank} of {here.size}: expected ranks of "

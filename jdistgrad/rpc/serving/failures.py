@@ -148,9 +148,10 @@ def _put_together(kind: type[Exception], args: tuple[Any, ...], attributes: dict
 
 
 def _pickled(error: BaseException | None) -> bytes | None:
-    for form in (lambda error: error, _InParts):
+    forms: list[Any] = [error, *([_InParts(error)] if isinstance(error, Exception) else [])]
+    for form in forms:
         with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
-            data = pickle.dumps(form(error))
+            data = pickle.dumps(form)
             if type(pickle.loads(data)) is type(error):
                 return data
     return None
