@@ -1,5 +1,7 @@
 """Exceptions of remote functions: type, causes and notes on the caller, and the chain of workers in the notes."""
 
+import threading
+
 import pytest
 from helpers.worlds import last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
 
@@ -55,18 +57,39 @@ class StubbornError(Exception):
 
     def __init__(self, a, b):
         super().__init__(f"stubborn {a} and {b}")
+        self.both = a, b
+
+
+class UnsendableError(StubbornError):
+    """An exception that cannot be sent either."""
+
+    def __init__(self, a, b):
+        super().__init__(a, b)
+        self.lock = threading.Lock()
 
 
 def raise_stubborn():
     raise StubbornError(1, 2)
 
 
+def raise_unsendable():
+    raise UnsendableError(1, 2)
+
+
+@on_worker0
+def test_an_exception_with_a_constructor_of_its_own_keeps_its_type(big_world):
+    with pytest.raises(StubbornError, match="stubborn 1 and 2") as caught:
+        jd.rpc_sync(last(), raise_stubborn)
+    assert caught.value.both == (1, 2)
+    assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
+
+
 @needs_pickling
 @on_worker0
 def test_an_exception_that_cannot_be_rebuilt_still_says_what_it_was(wire_world):
-    with pytest.raises(jd.RemoteError, match=r"the remote function raised .*StubbornError: stubborn 1 and 2") as caught:
-        jd.rpc_sync(last(), raise_stubborn)
-    assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
+    with pytest.raises(jd.RemoteError, match=r"function raised .*UnsendableError: stubborn 1 and 2") as caught:
+        jd.rpc_sync(last(), raise_unsendable)
+    assert "raise UnsendableError(1, 2)" in caught.value.__notes__[0]
     still_works()
 
 
