@@ -47,6 +47,7 @@ class ThreadPool:
         self._name, self._enter = name, enter
         self._idle: collections.deque[Inbox] = collections.deque()
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
         self._count = itertools.count()
         self._closed = False
 
@@ -73,8 +74,9 @@ class ThreadPool:
     def _spawn(self) -> Inbox:
         inbox: Inbox = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(started(self._serve, name, inbox))
+        thread = started(self._serve, name, inbox)
+        with self._lock:
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         return inbox
 
     def _serve(self, inbox: Inbox) -> None:

@@ -48,8 +48,8 @@ class RemoteGradient(Elsewhere):
         """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays."""
         if self.scope is None:
             raise ContextError(
-                f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`, or in a function "
-                "that is staged. Such a function returns the gradient, and its caller fetches it."
+                f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`, or in a "
+                "function that is staged. Such a function returns the gradient, and its caller fetches it."
             )
         worker = current_worker()
         worker.scopes.find(self.scope.id)

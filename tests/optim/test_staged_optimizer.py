@@ -220,8 +220,12 @@ def test_averages_in_the_context_count(world):
         everybody = jd.DataParallel(jd.collectives.Local([0]) if not jd.launched() else one_rank())
         everybody.average_in(ctx, [params])
         optimizer.step(gradient)
-    serial = jax.grad(lambda p: affine(p, X).sum())(make_params(1))
-    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial))
+        optimizer.step(jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, 2 * X)).sum())(params))
+    expected = make_params(1)
+    for scale in (1, 2):
+        serial = jax.grad(lambda p, s=scale: affine(p, s * X).sum())(make_params(1))
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, serial)
+    close(params.to_here(), expected)
 
 
 def one_rank():
@@ -402,8 +406,13 @@ def test_steps_in_wrong_places_are_refused(world):
         optimizer.step(gradient(params))
         return x
 
+    held = [params]  # JAX keeps the body, and knows its jaxpr the second time
+
+    def body(x, _):
+        return step(held[0], x), None
+
     def in_a_loop(params, x):
-        return jax.lax.scan(lambda x, _: (step(params, x), None), x, length=2)[0]
+        return jax.lax.scan(body, x, length=2)[0]
 
     def in_a_branch(params, x):
         return jax.lax.cond(x.sum() > 0, lambda: step(params, x), lambda: x)
@@ -412,7 +421,7 @@ def test_steps_in_wrong_places_are_refused(world):
     batch = jnp.ones((2, 3))
     with jd.context() as ctx:
         wrong = [jax.jit(step), jd.jit(in_a_loop), jd.jit(in_a_branch), jax.grad(lambda p, x: step(p, x).sum())]
-        for function in wrong:
+        for function in [*wrong, jd.jit(lambda params, x: in_a_loop(params, x))]:
             with pytest.raises(jd.DifferentiationError, match=r"step inside a transformation of JAX's.*jd\.jit"):
                 function(params, X)
         with pytest.raises(jd.DifferentiationError, match=r"staged by jd\.jit, step with what value_and_grad"):
@@ -426,4 +435,5 @@ def test_steps_in_wrong_places_are_refused(world):
         optimizer.step([kept, gradient(params)])
     with pytest.raises(jd.ContextError, match="closed"):
         optimizer.step(kept)
+    held.clear()
     close(params.to_here(), make_params(1))

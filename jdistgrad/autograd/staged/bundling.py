@@ -75,12 +75,15 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     """
     to, known = target(equations[first].operation), answers.before[first]
     row, made = [first], set(equations[first].outputs)
+    local = {output for equation in equations if equation.operation is None for output in equation.outputs}
     for k in range(first + 1, len(equations)):
         equation = equations[k]
         if type(equation.operation) is Call and not _tags(row, equations).isdisjoint(equation.inputs):
             continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if k not in followers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
+        if not local.isdisjoint(equation.after):
+            continue  # it follows an effect of the caller's, for which the row must not wait
         given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]
         if not answers.for_all(given) & ~known:
             row.append(k)

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
+from jdistgrad.autograd.values.primitive import wire_p
 from jdistgrad.rpc.references.rref import HANDLE
 
 ADDITIONS = {"add", "add_any"}
@@ -24,8 +26,9 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
     """Make equations wait for the answers that they would have waited for in the program run line by line.
 
     What may change a state waits for what may have changed the same state before. A use of gradients may change values,
-    and nobody knows who reads these: it waits for all calls, fetches and effects (such as averages over ranks) before
-    it, but not for those that its gradients come from, which have been served when it runs; all later ones wait for it.
+    and nobody knows who reads these: it waits for all calls, fetches and effects with a result (such as averages over
+    ranks) before it, but not for those that its gradients come from, which have been served when it runs; all later
+    ones wait for it.
     """
     producers = {output: equation for equation in equations for output in equation.outputs}
     last: dict[Any, int] = {}
@@ -93,14 +96,32 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
-    """Raise DifferentiationError for a use of gradients that was traced, but is not at the top level of the program.
+    """Raise DifferentiationError for a use of gradients that is not at the top level of the program.
 
-    It stands in the body of a loop or a branch, or a transformation has dropped it.
+    It stands in the body of a loop or a branch, or it was traced (one of ``uses``) and a transformation has dropped it.
     """
-    found = {id(equation.operation) for equation in equations}
+    found = set()
+    for equation in equations:
+        found.add(id(equation.operation))
+        if equation.operation is None:
+            for inner in map(_inner_use, jaxprs_in_params(equation.eqn.params)):
+                if inner is not None:
+                    raise inner.misplaced()
     for one in uses:
         if id(one) not in found:
             raise one.misplaced()
+
+
+def _inner_use(jaxpr: Any) -> Use | None:
+    """Return a use of gradients in a jaxpr, if there is one. JAX may have traced the jaxpr for an earlier program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is wire_p and isinstance(eqn.params["operation"], Use):
+            return eqn.params["operation"]
+        for inner in jaxprs_in_params(eqn.params):
+            found = _inner_use(inner)
+            if found is not None:
+                return found
+    return None
 
 
 def require_gradients(equations: Iterable[Equation]) -> None:

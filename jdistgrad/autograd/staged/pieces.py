@@ -15,8 +15,10 @@ _shared = jaxprs.Shared(4096)
 
 def compiled(unit: Unit) -> Callable[..., list[Any]]:
     """Return a piece as one jitted function of its inputs."""
+    if jaxprs.calls_back(equation.eqn for equation in unit.equations):
+        return jax.jit(_evaluation(unit))  # for one worker, and only as long as the step
     run: Callable[..., list[Any]] = _shared.get(key(unit), lambda: jax.jit(_evaluation(unit)))
-    return run if jaxprs.calls_back(equation.eqn for equation in unit.equations) else once_for_all(run)
+    return once_for_all(run)
 
 
 def _evaluation(unit: Unit) -> Callable[..., list[Any]]:

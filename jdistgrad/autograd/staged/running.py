@@ -15,6 +15,7 @@ from jdistgrad import events
 from jdistgrad.autograd.operations.owned_values import Fetch, Put
 from jdistgrad.autograd.operations.requests import Request, send
 from jdistgrad.autograd.operations.uses import Use
+from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.pieces import compiled
 from jdistgrad.autograd.staged.plan import Plan
@@ -35,7 +36,7 @@ class Prepared:
       users: the units that need each variable.
       missing: the number of variables of other units that each unit waits for.
       uses: how often each variable is needed, by units and as an output.
-      ordered: by unit, the variables that a use of gradients waits for only to keep the program's order.
+      follows: by unit with a use of gradients, the variables it waits for only to keep the program's order.
     """
 
     plan: Plan
@@ -44,7 +45,7 @@ class Prepared:
     users: Mapping[int, Sequence[int]]
     missing: Sequence[int]
     uses: Mapping[int, int]
-    ordered: Mapping[int, frozenset[int]]
+    follows: Mapping[int, frozenset[int]]
 
     @classmethod
     def of(cls, plan: Plan) -> "Prepared":
@@ -58,12 +59,12 @@ class Prepared:
         uses = collections.Counter({variable: len(numbers) for variable, numbers in users.items()})
         uses.update(atom for atom in plan.outputs if isinstance(atom, int))
         missing = [len(made.intersection(one)) for one in variables]
-        ordered = {
+        follows = {
             number: frozenset(unit.after).difference(unit.inputs)
             for number, unit in enumerate(plan.units)
-            if isinstance(unit.operation, Use) and unit.after
+            if isinstance(unit.operation, Use | BundleCall) and unit.after
         }
-        return cls(plan, functions, variables, users, missing, uses, ordered)
+        return cls(plan, functions, variables, users, missing, uses, follows)
 
 
 class Run:
@@ -148,14 +149,15 @@ class Run:
 
     def _wait_for_earlier(self, number: int) -> None:
         """Wait until the pieces have run that a use of gradients only follows: their outputs may be under way."""
-        for variable in self._prepared.ordered.get(number, ()):
+        for variable in self._prepared.follows.get(number, ()):
             if isinstance(array := self._values.get(variable), jax.Array):
                 array.block_until_ready()
 
     def _join(self, requests: Mapping[int, Sequence[tuple[int, Request]]]) -> bool:
         """Queue uses of gradients that only follow fetches in these requests: owners serve fetches first."""
-        for number, ordered in self._prepared.ordered.items():
-            group = requests.get(self._plan.units[number].operation.to, ())
+        for number, ordered in self._prepared.follows.items():
+            operation = self._plan.units[number].operation
+            group = requests.get(operation.to, ()) if isinstance(operation, Use) else ()
             fetched = {variable for one, _ in group for variable in self._fetched(one)}
             if 0 < self._missing[number] == len(ordered & fetched):
                 self._missing[number] = -1

@@ -135,7 +135,7 @@ class Ledger:
         self._found: dict[Target, list[Contribution]] = {}
         self._waiting: dict[Target, list[Waiting]] = {}
         self._used: dict[tuple[Target, Marks], list[Contribution]] = {}
-        self._written: set[Target] = set()
+        self._kept: dict[Target, list[Contribution]] = {}  # what uses have found; others need not search there
         self._seen: set[tuple[Target, int]] = set()
         self._lock = threading.Lock()
 
@@ -151,17 +151,9 @@ class Ledger:
     def use(self, target: Target, marks: Sequence[float]) -> concurrent.futures.Future[Any]:
         """Return a future of the contributions to a target whose marks have this sum, in order. They stay here.
 
-        If the gradient has been replaced (by an average over ranks, say), the future is of what has replaced it.
+        If they have been replaced (by an average over ranks, say), the future is of what has replaced them.
         """
-        with self._lock:
-            before = self._used.get((target, tuple(marks)))
-            if target in self._written:
-                before = in_order(self._found[target])
-        if before is None:
-            return self.take(target, marks, keep=True)
-        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        found.set_result(before)
-        return found
+        return self.take(target, marks, keep=True)
 
     def take(
         self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = (), *, keep: bool = False
@@ -175,25 +167,31 @@ class Ledger:
             waiting.future.set_result([])
             return waiting.future
         with self._lock:
-            self._waiting.setdefault(target, []).append(waiting)
-            ready = self._complete(target)
+            before = self._used.get((target, waiting.marks))
+            if before is None:
+                self._waiting.setdefault(target, []).append(waiting)
+            ready: list[Completed] = [(waiting, before)] if before is not None else self._complete(target)
         _finish(ready)
         return waiting.future
 
     def read(self, target: Target) -> list[Contribution]:
         """Return the contributions so far, in order, without removing them."""
         with self._lock:
-            return in_order(self._found.get(target, []))
+            return in_order([*self._kept.get(target, []), *self._found.get(target, [])])
 
     def write(self, target: Target, leaves: list[Any]) -> None:
         """Replace the contributions to a target by one gradient."""
         with self._lock:
-            self._found[target] = [Contribution(0, (), leaves)]
-            self._written.add(target)
+            replaced = [mark(one.number) for one in self._found.pop(target, [])]
+            self._kept[target] = [Contribution(0, (), leaves)]
+            for key in [key for key in self._used if key[0] == target]:
+                self._used[key] = self._kept[target]
+            if replaced:
+                self._used[target, tuple(map(sum, zip(*replaced, strict=True)))] = self._kept[target]
 
     def targets(self) -> list[Target]:
         with self._lock:
-            return list(self._found)
+            return list({**self._kept, **self._found})
 
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits: no more contributions will come."""
@@ -215,8 +213,8 @@ class Ledger:
             if mine is not None:
                 self._forget(target, waiting)
                 self._remove(target, mine)
-                if waiting.keep:  # the search for those of another pass comes to them last
-                    self._found[target] = [*mine, *self._found.get(target, [])]
+                if waiting.keep:
+                    self._kept.setdefault(target, []).extend(mine)
                     self._used[target, waiting.marks] = in_order(mine)
                 ready.append((waiting, in_order(mine)))
         return ready

@@ -95,6 +95,7 @@ def _batch_first(operand: Any, dim: int | None, size: int, *, spread: bool) -> A
 
 def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower to a call that frees XLA's thread while the answer is under way."""
+    _refuse_in_compiled_code(operation)
     _compiled.set()
     perform = functools.partial(_perform, operation, current.origin())
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
@@ -102,6 +103,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower for other platforms: JAX copies the operands to the host and the results back."""
+    _refuse_in_compiled_code(operation)
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
     _compiled.set()
 
@@ -111,6 +113,12 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
 
     origin = current.origin()
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
+
+
+def _refuse_in_compiled_code(operation: Any) -> None:
+    refusal = getattr(operation, "misplaced", None)
+    if refusal is not None:
+        raise refusal()
 
 
 def _perform(operation: Operation, origin: Any, *operands: np.ndarray) -> list[Any]:

@@ -45,7 +45,7 @@ def to_host(leaf: Any) -> np.ndarray:
 def like(memory: np.ndarray, leaf: Any) -> Any:
     """Return memory as a value of a leaf's kind: a number, or an array on the leaf's device (committed if it is)."""
     if type(leaf) in (bool, int, float, complex):
-        return type(leaf)(memory.item())
+        return leaf if np.asarray(leaf, memory.dtype) == memory else type(leaf)(memory.item())
     if is_key(leaf):
         return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):

@@ -126,10 +126,12 @@ def _compiled(
     equations: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any], outputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Return a segment as one jitted function. Equal segments of all workers of this process share one."""
+    if jaxprs.calls_back(equations):
+        return jax.jit(_evaluation(equations, inputs, kept, outputs))  # for one worker, and only as long as the step
     names = jaxprs.Names()
     key = jaxprs.key(equations, inputs, outputs, names), tuple(map(names, kept))
     run: Callable[..., Any] = _shared.get(key, lambda: jax.jit(_evaluation(equations, inputs, kept, outputs)))
-    return run if jaxprs.calls_back(equations) else once_for_all(run)
+    return once_for_all(run)
 
 
 def _evaluation(

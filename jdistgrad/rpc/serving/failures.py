@@ -148,12 +148,12 @@ def _put_together(kind: type[Exception], args: tuple[Any, ...], attributes: dict
 
 
 def _pickled(error: BaseException | None) -> bytes | None:
-    forms: list[Any] = [error, *([_InParts(error)] if isinstance(error, Exception) else [])]
+    forms: list[Any] = [lambda one: one, *([_InParts] if isinstance(error, Exception) else [])]
     for form in forms:
         with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
-            data = pickle.dumps(form)
-            if type(pickle.loads(data)) is type(error):
-                return data
+            data = pickle.dumps(form(error))
+            pickle.loads(data)
+            return data
     return None
 
 
