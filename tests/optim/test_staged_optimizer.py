@@ -92,7 +92,7 @@ def test_clipping_by_the_norm_over_all_owners(world):
 
 
 @on_worker0
-def test_the_step_goes_with_the_last_pullback(world):
+def test_the_step_goes_with_the_last_pullback(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
 
@@ -109,7 +109,7 @@ def test_the_step_goes_with_the_last_pullback(world):
 
 
 @on_worker0
-def test_the_step_goes_with_fetches_and_contributions(world):
+def test_the_step_goes_with_fetches_and_contributions(big_world):
     first, second = (jd.remote(last(), make_params, args=(seed,)) for seed in (1, 2))
     [one.creation().result() for one in (first, second)]
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [first, second])
@@ -159,7 +159,7 @@ def test_the_order_of_the_program(world):
 
 
 @on_worker0
-def test_gradients_of_two_passes_are_added(world):
+def test_gradients_of_two_passes_are_added(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
 
@@ -184,7 +184,7 @@ def test_gradients_of_two_passes_are_added(world):
 
 @pytest.mark.parametrize("staged", [False, True], ids=["from Python", "staged"])
 @on_worker0
-def test_each_step_takes_the_contributions_of_its_pass(world, staged):
+def test_each_step_takes_the_contributions_of_its_pass(big_world, staged):
     """Passes in one context, whose gradients are used in another order; each is used twice."""
     params = jd.remote(last(), make_params, args=(1,))
     optimizers = [jd.DistributedOptimizer(optax.sgd(rate), [params]) for rate in (0.1, 0.2)]
@@ -211,7 +211,7 @@ def test_each_step_takes_the_contributions_of_its_pass(world, staged):
 
 
 @on_worker0
-def test_averages_in_the_context_count(world):
+def test_averages_in_the_context_count(big_world):
     """What has replaced the gradient in the context, on its owner, is what the step takes."""
     params = jd.RRef(make_params(1))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
@@ -235,7 +235,7 @@ def one_rank():
 
 
 @on_worker0
-def test_gradients_that_were_changed_are_refused(world):
+def test_gradients_that_were_changed_are_refused(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
 
@@ -268,7 +268,7 @@ def test_gradients_that_were_changed_are_refused(world):
 
 
 @on_worker0
-def test_a_gradient_as_an_argument(world):
+def test_a_gradient_as_an_argument(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
     apply = jd.jit(lambda gradient: optimizer.step(gradient))
@@ -282,7 +282,7 @@ def test_a_gradient_as_an_argument(world):
 
 
 @on_worker0
-def test_effects_before_a_step_come_before_it(world):
+def test_effects_before_a_step_come_before_it(big_world):
     """What a program does before a step, a meeting with others for example, has been done when an owner steps."""
     held, seen = [jd.RRef(make_params(1))], []
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), held)
@@ -305,7 +305,7 @@ def test_effects_before_a_step_come_before_it(world):
 
 
 @on_worker0
-def test_an_optimizer_lives_as_long_as_the_staged_step(world):
+def test_an_optimizer_lives_as_long_as_the_staged_step(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizers = [jd.DistributedOptimizer(optax.sgd(0.1), [params])]
     train = jd.jit(training_step_of_one(optimizers))
@@ -324,7 +324,7 @@ def training_step_of_one(optimizers):
 
 
 @on_worker0
-def test_a_reference_that_others_use(world):
+def test_a_reference_that_others_use(big_world):
     """Contributions of a worker that is neither the caller nor the owner have come when the owner steps."""
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
@@ -342,7 +342,7 @@ def test_a_reference_that_others_use(world):
 
 
 @on_worker0
-def test_modules(world):
+def test_modules(big_world):
     parts = [jd.RemoteModule(rank, functools.partial(nnx.Linear, 3, 2)) for rank in (0, last())]
     optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [one.parameters for one in parts])
 
@@ -361,7 +361,7 @@ def test_modules(world):
 
 
 @on_worker0
-def test_a_value_without_a_gradient_is_named(world):
+def test_a_value_without_a_gradient_is_named(big_world):
     refs = references()
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs)
     before = values(refs)
@@ -379,7 +379,7 @@ def test_a_value_without_a_gradient_is_named(world):
 
 
 @on_worker0
-def test_gradients_that_are_not_finite_change_nothing(world):
+def test_gradients_that_are_not_finite_change_nothing(big_world):
     refs = references()
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
     before = values(refs)
@@ -395,7 +395,7 @@ def test_gradients_that_are_not_finite_change_nothing(world):
 
 
 @on_worker0
-def test_steps_in_wrong_places_are_refused(world):
+def test_steps_in_wrong_places_are_refused(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
 
