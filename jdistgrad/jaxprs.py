@@ -87,10 +87,10 @@ def equation_key(equation: Any) -> Any:
 
 
 def _value_key(value: Any) -> Any:
-    if isinstance(value, core.ClosedJaxpr):
-        return _value_key(value.jaxpr), tuple(map(constant_key, value.consts))
-    if isinstance(value, core.Jaxpr):
-        return key(value.eqns, [*value.constvars, *value.invars], value.outvars)
+    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):  # one class in newer versions of JAX
+        body: Any = getattr(value, "jaxpr", value)
+        consts = tuple(map(constant_key, getattr(value, "consts", ())))
+        return key(body.eqns, [*body.constvars, *body.invars], body.outvars), consts
     if isinstance(value, dict):
         return tuple((name, _value_key(one)) for name, one in sorted(value.items()))
     if isinstance(value, list | tuple):
