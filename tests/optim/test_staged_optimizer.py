@@ -16,6 +16,7 @@ from helpers.worlds import last, on_worker0
 from jax.experimental import io_callback
 
 import jdistgrad as jd
+from jdistgrad.wire import launcher_env
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -217,7 +218,7 @@ def test_averages_in_the_context_count(big_world):
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
     with jd.context() as ctx:
         gradient = jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, X)).sum())(params)
-        everybody = jd.DataParallel(jd.collectives.Local([0]) if not jd.launched() else one_rank())
+        everybody = jd.DataParallel(one_rank() if launcher_env.launched() else jd.collectives.Local([0]))
         everybody.average_in(ctx, [params])
         optimizer.step(gradient)
         optimizer.step(jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, 2 * X)).sum())(params))
