@@ -62,12 +62,15 @@ class WaitingPrograms:
             started(self._watch, "jdistgrad-full-pool")
 
     def _watch(self) -> None:
-        """Warn when the threads have all been in use for ``PATIENCE`` seconds."""
+        """Warn if the threads stay in use for ``PATIENCE`` seconds, and only once; end if they do not."""
         while True:
             time.sleep(PATIENCE / 4)
             with self._lock:
                 since, count = self._full_since, self._count
-            if since is None or time.monotonic() - since < PATIENCE:
+                if since is None:
+                    self._watching = False
+                    return
+            if time.monotonic() - since < PATIENCE:
                 continue
             log.warning(
                 "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "

@@ -2,13 +2,13 @@
 
 import threading
 
-import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint
 import pytest
 from helpers.data import close
 from helpers.programs import X, Y, affine, make_params, references
+from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
@@ -26,15 +26,6 @@ def poison(params):
     return {"w": params["w"] * jnp.nan, "b": params["b"]}
 
 
-def distributed_loss(first, second, x, y):
-    out = jd.rpc_sync(last(), affine, args=(first, x)) + jd.rpc_sync(0, affine, args=(second, x))
-    return ((out - y) ** 2).sum()
-
-
-def serial_loss(first, second, x, y):
-    return ((affine(first, x) + affine(second, x) - y) ** 2).sum()
-
-
 def train(optimizer, refs, steps, loss=distributed_loss):
     step = jd.jit(jd.value_and_grad(loss, argnums=(0, 1)))
     for k in range(steps):
@@ -42,19 +33,6 @@ def train(optimizer, refs, steps, loss=distributed_loss):
             value, _ = step(*refs, X + k, Y)
             optimizer.step(ctx)
     return value
-
-
-def train_serially(tx, params, steps):
-    state = tx.init(params)
-    for k in range(steps):
-        gradients = jax.grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
-        updates, state = tx.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
-
-
-def values(refs):
-    return tuple(ref.to_here() for ref in refs)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +49,7 @@ def values(refs):
 def test_equals_the_same_transformation_on_one_worker(world, tx):
     refs = references()
     train(jd.DistributedOptimizer(tx, refs), refs, 5)
-    close(values(refs), train_serially(tx, (make_params(1), make_params(2)), 5))
+    close(values(refs), trained_serially(tx, 5))
 
 
 @on_worker0
@@ -79,7 +57,7 @@ def test_clipping_by_the_norm_over_all_owners(world):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
     refs = references()
     train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
-    close(values(refs), train_serially(tx, (make_params(1), make_params(2)), 4))
+    close(values(refs), trained_serially(tx, 4))
 
 
 @on_worker0
@@ -87,7 +65,7 @@ def test_local_values_beside_remote_ones(world):
     refs = jd.remote(last(), make_params, args=(1,)), jd.RRef(make_params(2))
     tx = optax.adam(1e-2)
     train(jd.DistributedOptimizer(tx, refs), refs, 3)
-    close(refs[1].local_value(), train_serially(tx, (make_params(1), make_params(2)), 3)[1])
+    close(refs[1].local_value(), trained_serially(tx, 3)[1])
 
 
 @on_worker0

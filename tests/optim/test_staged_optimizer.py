@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from helpers.data import close
 from helpers.programs import X, Y, affine, make_params, references
+from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 from jax.experimental import io_callback
 
@@ -26,31 +27,8 @@ def squares(params, x):
     return (affine(params, x) ** 2).sum()
 
 
-def distributed_loss(first, second, x, y):
-    out = jd.rpc_sync(last(), affine, args=(first, x)) + jd.rpc_sync(0, affine, args=(second, x))
-    return ((out - y) ** 2).sum()
-
-
 def fetched_loss(first, second, x, y):
     return ((affine(first.to_here(), x) + affine(second.to_here(), x) - y) ** 2).sum()
-
-
-def serial_loss(first, second, x, y):
-    return ((affine(first, x) + affine(second, x) - y) ** 2).sum()
-
-
-def trained_serially(tx, steps):
-    params = (make_params(1), make_params(2))
-    state = tx.init(params)
-    for k in range(steps):
-        gradients = jax.grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
-        updates, state = tx.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
-
-
-def values(refs):
-    return tuple(ref.to_here() for ref in refs)
 
 
 def training_step(optimizer, loss):
