@@ -43,7 +43,7 @@ class Using(ServedFunction):
     def __call__(self, marks: Sequence[Sequence[Any]], *rest: Any) -> Any:
         ledger = current_tape(lambda: self.label).ledger
         targets = zip(self.references, self.summed(marks), strict=True)
-        futures = [ledger.use(Target(REFERENCE, reference), mine) for reference, mine in targets]
+        futures = [ledger.take(Target(REFERENCE, reference), mine, keep=True) for reference, mine in targets]
         return self.function([total(self._came(future)) for future in futures], *rest)
 
     def _came(self, contributions: concurrent.futures.Future[Any]) -> list[Contribution]:

@@ -148,19 +148,13 @@ class Ledger:
             ready = self._complete(target)
         _finish(ready)
 
-    def use(self, target: Target, marks: Sequence[float]) -> concurrent.futures.Future[Any]:
-        """Return a future of the contributions to a target whose marks have this sum, in order. They stay here.
-
-        If they have been replaced (by an average over ranks, say), the future is of what has replaced them.
-        """
-        return self.take(target, marks, keep=True)
-
     def take(
         self, target: Target, marks: Sequence[float], lanes: tuple[int, ...] = (), *, keep: bool = False
     ) -> concurrent.futures.Future[Any]:
         """Remove the contributions to a target whose marks have this sum; return a future of them, in order.
 
-        ``keep``: leave them in the ledger.
+        If they have been replaced (by an average over ranks, say), the future is of what has replaced them. ``keep``:
+        they stay in the ledger.
         """
         waiting = Waiting(tuple(marks), lanes, keep)
         if not marks[0]:  # the derivative does not depend on the value: any contributions here belong to other takes
