@@ -18,7 +18,8 @@ demo: .venv/installed
 
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
-SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-mpi-2 test-install test-mpi-1 docs
+SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-devices-3 test-mpi-2 test-devices-4 test-install test-mpi-1 \
+	test-devices-2 docs
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
@@ -36,6 +37,10 @@ test-jobs: .venv/installed-test
 
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing
+
+# Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's.
+test-devices-%: .venv/installed-test
+	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest tests/data_parallel tests/optim/test_optax.py
 
 # Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
 # unless there were no mismatches, crashes and hangs.

@@ -12,11 +12,16 @@ class Settings:
       heartbeat_seconds: how often a silent worker that another waits for is asked for a sign of life.
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
+      devices: whether ``init`` starts ``jax.distributed`` where it is not told.
+      collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi", "devices", or
+        "" to choose by what the job has.
     """
 
     heartbeat_seconds: float = 5.0
     silence_seconds: float = 60.0
     same_script: bool = True
+    devices: bool = False
+    collectives: str = ""
 
 
 def _read() -> Settings:
@@ -25,6 +30,8 @@ def _read() -> Settings:
         heartbeat_seconds=_seconds("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds),
         silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
+        devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
+        collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "devices")),
     )
 
 
@@ -46,6 +53,14 @@ def _switch(variable: str, *, default: bool) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {variable} must be 0 or 1, not {text!r}")
     return text == "1"
+
+
+def _choice(variable: str, choices: tuple[str, ...]) -> str:
+    text = os.environ.get(variable, choices[0])
+    if text not in choices:
+        expected = " or ".join(choice for choice in choices if choice)
+        raise ValueError(f"the environment variable {variable} must be {expected}, not {text!r}")
+    return text
 
 
 settings = _read()

@@ -4,6 +4,8 @@ Equal keys let the workers and objects of one process share compiled code: see `
 """
 
 import collections
+import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 _CALLS = ("jit", "pjit")
+_ADDRESSES, _SETS = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"\{([^{}\n]*)\}")
 
 # Parameters of equations that only a derivative needs. Compiled pieces are not differentiated any more.
 _FOR_DERIVATIVES = {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees"}
@@ -51,6 +54,13 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values)
     return [read(values, atom) for atom in jaxpr.outvars]
+
+
+def digest(closed: Any) -> int:
+    """Return a number that is the same in all processes that have traced the same program, and else very likely not."""
+    text = _ADDRESSES.sub("", str(closed.jaxpr))
+    text = _SETS.sub(lambda found: ",".join(sorted(found[1].split(", "))), text)  # their order depends on the process
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 class Names:

@@ -12,12 +12,17 @@ import jax
 import pytest
 from helpers.jobs import finished_job
 
+import jdistgrad as jd
+from jdistgrad.config import settings
 from jdistgrad.wire import launcher_env
 
 SIZES = [1] if launcher_env.launched() else [3]  # under mpirun any number of ranks will do; the suite runs with 1 to 4
 
 if not launcher_env.launched():
     jax.config.update("jax_num_cpu_devices", 8)
+elif settings.devices:  # `make test-devices-3`: jax.distributed must start before the first array of any test module
+    jd.init()
+    jd.shutdown()
 
 
 def pytest_sessionstart(session):
@@ -31,13 +36,26 @@ def pytest_generate_tests(metafunc):
         metafunc.definition.add_marker(pytest.mark.world(3))
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "host_memory: a test of what collectives do in host memory, not over devices")
+    config.addinivalue_line("markers", "over_devices: a test of what collectives do over devices only")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Under mpirun, deselect tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers."""
+    """Deselect tests that other runs have.
+
+    Under mpirun: tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers. Over devices:
+    tests of what happens in host memory; else tests of what happens over devices.
+    """
+    elsewhere = "host_memory" if settings.devices else "over_devices"
+    left_out = {item for item in items if item.get_closest_marker(elsewhere)}
     if launcher_env.launched():
         three = mpi_size() == 3
-        left_out = [item for item in items if not needs_ranks(item) or ("big_world" in item.fixturenames and not three)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        left_out |= {
+            item for item in items if not needs_ranks(item) or ("big_world" in item.fixturenames and not three)
+        }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def needs_ranks(item):

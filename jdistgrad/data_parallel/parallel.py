@@ -23,6 +23,7 @@ from jdistgrad.data_parallel.reducing.settings import Rules, paths_of
 from jdistgrad.data_parallel.reducing.statistics import Statistics
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized
 from jdistgrad.data_parallel.steps.driver import Driver
+from jdistgrad.data_parallel.steps.drivers import new_driver
 from jdistgrad.data_parallel.steps.join import Join
 from jdistgrad.data_parallel.steps.program import Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
@@ -97,13 +98,14 @@ class DataParallel(Corrected):
         self.collectives = of_this_world() if collectives is None else collectives
         if not isinstance(self.collectives, Collectives):
             raise TypeError(
-                f"DataParallel: collectives must be one of jd.collectives' MPI, Local, Mesh, not {collectives!r:.60}. "
-                "DataParallel takes no model: dp.value_and_grad(loss) takes the loss, a function of the parameters."
+                "DataParallel: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not "
+                f"{collectives!r:.60}. DataParallel takes no model: dp.value_and_grad(loss) takes the loss, a function "
+                "of the parameters."
             )
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
-        self._driver = Driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
+        self._driver = new_driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
         self._compiled_average = CompiledAverage(self._in_programs(timeout, check=check), rules, self._driver)
 
     def __repr__(self) -> str:
@@ -211,6 +213,23 @@ class DataParallel(Corrected):
             return driver.step(programs, args, kwargs, overlap=self.overlap)
 
         return step
+
+    def jit(self, function: Callable[P, V], *, donate_argnums: Sequence[int] = ()) -> Callable[P, V]:
+        """Return ``jax.jit`` of a function that may take steps of this object and use its collectives.
+
+        Over ``Devices`` it becomes one program over the devices of all ranks, with XLA's collectives; ``jax.jit``
+        itself compiles for this rank's device only, and averages in host memory. Every rank must call it equally often,
+        with arguments of the same shapes. A rank's own number in the program, such as ``jd.rank()``, is an error: pass
+        it as an argument.
+
+        Example:
+          >>> @dp.jit
+          ... def step(params, batch):
+          ...     value, gradients = dp.value_and_grad(loss)(params, batch)
+          ...     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        """
+        compiled: Callable[P, V] = self.collectives.jit(function, donate_argnums=donate_argnums)
+        return compiled
 
     def average(self, gradients: Tree) -> Tree:
         """Return the average of a tree of gradients over all ranks. Every rank must call it.

@@ -14,7 +14,8 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage
-from jdistgrad.data_parallel.steps.driver import Driver, shared_driver
+from jdistgrad.data_parallel.steps.driver import Driver
+from jdistgrad.data_parallel.steps.drivers import shared_driver
 
 
 class AverageGradientsState(NamedTuple):

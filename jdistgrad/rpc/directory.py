@@ -32,11 +32,17 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker's description of itself when it joins. ``facts`` must agree on all workers, see ``likeness``."""
+    """A worker's description of itself when it joins.
+
+    Attributes:
+      facts: what must agree on all workers, see ``likeness``.
+      devices: this worker's part of the start of jax.distributed; None if that is not asked for.
+    """
 
     name: str
     world: str
     facts: Mapping[str, str]
+    devices: Any = None
 
 
 class Directory:

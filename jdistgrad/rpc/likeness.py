@@ -15,12 +15,13 @@ from jdistgrad._version import __version__
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
 
-SCRIPT, X64, CODE = "the script", "jax_enable_x64", "allow_code"
+SCRIPT, X64, CODE, DEVICES = "the script", "jax_enable_x64", "allow_code", "devices"
 REMEDIES = {
     SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
     "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
     X64: 'Set jax.config.update("jax_enable_x64", True) on every rank before init, or on none.',
     CODE: "Give init the same allow_code on every rank.",
+    DEVICES: "Give init the same devices on every rank.",
 }
 SAME_INSTALLATION = "Start every rank with the same installation."
 

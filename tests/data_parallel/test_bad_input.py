@@ -103,7 +103,7 @@ def returning(value, name="mine"):
         (returning(lambda flat: flat[1:]), r"float32\[2\]"),
         (returning(lambda flat: flat.astype(jnp.bfloat16)), r"bfloat16\[3\]"),
         (returning(lambda flat: None), "None"),
-        (hooks.Hook(lambda bucket: (), lambda bucket, state, collectives: bucket.flat, "mine"), "ArrayImpl"),
+        (hooks.Hook(lambda bucket: (), lambda bucket, state, collectives: bucket.flat, "mine"), "alone"),
     ],
 )
 @on_every_worker

@@ -17,7 +17,9 @@ def test_steps_of_different_numbers_are_not_averaged_together(big_world, rank, s
     # A rank that goes on after failing alone in a step is one step ahead of the others.
     dp = DataParallel()
     params = {"w": jnp.full(3, 1.0 + rank)}
-    dp.average(params)
+    reduction = dp.reduction(params)
+    reduction.ready(0, jnp.full(3, 1.0 + rank))
+    reduction.finish()
     if rank == 1:
         dp.reduction(params)  # a step that fails before its first gradient
     with pytest.raises(DisagreementError, match="have come apart"):

@@ -53,7 +53,7 @@ def test_a_hook_is_shown_its_bucket(big_world, jitted, rank, size):
         [("['half']", 0, 5, (5,))],
     ]
     assert [bucket.flat.shape for bucket in seen] == [(5,), (6,), (5,)]
-    if not jitted:
+    if not isinstance(seen[0].flat, jax.core.Tracer):
         np.testing.assert_array_equal(seen[0].flat, [rank, *[10 + rank] * 4])
         np.testing.assert_array_equal(seen[1].views()[0], tree(rank)["a"])
     np.testing.assert_allclose(averaged["a"], np.arange(6).reshape(2, 3) + (size - 1) / 2, rtol=1e-6)
@@ -73,6 +73,7 @@ def test_hooks_see_every_step_and_keep_a_state_for_each_bucket(big_world, rank, 
     assert [float(one["a"][0]) for one in found] == [0, 2, 4]
 
 
+@pytest.mark.host_memory
 @on_every_worker
 def test_the_collectives_of_a_hook_wait_as_long_as_its_data_parallel(world, rank, size):
     waits = []

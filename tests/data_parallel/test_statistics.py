@@ -7,6 +7,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import pytest
 from helpers.data import close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_all, on_every_worker
@@ -18,6 +19,7 @@ from jdistgrad.data_parallel.reducing.statistics import Clock, Span, times
 PATIENCE = 20  # seconds until a test fails; nothing waits that long otherwise
 
 
+@pytest.mark.host_memory
 @on_every_worker
 def test_statistics(big_world, rank, size):
     def slow(bucket, state, collectives):
@@ -38,6 +40,7 @@ def test_statistics(big_world, rank, size):
     assert [span.bucket for span in told.spans] == list(range(len(told.bucket_sizes)))
 
 
+@pytest.mark.host_memory
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
     # Each reduction waits for the next piece of the backward pass to begin, and that piece for the reduction to begin.
     layers = 8

@@ -60,3 +60,9 @@ def any_traced(tree: Any) -> bool:
 
 def _is_tracer(leaf: Any) -> bool:
     return isinstance(leaf, jax.core.Tracer)
+
+
+def settings() -> tuple[bool, Any]:
+    """Return this thread's JAX settings that change results: x64, and the precision of matrix products."""
+    here: Any = jax.config
+    return here.jax_enable_x64, here.jax_default_matmul_precision

@@ -9,7 +9,7 @@ differentiate ``loss / size``.
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -167,6 +167,10 @@ class Collectives(abc.ABC):
         if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
             raise ValueError(f"broadcast: the root must be a rank from 0 to {self.size - 1}, not {root!r}")
         return root
+
+    def jit(self, function: Callable[..., Any], *, donate_argnums: Sequence[int] = ()) -> Callable[..., Any]:
+        """Return ``jax.jit`` of a function that uses these collectives."""
+        return jax.jit(function, donate_argnums=tuple(donate_argnums))
 
     def gather_same(self, x: Any) -> jax.Array:
         """Apply ``allgather``, with a result that JAX knows to be the same on all ranks."""

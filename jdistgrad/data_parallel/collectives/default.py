@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from jdistgrad.config import settings
 from jdistgrad.data_parallel.collectives import world
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing
+from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
@@ -27,9 +31,17 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
-    made = Local(chosen) if world.is_local() else MPI(chosen and MPI.subset(chosen))
+    made = Local(chosen) if world.is_local() else _between_processes()(chosen and MPI.subset(chosen))
     made.meets_in_programs = check
     return made
+
+
+def _between_processes() -> type[MPI]:
+    """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
+    if settings.collectives:
+        return Devices if settings.collectives == "devices" else MPI
+    connected = jax.distributed.is_initialized() and jax.default_backend() != "cpu"
+    return Devices if connected else MPI
 
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:

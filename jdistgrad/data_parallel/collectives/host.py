@@ -97,8 +97,11 @@ class HostCollectives(Collectives):
         """
         if self._beside is None:
             self.agree("the first start of an operation beside the program")
-            self._beside = Beside(self.twin())
+            self._beside = self._new_beside()
         return self._beside.start(operation)
+
+    def _new_beside(self) -> "Beside":
+        return Thread(self.twin())
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
@@ -230,7 +233,19 @@ class HostCollectives(Collectives):
         """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
 
 
-class Beside:
+class Beside(abc.ABC):
+    """The place where operations run that were started beside the program."""
+
+    @abc.abstractmethod
+    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
+        """Start an operation on collectives; return a future of its result."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End, after all operations. Every rank must call it."""
+
+
+class Thread(Beside):
     """A thread that runs operations one after another, over collectives of its own."""
 
     def __init__(self, collectives: HostCollectives):
@@ -242,14 +257,7 @@ class Beside:
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(operation(self._collectives))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._waiting.put(run)
+        self._waiting.put(lambda: fulfil(future, operation, self._collectives))
         return future
 
     def close(self) -> None:
@@ -260,6 +268,14 @@ class Beside:
         enter()
         while (operation := self._waiting.get()) is not None:
             operation()
+
+
+def fulfil(future: concurrent.futures.Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Set a future to a function's result, or to its exception."""
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 @functools.cache

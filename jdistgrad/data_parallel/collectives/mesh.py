@@ -86,6 +86,8 @@ class Mesh(Collectives):
 
     def gather_same(self, x: jax.Array) -> jax.Array:
         """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
+        if not self._typed():
+            return self._gathered(jnp.asarray(x))
         rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
         return lax.psum(rows, self.axis_name)
 

@@ -48,7 +48,8 @@ class Roll(NamedTuple):
 
     Attributes:
       number: the number that goes with the act: the bucket's, the root's rank, or how many parameters there are.
-      fault: 0, or 1 plus the place in its bucket of the first leaf that is not finite.
+      fault: 0, or 1 plus the place in its bucket of the first leaf that is not finite. Over devices, where this is
+        found out later, the digest of the rank's program.
     """
 
     act: Act

@@ -54,6 +54,36 @@ class WatchedBlock:
         if self._participation is not None:
             self._participation.check()
 
+    @property
+    def has_others(self) -> bool:
+        return len(self._ranks) > 1
+
+    @property
+    def me(self) -> str:
+        return str(self._worker.info) if self._worker is not None else "this rank"
+
+    def unfinished(self) -> str:
+        """Say which participants are still in the collective, and where in their programs."""
+        if self._worker is None:
+            return "Without jdistgrad.init() it is not known which ranks are still in it."
+        others = [rank for rank in self._ranks if rank != self._worker.rank]
+        found = self._worker.watchdog.ask(others, self._entry)
+        names = self._worker.directory.workers
+        inside = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and found[rank].there]
+        left = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and not found[rank].there]
+        silent = [str(names[rank]) for rank in others if rank not in found]
+        groups = ("Still in it too", inside), ("Not in it", left), ("Without an answer", silent)
+        return " ".join(f"{what}: {', '.join(those)}." for what, those in groups if those)
+
+    def end_job(self, cause: str) -> None:
+        """End the job: the other participants cannot be reached otherwise."""
+        if self._worker is not None:
+            self._worker.process.end_job(f"{self._worker.info}: {cause}")
+        else:
+            from jdistgrad.wire.mpi import abort_job
+
+            abort_job(cause)
+
     def places(self, missing: Sequence[int]) -> dict[int, str]:
         """Return where the missing ranks (of the group) are in their programs, as far as they still answer."""
         if self._worker is None:

@@ -55,7 +55,9 @@ def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> 
     returned = hook.apply(bucket, state, collectives)
     expected = f"(a JAX array {bucket.dtype}[{bucket.size}], the new state)"
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise _wrong(hook, bucket, expected, f"{type(returned).__name__} {returned!r:.60}")
+        alone = isinstance(returned, jax.Array)
+        kind = f"an array {returned.dtype}{list(returned.shape)} alone" if alone else f"{returned!r:.60}"
+        raise _wrong(hook, bucket, expected, kind)
     flat, state = returned
     if not isinstance(flat, jax.Array) or flat.shape != (bucket.size,) or flat.dtype != bucket.dtype:
         got = f"{jnp.result_type(flat)}{list(jnp.shape(flat))}" if hasattr(flat, "shape") else repr(flat)

@@ -75,7 +75,7 @@ class Reducer:
             raise
 
     @contextlib.contextmanager
-    def _telling(self, step: int, bucket: int) -> Iterator[None]:
+    def telling(self, step: int, bucket: int) -> Iterator[None]:
         """Announce a failure of this rank alone to the others, which would wait for it."""
         try:
             with self._breaking():
@@ -128,10 +128,19 @@ class Reducer:
         self.plans[plan.digest] = plan
         return plan
 
+    def meet(self, plan: BucketPlan, handling: Handling, program: int = 0) -> bool:
+        """Meet before a program that reduces all buckets of a plan; return whether all ranks have the same program.
+
+        Arguments:
+          program: the digest of this rank's program.
+        """
+        mine = Roll(handling.act, handling.step, 0, program, plan.digest, handling.joining)
+        return len({roll.fault for roll in self._meet(mine, plan.terms).rolls}) == 1
+
     def average(self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
         """Average one bucket of a plan over all ranks."""
         bucket = plan.buckets[number]
-        with self._telling(handling.step, number):
+        with self.telling(handling.step, number):
             own = jax.block_until_ready(list(gradients))
             ready = time.perf_counter()
             fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
@@ -139,7 +148,7 @@ class Reducer:
         call = self._meet(mine, plan.terms)
         self._require_finite(call, bucket)
         met = time.perf_counter()
-        with self._telling(handling.step, number):
+        with self.telling(handling.step, number):
             averaged = self._averaged(bucket, own, handling, call.divisor)
         handling.clock.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
@@ -178,13 +187,22 @@ class Reducer:
     def _require_finite(self, call: RollCall, bucket: Bucket) -> None:
         for rank in call.active:
             if call.rolls[rank].fault:
-                slot = bucket.slots[call.rolls[rank].fault - 1]
-                raise NonFiniteError(
-                    f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
-                    f"{bucket.index}); it was not reduced on any rank. Look at that rank's loss and inputs.",
-                    rank=rank,
-                    path=slot.path,
-                )
+                raise self._not_finite(bucket, rank, call.rolls[rank].fault)
+
+    def require_finite(self, plan: BucketPlan, faults: np.ndarray) -> None:
+        """Raise NonFiniteError for the first fault of all ranks: by rank, a row with the fault of each bucket."""
+        for bucket in plan.buckets:
+            for rank in np.flatnonzero(faults[:, bucket.index]).tolist():
+                raise self._not_finite(bucket, rank, int(faults[rank, bucket.index]))
+
+    def _not_finite(self, bucket: Bucket, rank: int, fault: int) -> NonFiniteError:
+        slot = bucket.slots[fault - 1]
+        return NonFiniteError(
+            f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
+            f"{bucket.index}); it was not reduced on any rank. Look at that rank's loss and inputs.",
+            rank=rank,
+            path=slot.path,
+        )
 
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Return which parameters any rank used. Ranks that have joined used none."""
@@ -231,7 +249,7 @@ class Reducer:
             if lead.act is Act.AGREE:
                 self._share_plan(call, None, None)
             elif lead.act in (Act.REDUCE, Act.AVERAGE):
-                with self._telling(lead.step, lead.number):
+                with self.telling(lead.step, lead.number):
                     self._shadow_bucket(self.plans[lead.digest], lead.number, call)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.number, np.uint8))

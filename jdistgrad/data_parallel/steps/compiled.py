@@ -37,14 +37,10 @@ class CompiledAverage:
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
         """Return the average of a tree of gradients, and the hook's new states. Every rank must call it."""
         leaves, structure = flatten(gradients)
-        buckets, after = self._buckets(gradients), []
+        buckets = self._buckets(gradients)
         with self._section(what, buckets) as all_:
-            for bucket, state in zip(buckets, states, strict=True):
-                found, state = self._averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state, all_)
-                for slot, value in zip(bucket.slots, found, strict=True):
-                    leaves[slot.index] = value
-                after.append(state)
-        return jax.tree.unflatten(structure, leaves), after
+            averaged, after = average_buckets(buckets, leaves, states, self._rules.hook, all_)
+        return jax.tree.unflatten(structure, averaged), after
 
     def _section(self, what: str, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
         """Open a section for the whole plan: one agreement on its digest covers all buckets."""
@@ -90,30 +86,49 @@ class CompiledAverage:
             return self._rules.plan(terms, None).buckets
         return self._driver.buckets(tree)
 
-    def _averaged(self, bucket: Bucket, own: Sequence[Any], state: Any, all_: Collectives) -> tuple[Sequence[Any], Any]:
-        """Average one bucket. A leaf listed in ``sparse`` is dense here; as in eager steps, hooks do not get it."""
-        if is_sparse(own[0]):
-            raise _sparse(bucket)
-        summed = [all_.is_summed(gradient) for gradient in own]
-        if any(summed):
-            return self._average_partly_summed(bucket, own, summed), state
-        hook, before = (plain_average(), ()) if bucket.sparse else (self._hook, state)
-        flat, after = hooks.reduce(hook, bucket.filled(join_flat(own), all_.size), before, all_)
-        return bucket.views(flat), state if bucket.sparse else after
 
-    def _average_partly_summed(self, bucket: Bucket, own: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
-        """Average a bucket of which JAX has summed some gradients (of replicated parameters): only divide these."""
-        if self._rules.hook is not None:
-            slot = bucket.slots[summed.index(True)]
-            raise HookError(
-                f"the hook {self._rules.hook_name!r} comes too late: JAX has summed the gradient of {slot.path} over "
-                "the mesh already, because that parameter is typed as replicated. Use DataParallel.value_and_grad, "
-                "jax.lax.pcast(params, axis, to='varying') before differentiating, or shard_map's check_vma=False.",
-                bucket=bucket.index,
-                hook=self._rules.hook_name,
-            )
-        shares = [gradient / self._collectives.size for gradient in own]
-        return [x if flag else self._collectives.allreduce(x) for x, flag in zip(shares, summed, strict=True)]
+def average_buckets(
+    buckets: Sequence[Bucket], leaves: Sequence[Any], states: Sequence[Any], hook: hooks.Hook | None, all_: Collectives
+) -> tuple[list[Any], list[Any]]:
+    """Return the leaves averaged, and the hook's new state for each bucket."""
+    averaged, after = list(leaves), []
+    for bucket, state in zip(buckets, states, strict=True):
+        found, state = _averaged(bucket, [leaves[slot.index] for slot in bucket.slots], state, hook, all_)
+        for slot, value in zip(bucket.slots, found, strict=True):
+            averaged[slot.index] = value
+        after.append(state)
+    return averaged, after
+
+
+def _averaged(
+    bucket: Bucket, own: Sequence[Any], state: Any, hook: hooks.Hook | None, all_: Collectives
+) -> tuple[Sequence[Any], Any]:
+    """Average one bucket. A leaf listed in ``sparse`` is dense here; as in eager steps, hooks do not get it."""
+    if is_sparse(own[0]):
+        raise _sparse(bucket)
+    summed = [all_.is_summed(gradient) for gradient in own]
+    if any(summed):
+        return _average_partly_summed(bucket, own, summed, hook, all_), state
+    chosen, before = (plain_average(), ()) if bucket.sparse or hook is None else (hook, state)
+    flat, after = hooks.reduce(chosen, bucket.filled(join_flat(own), all_.size), before, all_)
+    return bucket.views(flat), state if bucket.sparse else after
+
+
+def _average_partly_summed(
+    bucket: Bucket, own: Sequence[Any], summed: Sequence[bool], hook: hooks.Hook | None, all_: Collectives
+) -> list[Any]:
+    """Average a bucket of which JAX has summed some gradients (of replicated parameters): only divide these."""
+    if hook is not None:
+        slot = bucket.slots[summed.index(True)]
+        raise HookError(
+            f"the hook {hook.name!r} comes too late: JAX has summed the gradient of {slot.path} over the mesh already, "
+            "because that parameter is typed as replicated. Use DataParallel.value_and_grad, "
+            "jax.lax.pcast(params, axis, to='varying') before differentiating, or shard_map's check_vma=False.",
+            bucket=bucket.index,
+            hook=hook.name,
+        )
+    shares = [gradient / all_.size for gradient in own]
+    return [x if flag else all_.allreduce(x) for x, flag in zip(shares, summed, strict=True)]
 
 
 def localized(collectives: Collectives, args: Args, argnums: int | Sequence[int]) -> list[Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,16 +16,17 @@ from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
+from jdistgrad.data_parallel.reducing.agreement import Terms
 from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.settings import BucketPlan, Rules
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.reducing.sparse import require_rows
-from jdistgrad.data_parallel.reducing.statistics import Statistics, after_step
+from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
 from jdistgrad.data_parallel.reducing.tuning import Tuning
 from jdistgrad.data_parallel.steps.join import Join
-from jdistgrad.data_parallel.steps.program import Programs, Traced
+from jdistgrad.data_parallel.steps.program import LossProgram, Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
-from jdistgrad.data_parallel.steps.thread import Communication, settings
+from jdistgrad.data_parallel.steps.thread import Communication
+from jdistgrad.data_parallel.steps.trace import Trace, readiness
 from jdistgrad.rpc.functions import Args, Kwargs
 
 
@@ -74,18 +74,33 @@ class Driver:
         tuning = None if self.joining else self._tuning
         if tuning is not None and tuning.has_begun:
             self._tune(tuning)
-        start = time.perf_counter()
-        program = programs.find(args, kwargs, self._agree_on_model, self._rules.bucket_cap_mb, overlap=overlap)
-        reduction, seconds = self._begin(program.plan), None
+        start, seconds = time.perf_counter(), None
+        program = self._compiled(programs, args, kwargs, overlap=overlap)
         try:
-            with _abandon_on_error(reduction):
-                results = program.run(args, kwargs, reduction.launch)
-            averaged = self._end(program.plan, program.structure, reduction, program.used)
+            results, averaged = self._taken(program, args, kwargs)
+            if tuning is not None:
+                jax.block_until_ready(averaged)
             seconds = time.perf_counter() - start
         finally:
             if tuning is not None:
                 tuning.note(program.plan, seconds)
         return results, averaged
+
+    def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
+        """Return the compiled step, which has a ``plan``."""
+        return programs.find(
+            args,
+            kwargs,
+            (overlap, self._rules.bucket_cap_mb),
+            lambda traced: LossProgram.segmented(traced, self._agree_on_model(traced), overlap=overlap),
+        )
+
+    def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        """Take a step with a compiled program."""
+        reduction = self._begin(program.plan)
+        with _abandon_on_error(reduction):
+            results = program.run(args, kwargs, reduction.launch)
+        return results, self._end(program.plan, program.structure, reduction, program.used)
 
     def _tune(self, tuning: Tuning) -> None:
         """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
@@ -117,7 +132,7 @@ class Driver:
     def _average(self, plan: BucketPlan, gradients: Any, reduction: Reduction) -> Any:
         leaves, structure = flatten(gradients)
         with _abandon_on_error(reduction):
-            reduction.launch([_as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
+            reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
         return self._end(plan, structure, reduction)
 
     def reduction(self, like: Any) -> Reduction:
@@ -129,30 +144,38 @@ class Driver:
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
+        return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual))
+
+    def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
+        """Begin the next step; return the way in which its gradients are reduced."""
         self._reducer.step += 1
-        handling = dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
-        return Reduction(self._reducer, self._thread, plan, handling)
+        return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
 
     def _end(self, plan: BucketPlan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
         averaged = reduction.finish()
+        self._note(plan, structure, reduction.handling.clock, used)
+        return jax.tree.unflatten(structure, averaged)
+
+    def _note(self, plan: BucketPlan, structure: Any, clock: Clock, used: Sequence[bool] | None) -> None:
+        """Update ``used`` and ``statistics`` after a step."""
         unused: list[str] = []
         if self._rules.find_unused_parameters:
             shared = self._thread.run(self._reducer.share_used, self._usage.take(structure, used))
             self.used = jax.tree.unflatten(structure, shared.tolist())
             unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
         who = self._reducer.collectives
-        self.statistics = after_step(self.statistics, plan, reduction.handling.clock, unused, who.rank, who.size)
-        return jax.tree.unflatten(structure, averaged)
+        self.statistics = after_step(self.statistics, plan, clock, unused, who.rank, who.size)
 
     # Agreement.
 
-    def _agree_on_model(self, traced: Traced) -> BucketPlan:
-        self._rules.require_sparse_paths(traced.like)
-        return self._agree(traced.like, traced.order)
+    def _agree_on_model(self, traced: Trace) -> BucketPlan:
+        like = traced.like
+        self._rules.require_sparse_paths(like)
+        return self._agree(like, readiness(traced.closed, traced.gradients.num_leaves))
 
     def _plan_for(self, tree: Any) -> BucketPlan:
         leaves, structure = flatten(tree)
-        key = structure, settings(), tuple(map(_kind, leaves))
+        key = kind_of(leaves, structure)
         if key not in self._plans:
             self._plans[key] = self._agree(tree, None)
         return self._plans[key]
@@ -186,22 +209,16 @@ def _abandon_on_error(reduction: Reduction) -> Iterator[None]:
         raise
 
 
-_shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
-
-
-def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """Return the one driver for these collectives and settings. Hooks of one name count as the same setting."""
-    found = _shared.setdefault(collectives, {})
-    if rules.settings not in found:
-        found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
-    return found[rules.settings]
-
-
-def _as_gradient(path: str, leaf: Any) -> Any:
+def as_gradient(path: str, leaf: Any) -> Any:
     if is_sparse(leaf):
         require_rows(path, leaf)
         return leaf
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return a key that is equal for trees of gradients that have one plan."""
+    return structure, host_arrays.settings(), tuple(map(_kind, leaves))
 
 
 def _kind(leaf: Any) -> Any:

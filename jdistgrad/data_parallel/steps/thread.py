@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import configured
+from jdistgrad.data_parallel.buckets.host_arrays import settings
 from jdistgrad.threads import join_soon, started
 
 
@@ -19,6 +20,7 @@ class Communication:
 
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
         # The thread computes on its maker's device: a local worker has a device of its own.
         thread = started(_serve, name, self._tasks, configured("jax_default_device"))
         weakref.finalize(self, _end, self._tasks, thread)
@@ -26,11 +28,18 @@ class Communication:
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._tasks.put((future, settings(), function, args))
+        self._latest = weakref.ref(future)  # the result may be large
         return future
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function on the thread and wait for its result."""
         return self.submit(function, *args).result()
+
+    def finish(self) -> None:
+        """Wait until the thread has run all that it was given."""
+        latest = self._latest()
+        if latest is not None:  # else it has been run, and nobody waits for its result
+            latest.exception()
 
 
 def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
@@ -48,12 +57,6 @@ def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
             except BaseException as error:
                 future.set_exception(error)
             del task, future, chosen, function, args
-
-
-def settings() -> tuple[bool, Any]:
-    """Return this thread's JAX settings that change results: x64, and the precision of matrix products."""
-    here: Any = jax.config
-    return here.jax_enable_x64, here.jax_default_matmul_precision
 
 
 @contextlib.contextmanager

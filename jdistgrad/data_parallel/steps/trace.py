@@ -20,6 +20,12 @@ class Trace(NamedTuple):
     results: Any
     used: tuple[bool, ...]
 
+    @property
+    def like(self) -> Any:
+        """The shapes and dtypes of the gradients."""
+        avals = self.closed.out_avals[: self.gradients.num_leaves]
+        return jax.tree.unflatten(self.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+
 
 def trace(
     loss: Callable[..., Any],
@@ -28,8 +34,13 @@ def trace(
     kwargs: Kwargs,
     *,
     has_aux: bool,
+    axes: Sequence[tuple[str, int]] = (),
 ) -> Trace:
-    """Trace a loss's value and gradients, with jitted functions inlined."""
+    """Trace a loss's value and gradients, with jitted functions inlined.
+
+    Arguments:
+      axes: mesh axes that the loss's collectives may use, with their sizes.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
@@ -43,8 +54,8 @@ def trace(
         found["used"] = tuple(k in used for k in range(len(flat)))
         return [*flat, *rest]
 
-    nested = jax.make_jaxpr(program)(*leaves)
-    closed = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs))(*leaves)
+    nested = jax.make_jaxpr(program, axis_env=axes)(*leaves)
+    closed = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)(*leaves)
     return Trace(closed, found["gradients"], found["results"], found["used"])
 
 

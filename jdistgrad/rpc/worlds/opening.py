@@ -1,6 +1,7 @@
 """The opening of a worker: meet the others, agree, connect."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import math
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.rpc.directory import Hello, Names, agree, name_of
+from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
@@ -39,14 +40,14 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
     hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
     hellos = world.gather(rank, hello, timeout)
     transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
-    return _open(hellos, rank, transport, timeout, THREADS, device, allow_code=allow_code)
+    return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device, allow_code=allow_code)
 
 
-def open_mpi(name: Names, timeout: float, *, allow_code: bool) -> Worker:
+def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool) -> Worker:
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
-    from jdistgrad.rpc.worlds import mpi_exit
+    from jdistgrad.rpc.worlds import jax_processes, mpi_exit
     from jdistgrad.wire import mpi_rendezvous
     from jdistgrad.wire.mpi import MPITransport, abort_job, require_threads
 
@@ -55,11 +56,19 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool) -> Worker:
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
     devices.take_process_device(launcher_env.local_rank())
-    facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code)}
+    facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
     hello = _hello(name_of(name, comm.rank, comm.size), facts)
-    hellos = mpi_rendezvous.gather(comm, hello, timeout)
+    with contextlib.ExitStack() as until_started:
+        if with_devices:
+            port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
+            hello = dataclasses.replace(hello, devices=jax_processes.offer(port))
+        hellos = mpi_rendezvous.gather(comm, hello, timeout)
+        directory = agree(hellos)
+        if with_devices:
+            jax_processes.start([one.devices for one in hellos], comm.rank, timeout)
     transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
-    worker = _open(hellos, comm.rank, transport, timeout, Process(abort_job, mpi_exit.report), allow_code=allow_code)
+    process = Process(abort_job, mpi_exit.report)
+    worker = _open(hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code)
     mpi_exit.joined(worker)
     return worker
 
@@ -100,7 +109,8 @@ def _hello(name: str, facts: dict[str, str]) -> Hello:
 
 
 def _open(
-    hellos: list[Hello],
+    world: str,
+    directory: Directory,
     rank: int,
     transport: Transport,
     timeout: float,
@@ -109,8 +119,8 @@ def _open(
     *,
     allow_code: bool,
 ) -> Worker:
-    codec, directory = PickleCodec(allow_code=allow_code), agree(hellos)
-    worker = Worker(hellos[0].world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
+    codec = PickleCodec(allow_code=allow_code)
+    worker = Worker(world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
     forks.watch(worker)
     transport.start(worker)
     return worker

@@ -8,6 +8,7 @@ import threading
 
 from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
+from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
@@ -32,7 +33,9 @@ def take_seat(hub: Hub, rank: int) -> None:
     _seat.set((hub, rank))
 
 
-def init(name: Names = None, *, timeout: float = 60.0, allow_code: bool = False) -> WorkerInfo:
+def init(
+    name: Names = None, *, timeout: float = 60.0, allow_code: bool = False, devices: bool | None = None
+) -> WorkerInfo:
     """Join the world this program runs in.
 
     Under mpirun it is the world of the MPI job; in a thread started by ``spawn``, the local world of ``spawn``;
@@ -47,13 +50,18 @@ def init(name: Names = None, *, timeout: float = 60.0, allow_code: bool = False)
         that ``init`` waits for the other workers.
       allow_code: let functions that cannot be imported (lambdas, closures, notebook cells) travel by value between
         processes. Every worker must give the same value.
+      devices: start ``jax.distributed``, so that XLA's collectives reach the devices of all ranks
+        (``collectives.Devices``); the first ``init`` with it must come before the program's first array. Every worker
+        must give the same value; the default is the environment variable ``JDISTGRAD_DEVICES``, 0 or 1. In a world
+        within one process there is nothing to start.
 
     Returns:
       This worker's rank and name.
 
     Raises:
       AlreadyInitializedError: a world is already open here.
-      WorldError: a worker is missing, two have the same name, or they run different versions or scripts.
+      WorldError: a worker is missing, two have the same name, or they run different versions or scripts; or
+        ``jax.distributed`` cannot be started.
 
     Example:
       >>> me = jd.init()
@@ -75,7 +83,8 @@ def init(name: Names = None, *, timeout: float = 60.0, allow_code: bool = False)
         worker = open_local(*seat, name, seconds, allow_code=allow_code)
         current.bind_thread(worker)
     elif launcher_env.launched():
-        worker = open_mpi(name, seconds, allow_code=allow_code)
+        with_devices = settings.devices if devices is None else devices
+        worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices)
         current.bind_process(worker)
     else:
         worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)

@@ -1,0 +1,172 @@
+"""Collectives over the devices of processes: XLA's own (NCCL, ICI, gloo), after a meeting of the ranks over MPI."""
+
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad import jaxprs
+from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced, settings
+from jdistgrad.data_parallel.collectives import rank_devices
+from jdistgrad.data_parallel.collectives.base import Collectives
+from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described, fulfil
+from jdistgrad.data_parallel.collectives.mesh import Mesh
+from jdistgrad.data_parallel.collectives.mpi import MPI
+from jdistgrad.data_parallel.collectives.rank_devices import AXIS
+from jdistgrad.data_parallel.collectives.spanning import Span, SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.collectives.under_way import under_way
+
+T = TypeVar("T")
+
+
+class Devices(MPI):
+    """Collectives with processes as ranks, whose arrays stay on their devices.
+
+    Each rank has one device: JAX's default device. The ranks meet over MPI before each program, so that a rank that is
+    missing or does something else is named; then XLA reduces. ``jit`` compiles a function with its collectives into one
+    program over all devices, as ``DataParallel``'s steps are. Elsewhere inside ``jax.jit`` a program has this rank's
+    device only, and collectives go through host memory.
+
+    Arguments:
+      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
+        ``jd.init(devices=True)``.
+
+    Example:
+      >>> dp = jd.DataParallel(jd.collectives.Devices())
+    """
+
+    def __init__(self, comm: Any = None):
+        super().__init__(comm)
+        device, place = rank_devices.of_this_rank()
+        places = self.gather_objects(place)
+        rank_devices.require_usable(places)
+        self.span = Span(rank_devices.mesh_of(places), self.rank, device)
+        self.in_programs = InPrograms(AXIS)
+        self._programs: dict[Any, SpanningProgram] = {}
+
+    def __repr__(self) -> str:
+        return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
+
+    @property
+    def rank(self) -> Any:
+        """This rank; in a program over all devices, which is the same on all ranks, a traced number."""
+        spanning = self.__dict__.get("span")
+        return self.in_programs.rank if spanning is not None and spanning.is_traced else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+
+    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        return self.in_programs.perform(name, x, root) if self.span.is_traced else super().perform(name, x, root)
+
+    @contextlib.contextmanager
+    def section(self, what: str) -> Iterator[Collectives]:  # type: ignore[override]
+        if self.span.is_traced:
+            yield self.in_programs
+        else:
+            with super().section(what) as all_:
+                yield all_
+
+    def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        what, key = described(name, x, root), (name, root, jax.typeof(x))
+        if key not in self._programs:
+            found = traced(self.span, lambda x: self.in_programs.perform(name, x, root), (x,), {})
+            self._programs[key] = SpanningProgram(self.span, found.closed, [x])
+        shared = self._programs[key].prepare([x])
+        with in_one_order:
+            self.agree(what)
+            return self.dispatch(self._programs[key], shared, what)[0]
+
+    def dispatch(self, program: SpanningProgram, shared: Sequence[jax.Array], what: str) -> list[jax.Array]:
+        """Run a program that all ranks have agreed on; return its results for this rank."""
+        launch = under_way.begin(what, self._together(what))
+        try:
+            program.compile()
+            launch.start(self.timeout)
+            results, launch.done = program.launch(shared)
+        except BaseException as error:
+            under_way.give_up(launch)
+            if self.size > 1:
+                launch.block.end_job(f"{what}: this rank has failed, and the others wait for it: {error}")
+            raise
+        return results
+
+    def _new_beside(self) -> Beside:
+        return AtOnce(self)
+
+    def jit(self, function: Callable[..., Any], *, donate_argnums: Sequence[int] = ()) -> Callable[..., Any]:
+        plain, enclosing = (_Jitted(self, one, donate_argnums) for one in (function, on_opened(function)))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any_traced((args, kwargs)):
+                return function(*args, **kwargs)
+            if not has_functions((args, kwargs)):
+                return plain(args, kwargs)
+            return opened(enclosing(*enclosed((args, kwargs))))
+
+        return call
+
+
+class InPrograms(Mesh):
+    """The ranks in a program over all devices."""
+
+    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        found = super().perform(name, x, root)
+        if name not in ("max", "min") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return found
+        unknown = super().perform("sum", jnp.isnan(x).astype(jnp.int32))
+        return jnp.where(unknown > 0, jnp.nan, found)  # gloo's maximum of NaN depends on the rank that holds it
+
+
+class AtOnce(Beside):
+    """Operations are dispatched as they are started, in the program's order: devices compute beside the program."""
+
+    def __init__(self, all_: Devices):
+        self._all = all_
+
+    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        fulfil(future, operation, self._all)
+        return future
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class _Jitted:
+    """A function as programs over all devices, one for each form of its arguments."""
+
+    def __init__(self, all_: Devices, function: Callable[..., Any], donate_argnums: Sequence[int]):
+        self._all, self._function, self._donated = all_, function, frozenset(donate_argnums)
+        self._found: dict[Any, tuple[SpanningProgram, Any, str]] = {}
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = tree, settings(), tuple(map(jax.typeof, leaves))
+        if key not in self._found:
+            self._found[key] = self._make(args, kwargs)
+        program, structure, what = self._found[key]
+        shared = program.prepare(leaves)
+        with in_one_order:
+            self._all.agree(what)
+            results = self._all.dispatch(program, shared, what)
+        return jax.tree.unflatten(structure, results)
+
+    def _make(self, args: Any, kwargs: Any) -> tuple[SpanningProgram, Any, str]:
+        found = traced(self._all.span, self._function, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        counts = [len(jax.tree.leaves(arg)) for arg in args]
+        ends = [sum(counts[: k + 1]) for k in range(len(counts))]
+        donated = [n for k in sorted(self._donated) for n in range(ends[k] - counts[k], ends[k])]
+        name = getattr(self._function, "__name__", "a function")
+        shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
+        rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+        what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(found.closed):016x})"
+        return SpanningProgram(self._all.span, found.closed, leaves, donated=donated), found.results, what

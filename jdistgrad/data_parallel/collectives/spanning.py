@@ -1,0 +1,215 @@
+"""Programs that span the devices of all ranks: each rank gives its own arrays, and gets its own results.
+
+A rank's array is its block of rows of one global array, so no byte is copied. A number has no rows: it travels as an
+array of one.
+"""
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jdistgrad import jaxprs
+from jdistgrad.data_parallel.buckets.host_arrays import is_key
+from jdistgrad.data_parallel.collectives.rank_devices import AXIS
+from jdistgrad.errors import CollectiveError
+
+ROWS = PartitionSpec(AXIS)
+
+# Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
+in_one_order = threading.RLock()
+
+_traced: contextvars.ContextVar["Span | None"] = contextvars.ContextVar("jdistgrad_span", default=None)
+
+
+class Span:
+    """The devices of the ranks of a group, and this rank's among them."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: jax.Device):
+        self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
+        self._sharding, self._here = NamedSharding(mesh, ROWS), SingleDeviceSharding(device)
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The axes that a program for this span may use: the argument ``axis_env`` of ``jax.make_jaxpr``."""
+        return [(AXIS, self.size)]
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Open a block in which a program for this span is traced."""
+        token = _traced.set(self)
+        try:
+            yield
+        finally:
+            _traced.reset(token)
+
+    @property
+    def is_traced(self) -> bool:
+        """Return whether a program for the same devices is being traced here."""
+        found = _traced.get()
+        return found is not None and (found is self or found.mesh == self.mesh)
+
+    def shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return global arrays of which this rank's leaves are its rows."""
+        own = self._as_rows(leaves)
+        size, sharding = self.size, self._sharding
+        make = jax.make_array_from_single_device_arrays
+        return [make((x.shape[0] * size, *x.shape[1:]), sharding, [x]) for x in own]
+
+    def _as_rows(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return arrays with rows, on this rank's device."""
+        own = list(leaves)
+        elsewhere = [k for k, leaf in enumerate(own) if not isinstance(leaf, jax.Array) or leaf.sharding != self._here]
+        if elsewhere:
+            moved = jax.device_put([_addressable(own[k]) for k in elsewhere], self.device)
+            for k, array in zip(elsewhere, moved, strict=True):
+                own[k] = array
+        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf)]
+        if odd:
+            for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
+                own[k] = array
+        return own
+
+
+def _addressable(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise CollectiveError(
+            f"Devices: {leaf.dtype}{list(leaf.shape)} is spread over the devices of several processes, expected this "
+            "rank's own array. Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
+        )
+    return leaf
+
+
+class Form(NamedTuple):
+    """The form of a value that travels as rows.
+
+    Attributes:
+      data: the type of the value's data, unless the data are rows as they are: of a number, or of an array without
+        elements, of which JAX would replicate all rows.
+      impl: that of a random key, whose data travel.
+    """
+
+    data: Any = None
+    impl: Any = None
+
+    def to_rows(self, x: Any) -> jax.Array:
+        if self.data is not None and self.data.size == 0:
+            return jnp.zeros(1, jnp.int8)
+        data = x if self.impl is None else jax.random.key_data(x)
+        return data if self.data is None else data.reshape(1)
+
+    def from_rows(self, x: jax.Array) -> jax.Array:
+        data = x
+        if self.data is not None:
+            data = x.reshape(()) if self.data.size else jnp.zeros(self.data.shape, self.data.dtype)
+        return data if self.impl is None else jax.random.wrap_key_data(data, impl=self.impl)
+
+
+PLAIN = Form()
+
+
+def form_of(x: Any) -> Form:
+    impl = jax.random.key_impl(x) if is_key(x) else None
+    data = jax.eval_shape(jax.random.key_data, x) if impl is not None else jax.typeof(x)
+    return Form(None if data.ndim and data.size else jax.ShapeDtypeStruct(data.shape, data.dtype), impl)
+
+
+@jax.jit
+def _with_rows(leaves: list[Any]) -> list[jax.Array]:
+    return [form_of(leaf).to_rows(leaf) for leaf in leaves]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]:
+    return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
+
+
+class Traced(NamedTuple):
+    """A traced function of a rank's leaves: its jaxpr, and the structure of its result."""
+
+    closed: Any
+    results: Any
+
+
+def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """Trace a function of this rank's arguments, with collectives over the ranks in it."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        results, structure = jax.tree.flatten(function(*args, **kwargs))
+        found.append(structure)
+        return results
+
+    with span.tracing():
+        return Traced(jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0])
+
+
+class SpanningProgram:
+    """A function of this rank's arrays, compiled into one program with that of all other ranks.
+
+    Arguments:
+      closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over ``AXIS`` in it.
+      like: the arguments, or their types.
+      finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
+      donated: the places of arguments whose memory may be used for results.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        closed: Any,
+        like: Sequence[Any],
+        finish: Callable[..., list[Any]] = lambda results: results,
+        donated: Sequence[int] = (),
+    ):
+        self._span = span
+        self._taken = [form_of(leaf) for leaf in like]
+        self._given: tuple[Form, ...] | None = None
+        self._lowered: Any = None
+        # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
+        constants = [jnp.array(const) for const in closed.consts]
+        self._constants, self._constant_forms = span.shared(constants), [form_of(const) for const in constants]
+        count, first = len(constants), len(closed.jaxpr.invars)
+
+        def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            values = [form.from_rows(x) for form, x in zip(self._constant_forms + self._taken, rows, strict=True)]
+            args, rest = values[count : count + first], values[count + first :]
+            results = finish(jaxprs.evaluate(closed.jaxpr, values[:count], args), *rest)
+            self._given = tuple(map(form_of, results))
+            return [form.to_rows(x) for form, x in zip(self._given, results, strict=True)], jnp.zeros(1, jnp.int8)
+
+        spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+        self._run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))
+
+    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
+        shared = self._constants + self._span.shared(leaves)
+        if self._given is None:
+            self._lowered = self._run.lower(*shared)
+        return shared
+
+    def compile(self) -> None:
+        """Compile the program if it is new."""
+        if self._lowered is not None:
+            self._lowered.compile()
+            self._lowered = None
+
+    def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
+        results, done = self._run(*shared)
+        assert self._given is not None
+        own: list[Any] = [x.addressable_data(0) for x in results]
+        odd = [k for k, form in enumerate(self._given) if form != PLAIN]
+        if odd:
+            forms = tuple(self._given[k] for k in odd)
+            for k, x in zip(odd, _without_rows([own[k] for k in odd], forms), strict=True):
+                own[k] = x
+        return own, done

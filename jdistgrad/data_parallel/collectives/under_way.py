@@ -1,0 +1,115 @@
+"""The programs over the devices of all ranks that are under way, and the end of the job if one does not end.
+
+Nothing can be called off inside such a program. A rank that hangs in one keeps all others waiting there, silently.
+"""
+
+import collections
+import dataclasses
+import math
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+from jdistgrad.data_parallel.collectives.world import WatchedBlock
+from jdistgrad.threads import started
+
+LOOK_SECONDS = 0.25
+GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
+
+
+@dataclasses.dataclass(eq=False)
+class Launch:
+    """A program that this rank has begun. ``done``: an array that is ready when the program has ended."""
+
+    what: str
+    block: WatchedBlock
+    timeout: float = math.inf
+    since: float = 0.0
+    done: Any = None
+
+    def start(self, timeout: float) -> None:
+        """Begin to count: the program has been compiled."""
+        self.timeout, self.since = timeout, time.monotonic()
+
+    def has_ended(self) -> bool:
+        return self.done is not None and bool(self.done.is_ready())
+
+    def failure(self) -> Exception | None:
+        """Return the error of a program that has ended. The other ranks wait in it for ever."""
+        try:
+            self.done.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            return error
+        return None
+
+    def overdue(self, now: float) -> bool:
+        return now - self.since > self.timeout
+
+
+class UnderWay:
+    """The programs of this process that are under way, in the order of their dispatch. They end in this order too."""
+
+    def __init__(self) -> None:
+        self._launches: collections.deque[Launch] = collections.deque()
+        self._lock = threading.Lock()
+        self._any = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, what: str, block: WatchedBlock) -> Launch:
+        """Note a program before it is dispatched. Raises if a rank is lost already."""
+        self._drop_ended()
+        block.__enter__()
+        launch = Launch(what, block)
+        with self._lock:
+            self._launches.append(launch)
+            if self._thread is None:
+                self._thread = started(self._watch, "jdistgrad-devices")
+        self._any.set()
+        return launch
+
+    def give_up(self, launch: Launch) -> None:
+        """Forget a program that was not dispatched."""
+        with self._lock:
+            self._launches.remove(launch)
+        launch.block.__exit__()
+
+    def _drop_ended(self) -> None:
+        while True:
+            with self._lock:
+                if not self._launches or not self._launches[0].has_ended():
+                    return
+                launch = self._launches.popleft()
+            launch.block.__exit__()
+            failure = launch.failure()
+            if failure is not None and launch.block.has_others:
+                launch.block.end_job(f"{launch.what}, a program over the devices of all ranks, failed: {failure}")
+
+    def _watch(self) -> None:
+        while True:
+            self._any.wait()
+            time.sleep(LOOK_SECONDS)
+            self._drop_ended()
+            with self._lock:
+                first = self._launches[0] if self._launches else None
+                if first is None:
+                    self._any.clear()
+            if first is not None and first.overdue(time.monotonic()):
+                _end_job(first)
+
+
+def _end_job(launch: Launch) -> None:
+    text = (
+        f"{launch.block.me} has waited {launch.timeout:g} s for {launch.what}, a program over all devices. "
+        f"{launch.block.unfinished()}"
+    )
+    print(f"jdistgrad: {text}", file=sys.stderr, flush=True)
+    time.sleep(GRACE_SECONDS)
+    if not launch.has_ended():
+        launch.block.end_job(f"{launch.what} did not end within {launch.timeout:g} s")
+    launch.timeout = math.inf
+
+
+under_way = UnderWay()

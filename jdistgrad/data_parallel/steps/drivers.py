@@ -1,0 +1,26 @@
+"""The driver of a rank's steps, as its collectives need it."""
+
+import dataclasses
+import weakref
+
+from jdistgrad.data_parallel.collectives.devices import Devices
+from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.data_parallel.reducing.agreement import Settings
+from jdistgrad.data_parallel.reducing.settings import Rules
+from jdistgrad.data_parallel.steps.driver import Driver
+from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
+
+
+def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
+    return DeviceDriver(collectives, rules) if isinstance(collectives, Devices) else Driver(collectives, rules)
+
+
+_shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
+
+
+def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
+    """Return the one driver for these collectives and settings. Hooks of one name count as the same setting."""
+    found = _shared.setdefault(collectives, {})
+    if rules.settings not in found:
+        found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
+    return found[rules.settings]

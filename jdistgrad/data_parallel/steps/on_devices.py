@@ -1,0 +1,215 @@
+"""Steps over the devices of all ranks: loss, backward pass and averages are one program, which XLA schedules.
+
+A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
+of their batches, say) and where a loss calls Python or other workers. In host memory, as without devices, is done what
+no such program can do: steps in a ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad import events, jaxprs
+from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.functions import removed
+from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
+from jdistgrad.data_parallel.collectives.devices import Devices
+from jdistgrad.data_parallel.collectives.roll_call import Act
+from jdistgrad.data_parallel.collectives.spanning import SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
+from jdistgrad.data_parallel.steps.compiled import average_buckets
+from jdistgrad.data_parallel.steps.driver import Driver, as_gradient, kind_of
+from jdistgrad.data_parallel.steps.program import Programs
+from jdistgrad.data_parallel.steps.trace import Trace
+from jdistgrad.rpc.functions import Args, Kwargs
+
+log = logging.getLogger("jdistgrad.data_parallel")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanningStep:
+    """A program over all devices whose first results are gradients, which it averages.
+
+    Attributes:
+      digest: the same for equal programs, on all ranks.
+      structure: that of the gradients.
+      results: the structure of the program's other results: value, and aux if any.
+      alone: the step of this rank alone.
+      calls_python: whether the loss calls Python: other workers, for example. A call may fail on one rank, and inside a
+        program over all devices the other ranks would wait for ever.
+    """
+
+    program: SpanningProgram
+    plan: BucketPlan
+    digest: int
+    structure: Any
+    used: tuple[bool, ...] | None = None
+    results: Any = None
+    alone: Callable[..., Any] | None = None
+    calls_python: bool = False
+
+
+class DeviceDriver(Driver):
+    """The steps of a rank whose gradients stay on its device."""
+
+    def __init__(self, collectives: Devices, rules: Rules):
+        super().__init__(collectives, rules)
+        self._devices = cast("Devices", self._reducer.collectives)
+        self._averages: dict[Any, SpanningStep] = {}
+        self._warned = False
+
+    # Steps.
+
+    def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
+        if not self.joining:
+            kind = "devices", self._rules.bucket_cap_mb
+            make = functools.partial(self._step_of, programs, (args, kwargs))
+            return programs.find(args, kwargs, kind, make, self._devices.span)
+        return super()._compiled(programs, args, kwargs, overlap=overlap)
+
+    def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
+        plan = self._agree_on_model(found)
+        calls = jaxprs.calls_back(found.closed.jaxpr.eqns)
+        facts = {"used": found.used, "results": found.results, "alone": programs.local, "calls_python": calls}
+        return self._spanning(plan, found.closed, inputs, found.gradients, self._rules.hook, **facts)
+
+    def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        if not isinstance(program, SpanningStep):
+            return super()._taken(program, args, kwargs)
+        handling = self._handling(program.plan, Act.REDUCE)
+        if program.calls_python:
+            self._thread.finish()
+            self._reducer.meet(program.plan, handling, program.digest)
+            return self._in_two(program, args, kwargs, handling)
+        found = self._run(program, (args, kwargs), handling)
+        if found is None:
+            self._warn()
+            return self._in_two(program, args, kwargs, handling)
+        averaged, rest = found
+        return jax.tree.unflatten(program.results, rest), averaged
+
+    def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
+        """Take a step in two programs: this rank's own backward pass, then the averages."""
+        assert program.alone is not None
+        with self._reducer.telling(handling.step, 0):
+            results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
+        step, own = self._average_of(removed(gradients), program.plan, self._rules.hook)
+        found = self._run(step, own, handling, program.used)
+        assert found is not None
+        return results, found[0]
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "the ranks' steps differ, in the shapes of their arguments or in a number of the rank that is written "
+                "into the loss: each rank computes its own backward pass, and the averages follow without overlap"
+            )
+
+    # Averages of given gradients.
+
+    def average(self, gradients: Any) -> Any:
+        if self._needs_host(gradients):
+            return super().average(gradients)
+        return self._averaged(gradients, hook=self._rules.hook)
+
+    def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        if self._needs_host(gradients):
+            return super().average_with(gradients, hook, states)
+        current = dict(enumerate(states))
+        averaged = self._averaged(gradients, hook=hook, states=current)
+        return averaged, [current[number] for number in range(len(states))]
+
+    def _needs_host(self, gradients: Any) -> bool:
+        return self.joining or any(map(is_sparse, flatten(gradients)[0]))
+
+    def _averaged(self, gradients: Any, **unusual: Any) -> Any:
+        plan = self._plan_for(gradients)
+        handling = self._handling(plan, Act.AVERAGE, **unusual)
+        with self._reducer.telling(handling.step, 0):
+            step, own = self._average_of(gradients, plan, handling.hook)
+        found = self._run(step, own, handling)
+        assert found is not None
+        return found[0]
+
+    def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
+        """Return the program that averages such gradients, and its arguments."""
+        leaves, structure = jax.tree.flatten(gradients)
+        own = [as_gradient("", leaf) for leaf in leaves]
+        key = kind_of(leaves, structure), hook
+        if key not in self._averages:
+            found = traced(self._devices.span, lambda *xs: list(xs), own, {})
+            self._averages[key] = self._spanning(plan, found.closed, own, structure, hook)
+        return self._averages[key], own
+
+    # Programs.
+
+    def _spanning(
+        self, plan: BucketPlan, closed: Any, inputs: Any, structure: Any, hook: Hook | None, **facts: Any
+    ) -> SpanningStep:
+        """Return a program whose first results are gradients, which it averages."""
+        like, tree = jax.tree.flatten([_first_state(bucket, hook) for bucket in plan.buckets])
+        count, all_, looks = len(plan.terms.leaves), self._devices.in_programs, self._rules.check_finite
+
+        def finish(results: Sequence[Any], *state_leaves: Any) -> list[Any]:
+            gradients, before = results[:count], jax.tree.unflatten(tree, state_leaves)
+            averaged, after = average_buckets(plan.buckets, gradients, before, hook, all_)
+            faults = [all_.allgather(_faults(plan, gradients))] if looks else []
+            return [*averaged, *results[count:], *jax.tree.leaves(after), *faults]
+
+        program = SpanningProgram(self._devices.span, closed, [*jax.tree.leaves(inputs), *like], finish)
+        return SpanningStep(program, plan, jaxprs.digest(closed), structure, **facts)
+
+    def _run(
+        self, step: SpanningStep, inputs: Any, handling: Handling, used: Sequence[bool] | None = None
+    ) -> tuple[Any, list[Any]] | None:
+        """Run a program on this rank's inputs; return the averages, and its other results.
+
+        Returns None, and has run nothing, if the ranks have different programs.
+        """
+        plan, begun = step.plan, time.monotonic()
+        with self._reducer.telling(handling.step, 0):
+            states, tree = jax.tree.flatten(_states(plan, handling))
+            shared = step.program.prepare([*jax.tree.leaves(inputs), *states])
+        self._thread.finish()
+        with in_one_order:
+            if not self._reducer.meet(plan, handling, step.digest):
+                return None
+            results = self._devices.dispatch(step.program, shared, f"step {handling.step}")
+        if events.sink is not None:
+            events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
+        if self._rules.check_finite:
+            self._reducer.require_finite(plan, np.asarray(results.pop()))
+        count, kept = len(plan.terms.leaves), len(results) - len(states)
+        handling.states.update(enumerate(jax.tree.unflatten(tree, results[kept:])))
+        self._note(plan, step.structure, handling.clock, step.used if used is None else used)
+        return jax.tree.unflatten(step.structure, results[:count]), results[count:kept]
+
+
+def _states(plan: BucketPlan, handling: Handling) -> list[Any]:
+    """Return the hook's state for each bucket; begin those that are missing."""
+    for bucket in plan.buckets:
+        if bucket.index not in handling.states:
+            handling.states[bucket.index] = _first_state(bucket, handling.hook)
+    return [handling.states[bucket.index] for bucket in plan.buckets]
+
+
+def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
+    return () if hook is None or bucket.sparse else hook.init(bucket)
+
+
+def _faults(plan: BucketPlan, gradients: Sequence[jax.Array]) -> jax.Array:
+    """Return for each bucket 0, or 1 plus the place of the first gradient that holds NaN or infinity."""
+    found = [jnp.zeros((), jnp.int32)]
+    for bucket in plan.buckets:
+        wrong = jnp.stack([~jnp.isfinite(gradients[slot.index]).all() for slot in bucket.slots])
+        found.append(jnp.where(wrong.any(), 1 + jnp.argmax(wrong), 0).astype(jnp.int32))
+    return jnp.stack(found)[1:]

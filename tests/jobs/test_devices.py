@@ -1,0 +1,172 @@
+"""Jobs whose ranks reduce over their devices: the start of jax.distributed, ranks that hang, fail or die in a step."""
+
+import concurrent.futures
+
+import pytest
+
+STEP = """
+    import sys
+    import jax, jax.numpy as jnp
+    import jdistgrad as jd
+    me = jd.init(devices=True)
+    dp = jd.DataParallel(jd.collectives.Devices(), timeout=4)
+    step = dp.value_and_grad(lambda p, x: (p * x).sum())
+"""
+
+
+def test_a_step_over_the_devices_of_three_processes(mpi_job):
+    mpi_job(
+        3,
+        STEP
+        + """
+    _, gradients = step(jnp.ones(3), jnp.full(3, float(me.rank)))
+    assert gradients.tolist() == [1, 1, 1], gradients
+    assert len(gradients.devices()) == 1 and jax.device_count() == 3
+    print("right", dp)
+    jd.shutdown()
+    """,
+        # a proxy that does not exist, and a port that JAX would have taken
+        http_proxy="http://127.0.0.1:9",
+        https_proxy="http://127.0.0.1:9",
+    ).expect("right DataParallel(Devices(rank=2, size=3, device=")
+
+
+def test_jobs_that_start_at_the_same_time_do_not_meet(mpi_job, tmp_path_factory):
+    def job(number):
+        return mpi_job(
+            2,
+            f"""
+            import jax, jax.numpy as jnp
+            import jdistgrad as jd
+            me = jd.init(devices=True)
+            everybody = jd.collectives.Devices()
+            assert everybody.allgather(jnp.float32({number})).tolist() == [{number}] * 2
+            assert jax.process_count() == 2
+            jd.shutdown()
+            """,
+            timeout=120,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for done in pool.map(job, [7] * 4):
+            done.expect()
+
+
+BEGIN = """
+    from mpi4py import MPI
+    import jax, jax.numpy as jnp
+    import jdistgrad as jd
+    rank = MPI.COMM_WORLD.rank
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        ("if rank: jnp.ones(2)", "init(devices=True): ranks [1, 2] have opened their devices already"),
+        (
+            "if rank != 1: jax.distributed.initialize(address, 2, rank // 2, cluster_detection_method='deactivate')",
+            "init(devices=True): of 3 ranks only [0, 2] have started jax.distributed",
+        ),
+    ],
+    ids=["too late", "on some ranks"],
+)
+def test_a_start_that_cannot_be(mpi_job, begin, said):
+    source = f"""
+    import socket
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = MPI.COMM_WORLD.bcast("127.0.0.1:%d" % held.getsockname()[1])
+    {begin}
+    jd.init(devices=True)
+    """
+    job = mpi_job(3, BEGIN + source).expect(said, status=None)
+    assert job.output.count(said) >= 3, job.output
+
+
+def test_ranks_that_do_not_ask_alike(mpi_job):
+    said = "init: the workers disagree on devices: rank 0 has False, rank 1 has True. Give init the same devices"
+    mpi_job(3, BEGIN + "    jd.init(devices=rank == 1)").expect(said, status=None)
+
+
+def test_a_start_by_the_user_is_used(mpi_job):
+    mpi_job(
+        2,
+        BEGIN
+        + """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(cluster_detection_method="mpi4py")
+    jd.init(devices=True)
+    assert jd.collectives.Devices().allreduce(jnp.float32(rank + 1)) == 3
+    jd.shutdown()
+    """,
+    ).expect()
+
+
+def test_devices_that_nobody_connected(mpi_job):
+    mpi_job(
+        2,
+        BEGIN
+        + """
+    jd.init()
+    jd.collectives.Devices()
+    """,
+    ).expect("Devices: ranks [0, 1] of 2 see only their own devices", "Call jd.init(devices=True)", status=None)
+
+
+def test_a_rank_that_hangs_inside_a_step_is_told_by_every_rank(mpi_job):
+    job = mpi_job(
+        3,
+        STEP
+        + """
+    def loss(p, x):
+        start = jnp.full(3, 0.1)
+        return (p * jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y * x.sum(), start)).sum()
+    endless = dp.value_and_grad(loss)
+    endless(jnp.ones(3), jnp.full(3, 1.0))
+    print("one step", flush=True)
+    endless(jnp.ones(3), jnp.full(3, 1.0 if me.rank else 0.0))[1].block_until_ready()  # here
+    """,
+        timeout=100,
+    ).expect("has waited 4 s for step 2, a program over all devices. Still in it too: worker", status=None)
+    assert "did not end within 4 s; ending the job" in job.output
+    for rank in range(3):
+        assert f"jdistgrad: worker{rank} (rank {rank}) has waited 4 s for step 2" in job.output, job.output
+    assert "in <module>" in job.output
+
+
+def test_a_rank_that_is_killed_in_a_step_is_named(mpi_job):
+    mpi_job(
+        3,
+        STEP
+        + """
+    import os, signal, threading, time
+    def loss(p, x):
+        return jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y * 1, jnp.zeros(3) + p * 0 * x).sum() + p.sum()
+    if me.rank == 1:
+        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    dp.value_and_grad(lambda p, x: jax.lax.stop_gradient(loss(p, x)) + p.sum())(jnp.ones(3), jnp.ones(3))
+    time.sleep(20)
+    print("nobody noticed")
+    """,
+    ).expect(status=None)
+
+
+def test_a_rank_that_fails_inside_a_step_ends_the_job_and_says_why(mpi_job):
+    mpi_job(
+        3,
+        STEP
+        + """
+    step(jnp.ones(3), jnp.ones(3))
+    if me.rank == 1:
+        p = jnp.ones(3)
+        from jdistgrad.data_parallel.collectives import spanning
+        def fail(self, shared):
+            raise MemoryError("no memory on this device")
+        spanning.SpanningProgram.launch = fail
+    step(jnp.ones(3), jnp.ones(3))[1].block_until_ready()
+    """,
+    ).expect(
+        "worker1 (rank 1): step 2: this rank has failed, and the others wait for it: no memory on this device",
+        status=None,
+    )
