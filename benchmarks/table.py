@@ -14,6 +14,7 @@ import re
 
 import calls
 import data_parallel
+import devices
 import gradients
 import local
 from measure import ROWS, Row, options
@@ -52,7 +53,7 @@ def plot(found: list[tuple[str, float, float | None]], path: pathlib.Path) -> No
 
 def main() -> None:
     chosen = options(__doc__)
-    for topic in (calls, local, gradients, data_parallel):
+    for topic in (calls, local, gradients, data_parallel, devices):
         topic.main(chosen)
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}"
