@@ -40,7 +40,7 @@ test-mpi-%: .venv/installed-test
 
 # Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's.
 test-devices-%: .venv/installed-test
-	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest tests/data_parallel tests/optim/test_optax.py
+	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest tests/data_parallel tests/optim/test_optax.py tests/optim/test_sharding.py
 
 # Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
 # unless there were no mismatches, crashes and hangs.

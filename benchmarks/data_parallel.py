@@ -47,6 +47,18 @@ def table(found):
     row("memory beyond local training, in gradients", f"{beyond:.2f}", "", "", "<= 1")
 
 
+def sharding(ours):
+    """Print steps with sharded optimizer state against steps without, and collectives against MPI's in place."""
+    for key, what in (("sharded", "averages in it"), ("sharded_averages", "of averages")):
+        compare(
+            f"Adam, 64 MiB, sharded state, {what}", milliseconds, ours[key], "without", ours["unsharded"], "<= 1.05"
+        )
+    for key in ("allreduce", "reduce_scatter"):
+        compare(
+            f"{key} of 64 MiB into a new array", milliseconds, ours[key], "MPI in place", ours["in_place"], "<= 1.5"
+        )
+
+
 def planning():
     """Return the seconds that a plan of 100,000 leaves takes."""
     leaves = [jax.ShapeDtypeStruct((20, 5 + k % 7), "float32" if k % 3 else "float64") for k in range(100_000)]
@@ -66,6 +78,7 @@ def main(chosen):
     names = ["jdistgrad", "alone", "mpi", *(["torch"] if chosen.torch else [])]
     title(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("data_parallel", names, chosen.rounds))
+    sharding(take_turns("sharding", ["jdistgrad"], chosen.rounds)["jdistgrad"])
     curves()
 
 

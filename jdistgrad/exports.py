@@ -50,7 +50,11 @@ from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timelin
 from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from jdistgrad.optim.local_sgd import local_sgd as local_sgd
-from jdistgrad.optim.sharding import shard_state as shard_state
+from jdistgrad.optim.sharding import (
+    divide_state as divide_state,
+    gather_state as gather_state,
+    shard_state as shard_state,
+)
 from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register

@@ -1,4 +1,4 @@
-"""Optimizer state divided among the ranks: ZeRO stage 1.
+"""Optimizer state divided among the ranks: ZeRO stages 1 and 2.
 
 Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of every flattened parameter and computes
 that slice's update, then all ranks gather the updates. The state has the parameters' tree, so masks by path work as
@@ -10,37 +10,47 @@ adafactor, clipping by norm) see slices; put them in front of the sharded part.
 import functools
 import itertools
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.buckets.bucket import join_flat
+from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
 
+Group = Callable[[], Collectives]
+
 
 def shard_state(
-    tx: optax.GradientTransformation, collectives: Collectives | None = None
+    tx: optax.GradientTransformation,
+    collectives: Collectives | None = None,
+    *,
+    average: bool = False,
+    bucket_cap_mb: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer whose state is divided among the ranks.
 
-    Every rank must call ``init`` and ``update`` with the same parameters and averaged gradients. A rank's state is of
-    use to that rank only: save the state of every rank, and restore it on equally many ranks.
+    Every rank must call ``init`` and ``update`` with the same parameters. A rank's state is of use to that rank only:
+    ``gather_state`` makes a whole one of the parts, to be saved; ``divide_state`` divides it among any number of ranks.
 
     Arguments:
       tx: an optimizer that treats each element by itself.
       collectives: the ranks that share the state; default all workers of this world. On a mesh, ``init`` runs inside
         ``shard_map`` too, and the state is sharded over the axis.
+      average: average the gradients, too: ``update`` gets this rank's own, those of ``jax.value_and_grad``. Each rank
+        then gets the averages of its slices only, so a step sends 2 (n-1)/n of the gradients' bytes (ZeRO stage 2), as
+        a step without sharding does. Otherwise ``update`` gets averages, and the gathering of updates comes on top.
+      bucket_cap_mb: how many MiB of gradients and updates travel together; default 25, and 1 for the first bucket.
 
     Example:
-      >>> tx = optax.chain(jd.average_gradients(), shard_state(optax.adam(1e-3)))
+      >>> tx = shard_state(optax.adam(1e-3), average=True)
+      >>> value, gradients = jax.value_and_grad(loss)(params, batch_of_this_rank)
+      >>> updates, state = tx.update(gradients, state, params)
     """
-    inner = optax.with_extra_args_support(tx)
-
-    def group() -> Collectives:
-        return shared() if collectives is None else collectives
+    inner, limits, group = optax.with_extra_args_support(tx), _limits(bucket_cap_mb), _group(collectives)
 
     def init(params: Any) -> Any:
         return inner.init(_slices(params, group()))
@@ -48,10 +58,55 @@ def shard_state(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         all_ = group()
         mine = None if params is None else _slices(params, all_)
-        slices, state = inner.update(_slices(updates, all_), state, mine, **extra)
-        return _gathered(slices, updates, all_), state
+        own = _averaged_slices(updates, all_, limits) if average else _slices(updates, all_)
+        slices, state = inner.update(own, state, mine, **extra)
+        return _gathered(slices, updates, all_, limits), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def gather_state(
+    tx: optax.GradientTransformation, state: Any, params: Any, collectives: Collectives | None = None
+) -> Any:
+    """Return the whole state of which each rank has its part, the same on all ranks. Every rank must call it.
+
+    Arguments:
+      tx: the optimizer that was given to ``shard_state``: the result is a state of this one.
+      state: this rank's part.
+      params: the parameters.
+    """
+    all_ = _group(collectives)()
+
+    def whole(part: jax.Array, like: Any) -> jax.Array:
+        return _put_together(all_.gather_same(part), (part.size,), (jnp.shape(like),))[0]
+
+    found: Any = optax.tree_map_params(tx, whole, state, params)
+    return found
+
+
+def divide_state(
+    tx: optax.GradientTransformation, state: Any, params: Any, collectives: Collectives | None = None
+) -> Any:
+    """Return this rank's part of a whole state: the inverse of ``gather_state``, on any number of ranks.
+
+    Example:
+      >>> tx = optax.adam(1e-3)
+      >>> whole = gather_state(tx, state, params)  # on 4 ranks
+      >>> state = divide_state(tx, whole, params)  # on 2
+    """
+    all_ = _group(collectives)()
+    found: Any = optax.tree_map_params(tx, lambda leaf, _: _slices(leaf, all_), state, params)
+    return found
+
+
+def _group(collectives: Collectives | None) -> Group:
+    return lambda: shared() if collectives is None else collectives
+
+
+def _limits(bucket_cap_mb: Cap) -> tuple[int, ...]:
+    if bucket_cap_mb == "auto":
+        raise ValueError('shard_state: bucket_cap_mb="auto" measures the steps of a DataParallel. Give a number.')
+    return limits_of(bucket_cap_mb)
 
 
 def _slices(tree: Any, all_: Collectives) -> Any:
@@ -61,25 +116,54 @@ def _slices(tree: Any, all_: Collectives) -> Any:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _cut(tree: Any, rank: jax.Array, size: int) -> Any:
-    def part(leaf: Any) -> jax.Array:
-        flat = jnp.ravel(leaf)
-        length = -(-flat.size // size)
-        return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, (0, length * size - flat.size)), rank * length, length)
-
-    return jax.tree.map(part, tree)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(_parts(leaf, size), rank, keepdims=False), tree)
 
 
-def _gathered(slices: Any, like: Any, all_: Collectives) -> Any:
-    """Gather the parts of all ranks into whole leaves; leaves of one dtype travel together."""
+def _parts(leaf: Any, size: int) -> jax.Array:
+    """Return a leaf's parts for all ranks, by rank."""
+    flat = jnp.ravel(leaf)
+    length = -(-flat.size // size)
+    return jnp.pad(flat, (0, length * size - flat.size)).reshape(size, length)
+
+
+def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any:
+    """Return this rank's part of the average of each leaf over all ranks."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = [jnp.asarray(leaf) for leaf in leaves]
+    for chosen in _buckets(found, limits):
+        rows = _rows([found[k] for k in chosen], all_.size)
+        ends = list(itertools.accumulate(-(-found[k].size // all_.size) for k in chosen))
+        for k, part in zip(chosen, jnp.split(all_.reduce_scatter(rows), ends[:-1]), strict=True):
+            found[k] = part
+    return jax.tree.unflatten(structure, found)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rows(leaves: list[jax.Array], size: int) -> jax.Array:
+    """Return the shares of an average, first all that is for rank 0, then for rank 1, and so on."""
+    return jnp.concatenate([_parts(leaf / size, size) for leaf in leaves], axis=1).reshape(-1)
+
+
+def _gathered(slices: Any, like: Any, all_: Collectives, limits: Sequence[int]) -> Any:
+    """Gather the parts of all ranks into whole leaves."""
     parts, structure = jax.tree.flatten(slices)
     whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        chosen = [k for k, part in enumerate(parts) if part.dtype == dtype]
-        rows = all_.gather_same(join_flat([parts[k] for k in chosen]))
+    for chosen in _buckets(parts, [max(1, limit // all_.size) for limit in limits]):
+        rows = all_.gather_same(_joined([parts[k] for k in chosen]))
         found = _put_together(rows, tuple(parts[k].size for k in chosen), tuple(shapes[k] for k in chosen))
         for k, leaf in zip(chosen, found, strict=True):
             whole[k] = leaf
     return jax.tree.unflatten(structure, whole)
+
+
+def _buckets(leaves: Sequence[Any], limits: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the leaves that travel together: of one dtype, in their order."""
+    return iter(plan_buckets(leaves, limits, large_alone=True))
+
+
+@jax.jit
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

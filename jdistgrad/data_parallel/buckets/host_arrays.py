@@ -1,5 +1,7 @@
 """Conversion of leaves of any kind to host memory, and back."""
 
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,10 @@ import numpy as np
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.rpc.traced_hook import staging
+from jdistgrad.wire.buffers import BufferPool
+
+WARM_FROM = 1 << 20  # bytes
+_warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
 
 
 def is_key(leaf: Any) -> bool:
@@ -35,21 +41,41 @@ def to_host(leaf: Any) -> np.ndarray:
     """
     value = numbers(leaf)
     if isinstance(value, jax.Array | np.ndarray):
-        return np.array(value, order="C")
+        return copied(value)
     memory = np.array(jax.numpy.asarray(value))
     if memory.dtype.kind in "iu" and memory != value:
         raise OverflowError(f"{value!r} does not fit into {memory.dtype}: use jax_enable_x64, or an array of NumPy's")
     return memory
 
 
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return new memory; if it is large, memory that was used before, since fresh pages cost more than a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if nbytes < WARM_FROM:
+        return np.empty(shape, dtype)
+    with _leasing:
+        return _warm.lease(nbytes).view(dtype).reshape(shape)
+
+
+def copied(x: Any) -> np.ndarray:
+    """Return a contiguous copy of an array in new memory."""
+    seen = np.asarray(x)
+    memory = empty(seen.shape, seen.dtype)
+    memory[...] = seen
+    return memory
+
+
 def like(memory: np.ndarray, leaf: Any) -> Any:
-    """Return memory as a value of a leaf's kind: a number, or an array on the leaf's device (committed if it is)."""
+    """Return memory as a value of a leaf's kind: a number, or an array on the leaf's device (committed if it is).
+
+    The memory is the array's from now on.
+    """
     if type(leaf) in (bool, int, float, complex):
         return leaf if np.asarray(leaf, memory.dtype) == memory else type(leaf)(memory.item())
     if is_key(leaf):
         return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
-        return jax.device_put(memory, leaf.sharding if leaf.committed else None)
+        return jax.device_put(memory, leaf.sharding if leaf.committed else None, may_alias=True)
     return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)
 
 

@@ -102,11 +102,11 @@ class Collectives(abc.ABC):
         return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
 
     def reduce_scatter(self, tree: Any) -> Any:
-        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
-        return jax.tree.map(lambda x: self._scattered(self._blocks(_checked(x, "sum"), "reduce_scatter")), tree)
+        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered.
 
-    def _scattered(self, blocks: jax.Array) -> jax.Array:
-        return self._swapped(blocks).sum(axis=0, dtype=blocks.dtype)
+        Each rank sends every other rank one block, and adds what it gets in the order of the ranks.
+        """
+        return jax.tree.map(lambda x: self._scattered(self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
@@ -122,9 +122,12 @@ class Collectives(abc.ABC):
         return jax.tree.map(lambda x: shifted(jnp.asarray(x)), tree)
 
     def _blocks(self, x: jax.Array, what: str) -> jax.Array:
+        return self._divisible(x, what).reshape(self.size, len(x) // self.size, *x.shape[1:])
+
+    def _divisible(self, x: jax.Array, what: str) -> jax.Array:
         if x.ndim == 0 or len(x) % self.size:
             raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
-        return x.reshape(self.size, len(x) // self.size, *x.shape[1:])
+        return x
 
     def _checked_counts(self, counts: list[int], mine: int) -> list[int]:
         """Return the numbers of rows. Raises ValueError if they cannot be those of all ranks."""
@@ -159,6 +162,10 @@ class Collectives(abc.ABC):
     def _swapped(self, blocks: jax.Array) -> jax.Array:
         """Return the blocks that each rank has for this rank, of ``blocks[receiver]`` on each rank."""
         return _alltoall(self, blocks)
+
+    def _scattered(self, x: jax.Array) -> jax.Array:
+        """Return this rank's block of rows of the sum of the ranks' arrays."""
+        return _scatter(self, x)
 
     def _moved(self, x: jax.Array, by: int) -> jax.Array:
         return _shift(self, by % self.size, x)
@@ -253,6 +260,16 @@ def _alltoall(collectives: Collectives, blocks: jax.Array) -> jax.Array:
 
 
 _alltoall.defvjp(lambda c, x: (_alltoall(c, x), None), lambda c, _, g: (_alltoall(c, g),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter(collectives: Collectives, x: jax.Array) -> jax.Array:
+    return collectives.perform("scatter", x)
+
+
+_scatter.defvjp(
+    lambda c, x: (_scatter(c, x), None), lambda c, _, g: (_allgather(c, g).reshape(c.size * len(g), *g.shape[1:]),)
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -65,6 +65,9 @@ class Devices(MPI):
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return self.in_programs.perform(name, x, root) if self.span.is_traced else super().perform(name, x, root)
 
+    def _scattered(self, x: jax.Array) -> jax.Array:
+        return self.in_programs._scattered(x) if self.span.is_traced else super()._scattered(x)
+
     @contextlib.contextmanager
     def section(self, what: str) -> Iterator[Collectives]:  # type: ignore[override]
         if self.span.is_traced:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced, like
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced, copied, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.errors import CollectiveError
@@ -58,9 +58,12 @@ class HostCollectives(Collectives):
             return self.gather_arrays(np.asarray(x))
         if name == "alltoall":
             return self.exchange_blocks(np.ascontiguousarray(x))
+        if name == "scatter":
+            rows = np.ascontiguousarray(x)
+            return self.sum_blocks(rows.reshape(self.size, len(rows) // self.size, *rows.shape[1:]))
         if name == "shift":
             return self.shift_array(np.ascontiguousarray(x).reshape(np.shape(x)), root)
-        memory = np.array(x, order="C")  # reduced through a flat view
+        memory = copied(x)
         if name == "broadcast":
             self.broadcast_in_place(memory, root)
         else:
@@ -189,6 +192,10 @@ class HostCollectives(Collectives):
     def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
         """Return the blocks that the ranks have for this one, by rank; ``memory[receiver]`` is this rank's for each."""
 
+    def sum_blocks(self, memory: np.ndarray) -> np.ndarray:
+        """Return the sum of the ranks' blocks for this one; ``memory[receiver]`` is this rank's for each."""
+        return combined(self.exchange_blocks(memory), "sum").astype(memory.dtype, copy=False)
+
     @abc.abstractmethod
     def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
         """Return the array of the rank that is ``by`` places before this one in the ring."""
@@ -205,12 +212,17 @@ class HostCollectives(Collectives):
 
     def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
-        shape = (self.size, *x.shape) if name == "allgather" else x.shape
+        shape = self._shape_after(name, x)
         result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, root), result, x, ordered=True)
         (made,) = call_in_order(lambda x: [channel.on_host(name, x, root)], [result], x, effect=in_order())
         return made
+
+    def _shape_after(self, name: str, x: jax.Array) -> tuple[int, ...]:
+        if name == "allgather":
+            return (self.size, *x.shape)
+        return (len(x) // self.size, *x.shape[1:]) if name == "scatter" else x.shape
 
     def of_programs(self) -> "HostCollectives":
         """Return the same group, over the channel that compiled programs use."""
@@ -285,6 +297,15 @@ def in_order() -> Any:
     return effect
 
 
+def combined(parts: Sequence[np.ndarray] | np.ndarray, op: str) -> np.ndarray:
+    """Combine in the order of the ranks, so that all ranks get the same bits; small floats are combined in 32 bits."""
+    wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
+    result = parts[0].astype(wide)
+    for part in parts[1:]:
+        COMBINE[op](result, part.astype(wide, copy=False), out=result)
+    return result
+
+
 def described(name: str, x: Any, root: int) -> str:
     """Describe an operation in the words that the ranks compare."""
     return f"{name} of {x.dtype}{list(x.shape)}" + (DETAILS.get(name, "").format(root))
@@ -299,7 +320,7 @@ def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[
 
     @call.def_vmap
     def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        if name == "alltoall":
+        if name in ("alltoall", "scatter"):
             return jnp.moveaxis(collectives.perform(name, jnp.moveaxis(x, 1, 0), root), 0, 1), in_batched[0]
         y = collectives.perform(name, x, root)
         return (jnp.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]

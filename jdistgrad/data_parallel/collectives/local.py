@@ -12,7 +12,7 @@ import numpy as np
 from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
-from jdistgrad.data_parallel.collectives.host import COMBINE, HostCollectives
+from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
 from jdistgrad.errors import MissingRanksError
 
@@ -81,7 +81,7 @@ class Local(HostCollectives):
         shared = self._exchange(f"a {op} of {memory.dtype}[{flat.size}]", (flat, _Lazy(flat)))
         total = shared[0][1].memory
         mine = slice(flat.size * self.rank // self.size, flat.size * (self.rank + 1) // self.size)
-        total[mine] = _combined([theirs[mine] for theirs, _ in shared], op)
+        total[mine] = combined([theirs[mine] for theirs, _ in shared], op)
         self._exchange("the end of a reduction", None)
         flat[:] = total
 
@@ -101,6 +101,12 @@ class Local(HostCollectives):
         blocks = np.stack([theirs[self.rank] for theirs in shared])
         self._exchange("the end of an exchange of blocks", None)
         return blocks
+
+    def sum_blocks(self, memory: np.ndarray) -> np.ndarray:
+        shared = self._exchange(f"a sum of blocks of {memory.dtype}{list(memory.shape)}", memory)
+        total = combined([theirs[self.rank] for theirs in shared], "sum").astype(memory.dtype, copy=False)
+        self._exchange("the end of a sum of blocks", None)
+        return total
 
     def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
         shared = self._exchange(f"a shift of {memory.dtype}{list(memory.shape)} by {by}", memory)
@@ -128,12 +134,3 @@ class _Lazy:
             if self._memory is None:
                 self._memory = np.empty_like(self._like)
             return self._memory
-
-
-def _combined(parts: list[np.ndarray], op: str) -> np.ndarray:
-    """Combine in rank order, so that all ranks get the same bits; small floats are combined in 32 bits."""
-    wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
-    result = parts[0].astype(wide)
-    for part in parts[1:]:
-        COMBINE[op](result, part.astype(wide, copy=False), out=result)
-    return result

@@ -60,8 +60,8 @@ class Mesh(Collectives):
     def _moved(self, x: jax.Array, by: int) -> jax.Array:
         return self.perform("shift", x, by % self.size)
 
-    def _scattered(self, blocks: jax.Array) -> jax.Array:
-        return lax.psum_scatter(blocks, self.axis_name, scatter_dimension=0, tiled=False)
+    def _scattered(self, x: jax.Array) -> jax.Array:
+        return self.perform("scatter", x)
 
     def _row_counts(self, mine: int) -> Sequence[int]:
         return [mine] * self.size
@@ -80,6 +80,8 @@ class Mesh(Collectives):
             return lax.psum(kept, self.axis_name)
         if name == "alltoall":
             return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+        if name == "scatter":
+            return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
         if name == "shift":
             return lax.ppermute(x, self.axis_name, [(rank, (rank + root) % self.size) for rank in range(self.size)])
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
