@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 _CALLS = ("jit", "pjit")
-_ADDRESSES, _SETS = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"\{([^{}\n]*)\}")
+_ADDRESSES, _SETS = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"frozenset\(\{([^{}]*)\}\)")
 
 # Parameters of equations that only a derivative needs. Compiled pieces are not differentiated any more.
 _FOR_DERIVATIVES = {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees"}

@@ -101,3 +101,5 @@ def test_the_how_to_page_runs_as_it_stands(tmp_path):
     params, x, y = jax.tree.map(np.asarray, [names[name] for name in ("params", "x", "y")])
     on_mesh, expected = names["step"](params, x, y), jax.grad(names["loss_fn"])(params, x, y)
     jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-4), on_mesh, expected)
+    assert names["big"]["w"].sharding.shard_shape((8, 16)) == (1, 16)
+    assert names["big_state"][0].mu["w"].sharding.shard_shape((8, 16)) == (1, 16)

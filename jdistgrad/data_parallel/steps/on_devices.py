@@ -144,7 +144,7 @@ class DeviceDriver(Driver):
         """Return the program that averages such gradients, and its arguments."""
         leaves, structure = jax.tree.flatten(gradients)
         own = [as_gradient("", leaf) for leaf in leaves]
-        key = kind_of(leaves, structure), hook
+        key = kind_of(leaves, structure), plan.digest, hook
         if key not in self._averages:
             found = traced(self._devices.span, lambda *xs: list(xs), own, {})
             self._averages[key] = self._spanning(plan, found.closed, own, structure, hook)
