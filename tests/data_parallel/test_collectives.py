@@ -250,3 +250,19 @@ def test_communicators_that_are_none_are_refused():
     half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
     assert float(all_of.MPI(half).allreduce(jnp.ones(()))) == half.size
     half.Free()
+
+
+@on_every_worker
+def test_large_results_keep_their_memory(big_world, rank, size):
+    # Results of 1 MiB and more lie in memory that is used again, once nobody holds them any more.
+    c, mine = of_this_world(), np.arange(600_000, dtype=np.float32)
+    operations = {
+        "sum": lambda x: c.allreduce(x),
+        "broadcast": lambda x: c.broadcast(x, 1),
+        "gather": lambda x: c.allgather(x)[0],
+        "scatter": lambda x: c.allgather(c.reduce_scatter(x)).reshape(-1),
+    }
+    expected = {"sum": size, "broadcast": 1, "gather": 1, "scatter": size}
+    held = [(k, what, run(jnp.asarray(mine + k))) for k in range(3) for what, run in operations.items()]
+    for k, what, found in held:
+        np.testing.assert_array_equal(found, (mine + k) * expected[what])
