@@ -170,3 +170,17 @@ def test_a_rank_that_fails_inside_a_step_ends_the_job_and_says_why(mpi_job):
         "worker1 (rank 1): step 2: this rank has failed, and the others wait for it: no memory on this device",
         status=None,
     )
+
+
+def test_what_a_rank_still_computes_for_a_step_does_not_count(mpi_job):
+    mpi_job(
+        2,
+        STEP
+        + """
+    import time
+    step(jnp.ones(3), jnp.ones(3))
+    slow = jax.jit(lambda x: jax.pure_callback(lambda x: (time.sleep(6), x)[1], x, x))
+    assert step(jnp.ones(3), slow(jnp.ones(3)))[1].tolist() == [1, 1, 1]
+    jd.shutdown()
+    """,
+    ).expect()

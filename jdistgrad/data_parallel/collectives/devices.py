@@ -84,14 +84,21 @@ class Devices(MPI):
         shared = self._programs[key].prepare([x])
         with in_one_order:
             self.agree(what)
-            return self.dispatch(self._programs[key], shared, what)[0]
+            return self.dispatch(self._programs[key], shared, what, [x])[0]
 
-    def dispatch(self, program: SpanningProgram, shared: Sequence[jax.Array], what: str) -> list[jax.Array]:
-        """Run a program that all ranks have agreed on; return its results for this rank."""
-        launch = under_way.begin(what, self._together(what))
+    def dispatch(
+        self, program: SpanningProgram, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Run a program that all ranks have agreed on; return its results for this rank.
+
+        Arguments:
+          shared: the arguments of the program, made of ``inputs``.
+        """
+        launch = under_way.begin(what, self._together(what), inputs)
         try:
             program.compile()
-            launch.start(self.timeout)
+            launch.count()
+            launch.timeout = self.timeout
             results, launch.done = program.launch(shared)
         except BaseException as error:
             under_way.give_up(launch)
@@ -159,7 +166,7 @@ class _Jitted:
         shared = program.prepare(leaves)
         with in_one_order:
             self._all.agree(what)
-            results = self._all.dispatch(program, shared, what)
+            results = self._all.dispatch(program, shared, what, leaves)
         return jax.tree.unflatten(structure, results)
 
     def _make(self, args: Any, kwargs: Any) -> tuple[SpanningProgram, Any, str]:

@@ -9,6 +9,8 @@ import math
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +24,23 @@ GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them en
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """A program that this rank has begun. ``done``: an array that is ready when the program has ended."""
+    """A program that this rank has begun.
+
+    Attributes:
+      inputs: weak references to arrays that this rank may still be computing: that time does not count.
+      done: an array that is ready when the program has ended.
+    """
 
     what: str
     block: WatchedBlock
     timeout: float = math.inf
     since: float = 0.0
+    inputs: Sequence[Callable[[], Any]] = ()
     done: Any = None
 
-    def start(self, timeout: float) -> None:
-        """Begin to count: the program has been compiled."""
-        self.timeout, self.since = timeout, time.monotonic()
+    def count(self) -> None:
+        """Begin to count: the program has been compiled, or the one before it has ended."""
+        self.since = time.monotonic()
 
     def has_ended(self) -> bool:
         return self.done is not None and bool(self.done.is_ready())
@@ -45,8 +53,16 @@ class Launch:
             return error
         return None
 
-    def overdue(self, now: float) -> bool:
+    def overdue(self) -> bool:
+        now = time.monotonic()
+        self.inputs = [one for one in self.inputs if _is_awaited(one())]
+        if self.inputs:
+            self.since = now
         return now - self.since > self.timeout
+
+
+def _is_awaited(array: Any) -> bool:
+    return array is not None and not array.is_deleted() and not array.is_ready()
 
 
 class UnderWay:
@@ -58,11 +74,11 @@ class UnderWay:
         self._any = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, what: str, block: WatchedBlock) -> Launch:
+    def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any]) -> Launch:
         """Note a program before it is dispatched. Raises if a rank is lost already."""
         self._drop_ended()
         block.__enter__()
-        launch = Launch(what, block)
+        launch = Launch(what, block, inputs=[weakref.ref(one) for one in inputs if isinstance(one, jax.Array)])
         with self._lock:
             self._launches.append(launch)
             if self._thread is None:
@@ -82,6 +98,8 @@ class UnderWay:
                 if not self._launches or not self._launches[0].has_ended():
                     return
                 launch = self._launches.popleft()
+                if self._launches:
+                    self._launches[0].count()
             launch.block.__exit__()
             failure = launch.failure()
             if failure is not None and launch.block.has_others:
@@ -96,7 +114,7 @@ class UnderWay:
                 first = self._launches[0] if self._launches else None
                 if first is None:
                     self._any.clear()
-            if first is not None and first.overdue(time.monotonic()):
+            if first is not None and first.overdue():
                 _end_job(first)
 
 

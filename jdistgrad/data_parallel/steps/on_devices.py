@@ -178,12 +178,13 @@ class DeviceDriver(Driver):
         plan, begun = step.plan, time.monotonic()
         with self._reducer.telling(handling.step, 0):
             states, tree = jax.tree.flatten(_states(plan, handling))
-            shared = step.program.prepare([*jax.tree.leaves(inputs), *states])
+            leaves = jax.tree.leaves(inputs)
+            shared = step.program.prepare([*leaves, *states])
         self._thread.finish()
         with in_one_order:
             if not self._reducer.meet(plan, handling, step.digest):
                 return None
-            results = self._devices.dispatch(step.program, shared, f"step {handling.step}")
+            results = self._devices.dispatch(step.program, shared, f"step {handling.step}", leaves)
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:
