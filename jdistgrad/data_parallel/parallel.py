@@ -55,7 +55,7 @@ class DataParallel(Corrected):
       sparse: paths of leaves, as error messages spell them (``['embedding']``), with gradients whose rows are mostly
         zero: only the other rows travel.
       check_finite: look for NaN and infinity before each reduction; the error names the rank and the leaf.
-      timeout: seconds to wait for the slowest rank.
+      timeout: seconds to wait for the slowest rank; over ``Devices`` also the longest time of one program.
       check: whether the ranks of a compiled step meet once before its averages. Without the meeting a rank that runs
         another program, or none, looks like a slow rank: the sums may be wrong, or all ranks wait for ever.
 
@@ -106,7 +106,8 @@ class DataParallel(Corrected):
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
         self._driver = new_driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
-        self._compiled_average = CompiledAverage(self._in_programs(timeout, check=check), rules, self._driver)
+        self._of_programs = self._in_programs(timeout, check=check)
+        self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)
 
     def __repr__(self) -> str:
         set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
@@ -214,13 +215,13 @@ class DataParallel(Corrected):
 
         return step
 
-    def jit(self, function: Callable[P, V], *, donate_argnums: Sequence[int] = ()) -> Callable[P, V]:
+    def jit(self, function: Callable[P, V], *, donate_argnums: int | Sequence[int] = ()) -> Callable[P, V]:
         """Return ``jax.jit`` of a function that may take steps of this object and use its collectives.
 
         Over ``Devices`` it becomes one program over the devices of all ranks, with XLA's collectives; ``jax.jit``
         itself compiles for this rank's device only, and averages in host memory. Every rank must call it equally often,
         with arguments of the same shapes. A rank's own number in the program, such as ``jd.rank()``, is an error: pass
-        it as an argument.
+        it as an argument. A program that runs longer than ``timeout`` counts as hanging, and ends the job.
 
         Example:
           >>> @dp.jit
@@ -228,7 +229,7 @@ class DataParallel(Corrected):
           ...     value, gradients = dp.value_and_grad(loss)(params, batch)
           ...     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
         """
-        compiled: Callable[P, V] = self.collectives.jit(function, donate_argnums=donate_argnums)
+        compiled: Callable[P, V] = self._of_programs.jit(function, donate_argnums=donate_argnums)
         return compiled
 
     def average(self, gradients: Tree) -> Tree:

@@ -47,6 +47,7 @@ def shard_state(
 
     Example:
       >>> tx = shard_state(optax.adam(1e-3), average=True)
+      >>> state = tx.init(params)
       >>> value, gradients = jax.value_and_grad(loss)(params, batch_of_this_rank)
       >>> updates, state = tx.update(gradients, state, params)
     """
@@ -90,9 +91,10 @@ def divide_state(
     """Return this rank's part of a whole state: the inverse of ``gather_state``, on any number of ranks.
 
     Example:
-      >>> tx = optax.adam(1e-3)
-      >>> whole = gather_state(tx, state, params)  # on 4 ranks
-      >>> state = divide_state(tx, whole, params)  # on 2
+      >>> inner = optax.adam(1e-3)
+      >>> state = shard_state(inner).init(params)
+      >>> whole = gather_state(inner, state, params)  # on 4 ranks
+      >>> state = divide_state(inner, whole, params)  # on 2
     """
     all_ = _group(collectives)()
     found: Any = optax.tree_map_params(tx, lambda leaf, _: _slices(leaf, all_), state, params)

@@ -16,11 +16,13 @@ from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
 
 SCRIPT, X64, CODE, DEVICES = "the script", "jax_enable_x64", "allow_code", "devices"
+COLLECTIVES = "JDISTGRAD_COLLECTIVES"
 REMEDIES = {
     SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
     "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
     X64: 'Set jax.config.update("jax_enable_x64", True) on every rank before init, or on none.',
     CODE: "Give init the same allow_code on every rank.",
+    COLLECTIVES: "Set it on every rank, or on none; mpirun passes it on to other nodes with -x JDISTGRAD_COLLECTIVES.",
     DEVICES: "Give init the same devices on every rank.",
 }
 SAME_INSTALLATION = "Start every rank with the same installation."
@@ -36,6 +38,7 @@ def of_this_process() -> dict[str, str]:
         "numpy": np.__version__,
         "mpi4py": _installed("mpi4py"),
         "mpi4jax": _installed("mpi4jax"),  # without it, compiled programs reduce in another way
+        COLLECTIVES: settings.collectives or "the job's choice",
         X64: str(jax.dtypes.canonicalize_dtype(np.float64) == np.float64),
     }
     script = _script() if settings.same_script else None

@@ -14,6 +14,7 @@ from helpers.worlds import on_every_worker
 import jdistgrad as jd
 from jdistgrad.data_parallel.collectives import Devices, Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
 from jdistgrad.errors import CollectiveError, DisagreementError
 
 pytestmark = pytest.mark.over_devices
@@ -188,3 +189,42 @@ def test_mesh_and_devices_gather_alike(big_world, rank, size):
     np.testing.assert_array_equal(rows[1], np.full(2, 3.0))
     with pytest.raises(CollectiveError, match="no mesh axis of that name"):
         Mesh("elsewhere").allreduce(jnp.ones(2))
+
+
+@on_every_worker
+def test_groups_of_one_size_are_told_apart(big_world, rank, size):
+    # JAX keeps the traces of jitted functions by the names of axes: those of two groups must differ.
+    whole = of_this_world()
+    if rank != 2:
+        with of_this_world([0, 1]) as first:
+            inner = jax.jit(lambda x: first.allreduce(x))
+            assert first.jit(inner)(jnp.float32(rank + 1)) == 3
+    if rank != 0:
+        with of_this_world([1, 2]) as second:
+            assert second.span.axis != whole.span.axis
+            assert second.jit(lambda x: second.allreduce(x))(jnp.float32(rank)) == 3
+
+
+@on_every_worker
+def test_a_loss_with_collectives_is_one_program(big_world, monkeypatch, rank, size):
+    dp = DataParallel()
+    monkeypatch.setattr(DeviceDriver, "_in_two", lambda *_: pytest.fail("in two programs"))
+    step = dp.value_and_grad(lambda p, x: (p * (x - dp.collectives.allreduce(x, "mean"))).sum())
+    np.testing.assert_allclose(step(jnp.ones(2), jnp.full(2, float(rank)))[1], np.zeros(2), atol=1e-6)
+
+
+@on_every_worker
+def test_blocks_of_unequal_sizes_in_a_program_are_refused(big_world, rank, size):
+    everybody = of_this_world()
+    table = [[1, 2, 0]] * 3
+    with pytest.raises(CollectiveError, match="so blocks have one size: no splits"):
+        everybody.jit(lambda x: everybody.alltoall(x, table))(jnp.ones(3))
+
+
+@on_every_worker
+def test_a_program_that_no_rank_can_compile_is_an_ordinary_error(big_world, rank, size):
+    everybody = of_this_world()
+    call = jax.ffi.ffi_call("nobody_has_registered_this", jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(Exception, match="nobody_has_registered_this"):
+        everybody.jit(lambda x: call(x))(jnp.ones(3))
+    assert everybody.allreduce(1) == size

@@ -13,7 +13,7 @@ GPU = Place(processes=3, device=0, platform="gpu", kind="NVIDIA H100", host="nod
 
 def test_a_card_for_each_rank():
     require_usable([GPU, GPU._replace(card="1"), GPU._replace(host="node2")])
-    require_usable([GPU._replace(platform="cpu")] * 3)
+    require_usable([GPU._replace(card="")] * 3)  # unknown
     require_usable([GPU._replace(processes=1)])
 
 
@@ -22,7 +22,7 @@ def test_a_card_for_each_rank():
     [
         (
             [GPU, GPU._replace(card="1"), GPU._replace(card="1")],
-            r"ranks 1 and 2 share the GPU 1 of node1.*CUDA_VISIBLE",
+            r"ranks 1 and 2 share a GPU of node1.*CUDA_VISIBLE",
         ),
         (
             [GPU, GPU._replace(card="1"), GPU._replace(platform="cpu", kind="cpu")],

@@ -168,19 +168,31 @@ def test_a_rank_that_fails_inside_a_step_ends_the_job_and_says_why(mpi_job):
     """,
     ).expect(
         "worker1 (rank 1): step 2: this rank has failed, and the others wait for it: no memory on this device",
+        "MemoryError: no memory on this device",
         status=None,
     )
 
 
-def test_what_a_rank_still_computes_for_a_step_does_not_count(mpi_job):
+def test_a_rank_that_works_on_in_a_program_or_after_it_is_not_given_up(mpi_job):
     mpi_job(
         2,
         STEP
         + """
     import time
-    step(jnp.ones(3), jnp.ones(3))
-    slow = jax.jit(lambda x: jax.pure_callback(lambda x: (time.sleep(6), x)[1], x, x))
-    assert step(jnp.ones(3), slow(jnp.ones(3)))[1].tolist() == [1, 1, 1]
+    everybody = jd.collectives.Devices()
+    def long(x, number):
+        total = everybody.allreduce(x)
+        return jax.lax.while_loop(lambda y: y[0] < number, lambda y: (y[0] + 1, jnp.tanh(y[1] @ y[1])), (0, total))[1]
+    program = everybody.jit(long)
+    program(jnp.ones((300, 300)), 1).block_until_ready()
+    begun = time.monotonic()
+    program(jnp.ones((300, 300)), 100).block_until_ready()
+    rounds = int(8 * 100 / (time.monotonic() - begun))
+    program(jnp.ones((300, 300)), 0 if me.rank else rounds).block_until_ready()
     jd.shutdown()
+    time.sleep(0 if me.rank else 4)
+    print("the end of", me.rank)
     """,
-    ).expect()
+        JDISTGRAD_SILENCE="2",
+        JDISTGRAD_HEARTBEAT="1",
+    ).expect("the end of 0", "the end of 1")

@@ -22,8 +22,11 @@ LEFT_OUT = {  # code that the reader has run before the example
 TOGETHER = {
     "init",
     "DataParallel",
+    "DataParallel.jit",
     "DataParallel.join",
     "DataParallel.mean",
+    "divide_state",
+    "shard_state",
     "NnxSyncBatchNorm",
     "keep_unused",
     "local_sgd",
@@ -59,6 +62,7 @@ def main():
     jd.shutdown()
 
 
+SHORT = ("plan_buckets", "shard_state", "gather_state", "divide_state", "keep_unused", "local_sgd")
 NAMES = {
     "jd": jd,
     "jax": jax,
@@ -67,7 +71,7 @@ NAMES = {
     "nn": nn,
     "nnx": nnx,
     "Hook": jd.hooks.Hook,
-    **{name: getattr(jd, name) for name in ("plan_buckets", "shard_state", "keep_unused", "local_sgd")},
+    **{name: getattr(jd, name) for name in SHORT},
     "init_params": init_params,
     "init_encoder": init_params,
     "apply": apply,

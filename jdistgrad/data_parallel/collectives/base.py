@@ -102,10 +102,7 @@ class Collectives(abc.ABC):
         return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
 
     def reduce_scatter(self, tree: Any) -> Any:
-        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered.
-
-        Each rank sends every other rank one block, and adds what it gets in the order of the ranks.
-        """
+        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
         return jax.tree.map(lambda x: self._scattered(self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True) -> Any:
@@ -175,9 +172,9 @@ class Collectives(abc.ABC):
             raise ValueError(f"broadcast: the root must be a rank from 0 to {self.size - 1}, not {root!r}")
         return root
 
-    def jit(self, function: Callable[..., Any], *, donate_argnums: Sequence[int] = ()) -> Callable[..., Any]:
+    def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
         """Return ``jax.jit`` of a function that uses these collectives."""
-        return jax.jit(function, donate_argnums=tuple(donate_argnums))
+        return jax.jit(function, donate_argnums=donate_argnums)
 
     def gather_same(self, x: Any) -> jax.Array:
         """Apply ``allgather``, with a result that JAX knows to be the same on all ranks."""

@@ -1,5 +1,6 @@
 """The collectives of the current world."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
+from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.worker import find_worker
+
+log = logging.getLogger("jdistgrad.data_parallel")
 
 
 def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -> HostCollectives:
@@ -31,17 +35,21 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
-    made = Local(chosen) if world.is_local() else _between_processes()(chosen and MPI.subset(chosen))
+    made = Local(chosen) if world.is_local() else _between_processes(chosen and MPI.subset(chosen))
     made.meets_in_programs = check
     return made
 
 
-def _between_processes() -> type[MPI]:
+def _between_processes(comm: Any) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
     if settings.collectives:
-        return Devices if settings.collectives == "devices" else MPI
-    connected = jax.distributed.is_initialized() and jax.default_backend() != "cpu"
-    return Devices if connected else MPI
+        return Devices(comm) if settings.collectives == "devices" else MPI(comm)
+    if jax.distributed.is_initialized() and jax.default_backend() != "cpu":
+        try:
+            return Devices(comm)
+        except UnusableDevicesError as error:  # on all ranks
+            log.warning("%s So gradients are averaged over MPI, in host memory.", error)
+    return MPI(comm)
 
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -14,12 +15,12 @@ from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, o
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, settings
 from jdistgrad.data_parallel.collectives import rank_devices
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described, fulfil
+from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
-from jdistgrad.data_parallel.collectives.rank_devices import AXIS
 from jdistgrad.data_parallel.collectives.spanning import Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
+from jdistgrad.errors import CollectiveError, DisagreementError
 
 T = TypeVar("T")
 
@@ -42,11 +43,12 @@ class Devices(MPI):
 
     def __init__(self, comm: Any = None):
         super().__init__(comm)
+        self.agree("new collectives over devices")
         device, place = rank_devices.of_this_rank()
         places = self.gather_objects(place)
         rank_devices.require_usable(places)
-        self.span = Span(rank_devices.mesh_of(places), self.rank, device)
-        self.in_programs = InPrograms(AXIS)
+        self.span = Span(rank_devices.mesh_of(places), device)
+        self.in_programs = InPrograms(self.span.axis)
         self._programs: dict[Any, SpanningProgram] = {}
 
     def __repr__(self) -> str:
@@ -65,8 +67,8 @@ class Devices(MPI):
     def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         return self.in_programs.perform(name, x, root) if self.span.is_traced else super().perform(name, x, root)
 
-    def _scattered(self, x: jax.Array) -> jax.Array:
-        return self.in_programs._scattered(x) if self.span.is_traced else super()._scattered(x)
+    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
+        return self.in_programs._exchanged(x, table) if self.span.is_traced else super()._exchanged(x, table)
 
     @contextlib.contextmanager
     def section(self, what: str) -> Iterator[Collectives]:  # type: ignore[override]
@@ -87,31 +89,49 @@ class Devices(MPI):
             return self.dispatch(self._programs[key], shared, what, [x])[0]
 
     def dispatch(
-        self, program: SpanningProgram, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any]
+        self, program: SpanningProgram, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
     ) -> list[jax.Array]:
         """Run a program that all ranks have agreed on; return its results for this rank.
 
         Arguments:
           shared: the arguments of the program, made of ``inputs``.
+          key: the same on all ranks, and for equal programs only; default ``what``.
         """
-        launch = under_way.begin(what, self._together(what), inputs)
+        self._compile(program, what, what if key is None else key)
+        launch = under_way.begin(what, self._together(what, may_leave=True), inputs, self.timeout)
         try:
-            program.compile()
-            launch.count()
-            launch.timeout = self.timeout
             results, launch.done = program.launch(shared)
         except BaseException as error:
             under_way.give_up(launch)
             if self.size > 1:
+                traceback.print_exc()
                 launch.block.end_job(f"{what}: this rank has failed, and the others wait for it: {error}")
             raise
         return results
 
+    def _compile(self, program: SpanningProgram, what: str, key: Any) -> None:
+        """Compile a new program on all ranks. If that fails on one, all raise an error."""
+        if key in self.span.compiled:  # on all ranks, even if this one has made the program anew
+            program.compile()
+            return
+        failure = None
+        try:
+            program.compile()
+        except Exception as error:
+            failure = error
+        failed = [rank for rank, worked in enumerate(self.gather_objects(failure is None)) if not worked]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
+        self.span.compiled.add(key)
+
     def _new_beside(self) -> Beside:
         return AtOnce(self)
 
-    def jit(self, function: Callable[..., Any], *, donate_argnums: Sequence[int] = ()) -> Callable[..., Any]:
-        plain, enclosing = (_Jitted(self, one, donate_argnums) for one in (function, on_opened(function)))
+    def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        plain, enclosing = (_Jitted(self, one, donated) for one in (function, on_opened(function)))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +163,10 @@ class AtOnce(Beside):
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        fulfil(future, operation, self._all)
+        try:
+            future.set_result(operation(self._all))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
     def close(self) -> None:
@@ -154,7 +177,7 @@ class _Jitted:
     """A function as programs over all devices, one for each form of its arguments."""
 
     def __init__(self, all_: Devices, function: Callable[..., Any], donate_argnums: Sequence[int]):
-        self._all, self._function, self._donated = all_, function, frozenset(donate_argnums)
+        self._all, self._function, self._donated = all_, function, donate_argnums
         self._found: dict[Any, tuple[SpanningProgram, Any, str]] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -165,7 +188,11 @@ class _Jitted:
         program, structure, what = self._found[key]
         shared = program.prepare(leaves)
         with in_one_order:
-            self._all.agree(what)
+            try:
+                self._all.agree(what)
+            except DisagreementError as error:
+                remedy = "A number of the rank in a function, such as jd.rank(), and a device must be arguments of it."
+                raise DisagreementError(f"{error} {remedy}", **vars(error)) from None
             results = self._all.dispatch(program, shared, what, leaves)
         return jax.tree.unflatten(structure, results)
 
@@ -174,7 +201,7 @@ class _Jitted:
         leaves = jax.tree.leaves((args, kwargs))
         counts = [len(jax.tree.leaves(arg)) for arg in args]
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]
-        donated = [n for k in sorted(self._donated) for n in range(ends[k] - counts[k], ends[k])]
+        donated = [n for k in self._donated for n in range(ends[k] - counts[k], ends[k])]
         name = getattr(self._function, "__name__", "a function")
         shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""

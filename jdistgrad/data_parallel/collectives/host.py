@@ -269,7 +269,14 @@ class Thread(Beside):
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._waiting.put(lambda: fulfil(future, operation, self._collectives))
+
+        def run() -> None:
+            try:
+                future.set_result(operation(self._collectives))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.put(run)
         return future
 
     def close(self) -> None:
@@ -280,14 +287,6 @@ class Thread(Beside):
         enter()
         while (operation := self._waiting.get()) is not None:
             operation()
-
-
-def fulfil(future: concurrent.futures.Future[T], function: Callable[..., T], *args: Any) -> None:
-    """Set a future to a function's result, or to its exception."""
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 @functools.cache

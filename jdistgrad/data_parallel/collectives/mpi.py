@@ -118,10 +118,11 @@ class MPI(HostCollectives):
                 missing = self._missing()
                 raise missing_ranks(what, missing, timeout, together.places(missing))
 
-    def _together(self, what: str, *, blocking: bool = True) -> WatchedBlock:
+    def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
         refuse_forked_process(what)
         self.turn += 1
-        return WatchedBlock(find_worker(), CollectiveEntry(what, self._name, self.turn), self._ranks, blocking=blocking)
+        entry = CollectiveEntry(what, self._name, self.turn, may_leave)
+        return WatchedBlock(find_worker(), entry, self._ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""

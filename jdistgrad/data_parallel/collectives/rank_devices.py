@@ -1,5 +1,7 @@
 """The devices of the ranks of a group: one for each rank, together a mesh with one axis."""
 
+import ctypes
+import hashlib
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,13 +11,20 @@ import numpy as np
 
 from jdistgrad._compat import configured
 from jdistgrad.errors import CollectiveError
-from jdistgrad.rpc.devices import visible_gpus
 
-AXIS = "jdistgrad_ranks"
+
+class UnusableDevicesError(CollectiveError):
+    """XLA's collectives cannot span the devices of these ranks. All ranks raise it."""
 
 
 class Place(NamedTuple):
-    """A rank's device, as it tells the others. ``device``: its number in the job; ``card``: its name on the host."""
+    """A rank's device, as it tells the others.
+
+    Attributes:
+      processes: how many processes this one is connected with.
+      device: the device's number in the job.
+      card: the id of the GPU, or "" if it is unknown.
+    """
 
     processes: int
     device: int
@@ -31,29 +40,43 @@ class Place(NamedTuple):
 def of_this_rank() -> tuple[jax.Device, Place]:
     """Return the device that this rank computes on: JAX's default device, or the first one that it sees."""
     chosen = configured("jax_default_device")
-    device = chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
-    cards, number = visible_gpus(), device.local_hardware_id or 0
-    card = cards[number] if number < len(cards) else str(number)
+    device = chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+    card = "" if device.platform == "cpu" else _cuda_uuid(device.local_hardware_id or 0)
     place = Place(jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card)
     return device, place
 
 
+def _cuda_uuid(number: int) -> str:
+    """Return the id of a GPU of this process, or "" where CUDA's driver does not tell.
+
+    Positions in CUDA_VISIBLE_DEVICES do not tell GPUs apart: each process may see its own as the only one, number 0.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number)
+        failed = failed or driver.cuDeviceGetUuid(uuid, device)
+    except (OSError, AttributeError):  # no driver, or one without this function
+        return ""
+    return "" if failed else bytes(uuid).hex()
+
+
 def require_usable(places: Sequence[Place]) -> None:
-    """Raise CollectiveError unless XLA's collectives can span the devices of these ranks.
+    """Raise UnusableDevicesError unless XLA's collectives can span the devices of these ranks.
 
     Arguments:
       places: the devices of all ranks, by rank.
     """
     alone = [rank for rank, place in enumerate(places) if place.processes < len(places)]
     if alone:
-        raise CollectiveError(
+        raise UnusableDevicesError(
             f"Devices: ranks {alone} of {len(places)} see only their own devices, so XLA's collectives do not reach "
             "the others. Call jd.init(devices=True), on every rank, before the first array; or start jax.distributed."
         )
     kinds = {(place.platform, place.kind): rank for rank, place in reversed(list(enumerate(places)))}
     if len(kinds) > 1:
         one, other = sorted(kinds.values())[:2]
-        raise CollectiveError(
+        raise UnusableDevicesError(
             f"Devices: the ranks have different kinds of devices: rank {one} has {places[one]}, rank {other} has "
             f"{places[other]}. XLA's collectives need one kind: choose it with JAX_PLATFORMS, or leave nodes out."
         )
@@ -63,12 +86,12 @@ def require_usable(places: Sequence[Place]) -> None:
 def _require_own_cards(places: Sequence[Place]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
-        if place.platform == "cpu":
+        if not place.card:
             continue
         owner = owners.setdefault((place.host, place.card), rank)
         if owner != rank:
-            raise CollectiveError(
-                f"Devices: ranks {owner} and {rank} share the GPU {place.card} of {place.host}, which NCCL refuses. "
+            raise UnusableDevicesError(
+                f"Devices: ranks {owner} and {rank} share a GPU of {place.host} ({place.card}), which NCCL refuses. "
                 "Give each rank its own (CUDA_VISIBLE_DEVICES, or as many ranks on a node as it has GPUs), or use "
                 "collectives.MPI."
             )
@@ -76,5 +99,11 @@ def _require_own_cards(places: Sequence[Place]) -> None:
 
 def mesh_of(places: Sequence[Place]) -> jax.sharding.Mesh:
     """Return the mesh of the ranks' devices, in the order of the ranks."""
-    devices = {device.id: device for device in jax.devices()}
-    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (AXIS,))
+    devices = {device.id: device for device in jax.devices(places[0].platform)}
+    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (_axis_of(places),))
+
+
+def _axis_of(places: Sequence[Place]) -> str:
+    """Return the name of the ranks' axis, different for each group: JAX keeps traces of functions by such names."""
+    numbers = ",".join(str(place.device) for place in places)
+    return f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"

@@ -17,10 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.host_arrays import is_key
-from jdistgrad.data_parallel.collectives.rank_devices import AXIS
 from jdistgrad.errors import CollectiveError
-
-ROWS = PartitionSpec(AXIS)
 
 # Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
 in_one_order = threading.RLock()
@@ -31,14 +28,17 @@ _traced: contextvars.ContextVar["Span | None"] = contextvars.ContextVar("jdistgr
 class Span:
     """The devices of the ranks of a group, and this rank's among them."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: jax.Device):
-        self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
-        self._sharding, self._here = NamedSharding(mesh, ROWS), SingleDeviceSharding(device)
+    def __init__(self, mesh: Mesh, device: jax.Device):
+        self.mesh, self.size, self.device = mesh, mesh.size, device
+        (self.axis,) = mesh.axis_names
+        self.rows = PartitionSpec(self.axis)
+        self.compiled: set[Any] = set()  # keys of the programs that have been compiled, the same on all ranks
+        self._sharding, self._here = NamedSharding(mesh, self.rows), SingleDeviceSharding(device)
 
     @property
     def axes(self) -> list[tuple[str, int]]:
         """The axes that a program for this span may use: the argument ``axis_env`` of ``jax.make_jaxpr``."""
-        return [(AXIS, self.size)]
+        return [(self.axis, self.size)]
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Span:
             moved = jax.device_put([_addressable(own[k]) for k in elsewhere], self.device)
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
-        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf)]
+        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or _lies_oddly(leaf)]
         if odd:
             for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
                 own[k] = array
@@ -83,7 +83,23 @@ def _addressable(leaf: Any) -> Any:
             f"Devices: {leaf.dtype}{list(leaf.shape)} is spread over the devices of several processes, expected this "
             "rank's own array. Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
         )
+    if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+        raise CollectiveError(
+            f"Devices: {leaf.dtype}{list(leaf.shape)} lies on {len(leaf.devices())} devices of this rank, expected "
+            "one. Start a rank for each device, or use collectives.MPI, which takes such arrays."
+        )
     return leaf
+
+
+def _lies_oddly(array: Any) -> bool:
+    """Return whether the array's layout is not the default.
+
+    XLA compiles for the layouts of arguments. The ranks' programs could then order their reductions differently.
+    """
+    if array.ndim < 2 or next(iter(array.devices())).platform == "tpu":  # TPUs have default layouts of their own
+        return False
+    layout = array.format.layout
+    return layout is not None and layout.major_to_minor != tuple(range(array.ndim))
 
 
 class Form(NamedTuple):
@@ -122,7 +138,7 @@ def form_of(x: Any) -> Form:
 
 @jax.jit
 def _with_rows(leaves: list[Any]) -> list[jax.Array]:
-    return [form_of(leaf).to_rows(leaf) for leaf in leaves]
+    return [jnp.copy(form_of(leaf).to_rows(leaf)) for leaf in leaves]  # a copy has the default layout
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -156,7 +172,7 @@ class SpanningProgram:
     """A function of this rank's arrays, compiled into one program with that of all other ranks.
 
     Arguments:
-      closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over ``AXIS`` in it.
+      closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
       like: the arguments, or their types.
       finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
       donated: the places of arguments whose memory may be used for results.
@@ -186,7 +202,7 @@ class SpanningProgram:
             self._given = tuple(map(form_of, results))
             return [form.to_rows(x) for form, x in zip(self._given, results, strict=True)], jnp.zeros(1, jnp.int8)
 
-        spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+        spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
         self._run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))
 
     def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -201,6 +217,10 @@ class SpanningProgram:
         if self._lowered is not None:
             self._lowered.compile()
             self._lowered = None
+
+    def forget(self) -> None:
+        """Drop what ``compile`` would need: the ranks' programs differ, so it is not used now."""
+        self._lowered = None
 
     def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""

@@ -5,6 +5,7 @@ Nothing can be called off inside such a program. A rank that hangs in one keeps 
 
 import collections
 import dataclasses
+import logging
 import math
 import sys
 import threading
@@ -19,6 +20,8 @@ from jdistgrad.data_parallel.collectives.world import WatchedBlock
 from jdistgrad.threads import started
 
 LOOK_SECONDS = 0.25
+log = logging.getLogger("jdistgrad.data_parallel")
+
 GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
 
 
@@ -33,13 +36,13 @@ class Launch:
 
     what: str
     block: WatchedBlock
-    timeout: float = math.inf
-    since: float = 0.0
+    timeout: float
+    since: float = dataclasses.field(default_factory=time.monotonic)
     inputs: Sequence[Callable[[], Any]] = ()
     done: Any = None
 
     def count(self) -> None:
-        """Begin to count: the program has been compiled, or the one before it has ended."""
+        """Begin to count anew: the program before has ended."""
         self.since = time.monotonic()
 
     def has_ended(self) -> bool:
@@ -62,7 +65,10 @@ class Launch:
 
 
 def _is_awaited(array: Any) -> bool:
-    return array is not None and not array.is_deleted() and not array.is_ready()
+    try:
+        return array is not None and not array.is_ready()
+    except RuntimeError:  # deleted: donated to a program
+        return False
 
 
 class UnderWay:
@@ -74,11 +80,13 @@ class UnderWay:
         self._any = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any]) -> Launch:
+    def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
         """Note a program before it is dispatched. Raises if a rank is lost already."""
         self._drop_ended()
         block.__enter__()
-        launch = Launch(what, block, inputs=[weakref.ref(one) for one in inputs if isinstance(one, jax.Array)])
+        limit = timeout if block.has_others else math.inf
+        awaited = [weakref.ref(one) for one in inputs if isinstance(one, jax.Array)]
+        launch = Launch(what, block, limit, inputs=awaited)
         with self._lock:
             self._launches.append(launch)
             if self._thread is None:
@@ -109,13 +117,19 @@ class UnderWay:
         while True:
             self._any.wait()
             time.sleep(LOOK_SECONDS)
-            self._drop_ended()
-            with self._lock:
-                first = self._launches[0] if self._launches else None
-                if first is None:
-                    self._any.clear()
-            if first is not None and first.overdue():
-                _end_job(first)
+            try:
+                self._look()
+            except Exception:  # a later program may still hang
+                log.exception("programs over devices are watched no further for now")
+
+    def _look(self) -> None:
+        self._drop_ended()
+        with self._lock:
+            first = self._launches[0] if self._launches else None
+            if first is None:
+                self._any.clear()
+        if first is not None and first.overdue():
+            _end_job(first)
 
 
 def _end_job(launch: Launch) -> None:

@@ -199,7 +199,7 @@ class Reducer:
         slot = bucket.slots[fault - 1]
         return NonFiniteError(
             f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
-            f"{bucket.index}); it was not reduced on any rank. Look at that rank's loss and inputs.",
+            f"{bucket.index}); no rank has its average. Look at that rank's loss and inputs.",
             rank=rank,
             path=slot.path,
         )

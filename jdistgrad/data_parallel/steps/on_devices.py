@@ -28,7 +28,9 @@ from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rule
 from jdistgrad.data_parallel.steps.compiled import average_buckets
 from jdistgrad.data_parallel.steps.driver import Driver, as_gradient, kind_of
 from jdistgrad.data_parallel.steps.program import Programs
+from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.data_parallel.steps.trace import Trace
+from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
 
 log = logging.getLogger("jdistgrad.data_parallel")
@@ -39,6 +41,8 @@ class SpanningStep:
     """A program over all devices whose first results are gradients, which it averages.
 
     Attributes:
+      plan: how the gradients are averaged.
+      used: for each leaf of the gradients, whether the loss depends on it.
       digest: the same for equal programs, on all ranks.
       structure: that of the gradients.
       results: the structure of the program's other results: value, and aux if any.
@@ -99,6 +103,7 @@ class DeviceDriver(Driver):
     def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
         """Take a step in two programs: this rank's own backward pass, then the averages."""
         assert program.alone is not None
+        self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
         step, own = self._average_of(removed(gradients), program.plan, self._rules.hook)
@@ -128,12 +133,18 @@ class DeviceDriver(Driver):
         averaged = self._averaged(gradients, hook=hook, states=current)
         return averaged, [current[number] for number in range(len(states))]
 
+    def reduction(self, like: Any) -> Reduction:
+        if self._rules.hook is not None:
+            raise CollectiveError("reduction: over devices a hook is part of a compiled program. Use average.")
+        return super().reduction(like)
+
     def _needs_host(self, gradients: Any) -> bool:
         return self.joining or any(map(is_sparse, flatten(gradients)[0]))
 
     def _averaged(self, gradients: Any, **unusual: Any) -> Any:
         plan = self._plan_for(gradients)
         handling = self._handling(plan, Act.AVERAGE, **unusual)
+        self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             step, own = self._average_of(gradients, plan, handling.hook)
         found = self._run(step, own, handling)
@@ -176,15 +187,16 @@ class DeviceDriver(Driver):
         Returns None, and has run nothing, if the ranks have different programs.
         """
         plan, begun = step.plan, time.monotonic()
+        self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             states, tree = jax.tree.flatten(_states(plan, handling))
             leaves = jax.tree.leaves(inputs)
             shared = step.program.prepare([*leaves, *states])
-        self._thread.finish()
         with in_one_order:
             if not self._reducer.meet(plan, handling, step.digest):
+                step.program.forget()
                 return None
-            results = self._devices.dispatch(step.program, shared, f"step {handling.step}", leaves)
+            results = self._devices.dispatch(step.program, shared, f"step {handling.step}", leaves, step.digest)
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:

@@ -29,11 +29,18 @@ CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in differe
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveEntry:
-    """A collective. Workers are in the same one if group and turn are equal; ``what`` is each worker's description."""
+    """A collective. Workers are in the same one if group and turn are equal.
+
+    Attributes:
+      what: each worker's own description.
+      may_leave: whether a worker may leave long before the others: the collective is a program that goes on after its
+        last reduction.
+    """
 
     what: str = dataclasses.field(compare=False)
     group: Hashable
     turn: int
+    may_leave: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,6 +153,8 @@ class Watchdog:
         """
         info, now = self._mailbox.directory.workers[peer], time.monotonic()
         away = now - one.elsewhere.setdefault(peer, now)
+        if one.entry.may_leave:
+            return None
         if one.blocking:
             left = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return left if away >= settings.silence_seconds else None

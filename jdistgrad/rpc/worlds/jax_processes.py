@@ -7,6 +7,7 @@ Here rank 0 binds a port, and tells the others over MPI.
 import contextlib
 import dataclasses
 import enum
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -107,8 +108,9 @@ def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
                     len(offers),
                     rank,
                     cluster_detection_method="deactivate",
-                    initialization_timeout=max(1, int(min(timeout, 1e6))),
-                    heartbeat_timeout_seconds=max(1, int(settings.silence_seconds)),
+                    initialization_timeout=_whole(timeout),
+                    heartbeat_timeout_seconds=_whole(settings.silence_seconds),
+                    shutdown_timeout_seconds=_whole(math.inf),  # a rank may go on working after shutdown
                 )
         except RuntimeError as error:
             raise WorldError(
@@ -116,6 +118,10 @@ def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
                 f"at {found} within {timeout:g} s: {error}"
             ) from error
     jax.local_devices()  # opens them on all ranks at the same time: each waits for the others
+
+
+def _whole(seconds: float) -> int:
+    return max(1, int(min(seconds, 1e6)))
 
 
 @contextlib.contextmanager
