@@ -99,18 +99,18 @@ def test_a_step_that_is_interrupted_on_one_rank_counts_on_all(big_world, rank, s
     dp = DataParallel(bucket_cap_mb="auto")
     params = [jnp.full((400, 400), 0.01 * k) for k in range(10)]
     step = dp.value_and_grad(lambda params: sum(jnp.sum(p**2) for p in params))
-    end = dp._driver._end
+    note = dp._driver._note
 
     def interrupted(*args):
-        end(*args)
+        note(*args)
         raise KeyboardInterrupt
 
     for number in range(4 * ROUNDS + 1):
         if number == 5 and rank == 1:
-            dp._driver._end = interrupted
+            dp._driver._note = interrupted
             with pytest.raises(KeyboardInterrupt):
                 step(params)
-            dp._driver._end = end
+            dp._driver._note = note
         else:
             step(params)
     assert len(dp.statistics().trials) == 4
