@@ -11,7 +11,7 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs test-install torture lint bench docs doctor clean
+.PHONY: demo test test-worlds test-jobs test-install torture lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -56,6 +56,10 @@ lint: .venv/installed-lint
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/table.py
+
+# On a machine with NVIDIA GPUs, with a GPU build of JAX in .venv. Elsewhere it only shows that it runs.
+bench-gpu: .venv/installed
+	$(BIN)/python benchmarks/gpu/table.py --rounds 3
 
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

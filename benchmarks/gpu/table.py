@@ -1,0 +1,80 @@
+"""What only a GPU can show: copies to the host, one-device meshes, ranks that share a GPU, calls with device arrays.
+
+    python benchmarks/gpu/table.py            # make bench-gpu
+
+Needs one NVIDIA GPU or more; with two or more, steps over all of them too. Without a GPU the same jobs run on CPU
+devices with small arrays, which shows that they work and nothing else.
+"""
+
+import pathlib
+import platform
+import statistics
+import sys
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from measure import ROWS, microseconds, milliseconds, options, ratio, row, run_job, title
+
+from jdistgrad.rpc.devices import visible_gpus
+
+JOBS = pathlib.Path(__file__).parent / "jobs"
+
+
+def repeated(job, n, rounds):
+    """Return each figure of a job, one value per run."""
+    found = {}
+    for _ in range(rounds):
+        for figure, value in run_job(str(JOBS / f"{job}.py"), n=n).items():
+            found.setdefault(figure, []).append(value)
+    return found
+
+
+def rate(seconds, nbytes):
+    return f"{statistics.median(nbytes) / statistics.median(seconds) / 1e9:.1f} GB/s"
+
+
+def alone(found):
+    nbytes = found["bytes"]
+    size = f"{nbytes[0] / 2**20:.0f} MiB"
+    for key, what in (("to_host", "to pinned host memory"), ("to_device", "back to the device")):
+        row(f"{size} {what}", rate(found[key], nbytes), "", "", ">= 15 GB/s")
+    row(f"{size} by np.asarray", rate(found["to_numpy"], nbytes), "", "", "")
+    for key, what in (("mesh", "on a mesh of one"), ("devices", "over Devices of one rank")):
+        times = ratio(found[key], found["plain"])
+        row(
+            f"a step {what}", milliseconds(found[key]), f"jit {milliseconds(found['plain'])}", f"{times:.2f}", "<= 1.02"
+        )
+
+
+def pair(found):
+    row("round trip of 4 B on a device", microseconds(found["small"]), "", "", "")
+    row(f"round trip of {found['large_bytes'][0] / 2**20:.0f} MiB", milliseconds(found["large"]), "", "", "")
+    row("the note's loop", microseconds(found["note"]), "", "", "")
+    pairs = zip(found["step"], found["local"], found["reduction"], strict=True)
+    hidden = statistics.median(1 - max(0.0, step - local) / reduction for step, local, reduction in pairs)
+    row("two ranks, MPI: share of the reduction hidden", f"{hidden:.2f}", "", "", ">= 0.8")
+
+
+def spanning(found, n):
+    by_hand = ratio(found["devices"], found["hand"])
+    other = f"by hand {milliseconds(found['hand'])}"
+    row(f"a step over {n} devices", milliseconds(found["devices"]), other, f"{by_hand:.2f}", "<= 1.05")
+    row("    in host memory", milliseconds(found["devices"]), f"MPI {milliseconds(found['mpi'])}", "", "")
+
+
+def main():
+    chosen = options(__doc__)
+    gpus = len(visible_gpus())
+    where = f"{gpus} GPUs" if gpus else "CPU devices: these figures mean nothing"
+    title(f"{where}; jax {jax.__version__}, Python {platform.python_version()}; medians of {chosen.rounds} jobs")
+    alone(repeated("alone", 1, chosen.rounds))
+    pair(repeated("pair", 2, chosen.rounds))
+    if gpus != 1:
+        ranks = gpus or 2
+        spanning(repeated("spanning", ranks, chosen.rounds), ranks)
+    print(f"{len(ROWS)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The benchmark for GPUs, on CPU devices: it runs as a whole, and prints all of its rows."""
+
+import pathlib
+
+from helpers.jobs import output_of
+
+TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu" / "table.py"
+ROWS = ["to pinned host memory", "a step on a mesh of one", "round trip of 4 B", "the note's loop", "a step over "]
+
+
+def test_every_row_is_printed():
+    printed = output_of([str(TABLE), "--rounds", "1"])
+    for row in ROWS:
+        assert row in printed, printed
