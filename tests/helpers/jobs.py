@@ -19,9 +19,14 @@ def example(monkeypatch):
     return importlib.import_module
 
 
-def output_of(command):
+def output_of(command, timeout=60):
     done = subprocess.run(
-        [sys.executable, *command], text=True, timeout=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        [sys.executable, *command],
+        text=True,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

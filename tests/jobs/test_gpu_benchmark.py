@@ -9,6 +9,6 @@ ROWS = ["to pinned host memory", "a step on a mesh of one", "round trip of 4 B",
 
 
 def test_every_row_is_printed():
-    printed = output_of([str(TABLE), "--rounds", "1"])
+    printed = output_of([str(TABLE), "--rounds", "1"], timeout=300)
     for row in ROWS:
         assert row in printed, printed
