@@ -20,9 +20,9 @@ from jdistgrad.data_parallel.collectives.world import WatchedBlock
 from jdistgrad.threads import started
 
 LOOK_SECONDS = 0.25
-log = logging.getLogger("jdistgrad.data_parallel")
-
 GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
+
+log = logging.getLogger("jdistgrad.data_parallel")
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,7 +120,7 @@ class UnderWay:
             try:
                 self._look()
             except Exception:  # a later program may still hang
-                log.exception("programs over devices are watched no further for now")
+                log.exception("a look at the programs over all devices failed; the next one comes soon")
 
     def _look(self) -> None:
         self._drop_ended()
