@@ -14,7 +14,7 @@ from jdistgrad.rpc import functions, trees
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
-from jdistgrad.wire import arrays
+from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
@@ -26,6 +26,7 @@ class _Reducing:
     """The rules that both picklers share."""
 
     last_function: Any = None
+    copies: pinned.Copies = pinned.NONE
 
     def reduction(self, value: Any) -> Any:
         kind = type(value)
@@ -41,7 +42,7 @@ class _Reducing:
         if kind is type:
             return NotImplemented
         if isinstance(value, jax.Array):
-            return arrays.reduce_jax(value)
+            return arrays.reduce_jax(self.copies.of(value))
         if isinstance(value, np.ndarray) and hasattr(value, "aval"):
             return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX that is not a jax.Array
         if isinstance(value, type | types.BuiltinFunctionType):
@@ -97,6 +98,7 @@ class PickleCodec:
         buffers: list[pickle.PickleBuffer] = []
         stream, shipment = io.BytesIO(), Shipment()
         pickler = self._pickler(stream, protocol=5, buffer_callback=buffers.append)
+        pickler.copies = pinned.of_all(lambda: trees.leaves(value))
         try:
             with encoding(shipment):
                 pickler.dump(value)

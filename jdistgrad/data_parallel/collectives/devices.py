@@ -18,7 +18,8 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
-from jdistgrad.data_parallel.collectives.spanning import Span, SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.collectives.several_devices import AllDevices, on_several
+from jdistgrad.data_parallel.collectives.spanning import Program, Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
 
@@ -32,6 +33,9 @@ class Devices(MPI):
     missing or does something else is named; then XLA reduces. ``jit`` compiles a function with its collectives into one
     program over all devices, as ``DataParallel``'s steps are. Elsewhere inside ``jax.jit`` a program has this rank's
     device only, and collectives go through host memory.
+
+    A rank may have several devices: ``DataParallel`` averages gradients that lie on them device by device, after the
+    backward pass; hooks, and collectives called from Python, take such arrays through host memory.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
@@ -48,8 +52,14 @@ class Devices(MPI):
         places = self.gather_objects(place)
         rank_devices.require_usable(places)
         self.span = Span(rank_devices.mesh_of(places), device)
+        self._places = places
         self.in_programs = InPrograms(self.span.axis)
         self._programs: dict[Any, SpanningProgram] = {}
+
+    @functools.cached_property
+    def all_devices(self) -> AllDevices:
+        """All devices of the ranks, for arrays that lie on several of a rank's."""
+        return AllDevices(self._places, self._rank)
 
     def __repr__(self) -> str:
         return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
@@ -79,6 +89,9 @@ class Devices(MPI):
                 yield all_
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        if on_several(x):
+            self.agree(f"{described(name, x, root)}, which lies on several devices of this rank")
+            return self.through_host(name, x, root)
         what, key = described(name, x, root), (name, root, jax.typeof(x))
         if key not in self._programs:
             found = traced(self.span, lambda x: self.in_programs.perform(name, x, root), (x,), {})
@@ -89,7 +102,7 @@ class Devices(MPI):
             return self.dispatch(self._programs[key], shared, what, [x])[0]
 
     def dispatch(
-        self, program: SpanningProgram, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
+        self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
     ) -> list[jax.Array]:
         """Run a program that all ranks have agreed on; return its results for this rank.
 
@@ -109,7 +122,7 @@ class Devices(MPI):
             raise
         return results
 
-    def _compile(self, program: SpanningProgram, what: str, key: Any) -> None:
+    def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""
         if key in self.span.compiled:  # on all ranks, even if this one has made the program anew
             program.compile()

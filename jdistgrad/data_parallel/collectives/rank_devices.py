@@ -24,6 +24,7 @@ class Place(NamedTuple):
       processes: how many processes this one is connected with.
       device: the device's number in the job.
       card: the id of the GPU, or "" if it is unknown.
+      all: the numbers of all devices of the rank.
     """
 
     processes: int
@@ -32,6 +33,7 @@ class Place(NamedTuple):
     kind: str
     host: str
     card: str
+    all: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.platform}) on {self.host}"
@@ -42,7 +44,10 @@ def of_this_rank() -> tuple[jax.Device, Place]:
     chosen = configured("jax_default_device")
     device = chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
     card = "" if device.platform == "cpu" else _cuda_uuid(device.local_hardware_id or 0)
-    place = Place(jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card)
+    found = tuple(one.id for one in jax.local_devices(backend=device.platform))
+    place = Place(
+        jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card, found
+    )
     return device, place
 
 

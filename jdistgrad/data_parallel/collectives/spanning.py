@@ -4,6 +4,7 @@ A rank's array is its block of rows of one global array, so no byte is copied. A
 array of one.
 """
 
+import abc
 import contextlib
 import contextvars
 import functools
@@ -70,7 +71,7 @@ class Span:
             moved = jax.device_put([_addressable(own[k]) for k in elsewhere], self.device)
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
-        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or _lies_oddly(leaf)]
+        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
         if odd:
             for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
                 own[k] = array
@@ -86,12 +87,12 @@ def _addressable(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
         raise CollectiveError(
             f"Devices: {leaf.dtype}{list(leaf.shape)} lies on {len(leaf.devices())} devices of this rank, expected "
-            "one. Start a rank for each device, or use collectives.MPI, which takes such arrays."
+            "one in a program over all devices. DataParallel's steps and averages take such arrays."
         )
     return leaf
 
 
-def _lies_oddly(array: Any) -> bool:
+def lies_oddly(array: Any) -> bool:
     """Return whether the array's layout is not the default.
 
     XLA compiles for the layouts of arguments. The ranks' programs could then order their reductions differently.
@@ -168,7 +169,45 @@ def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return Traced(jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0])
 
 
-class SpanningProgram:
+class Program(abc.ABC):
+    """A program over devices of all ranks, which is traced on first use and compiled once."""
+
+    def __init__(self, run: Any):
+        self._run, self._traced, self._lowered = run, False, None
+
+    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
+        shared = self._shared(leaves)
+        if not self._traced:
+            self._lowered = self._run.lower(*shared)
+            self._traced = True
+        return shared
+
+    def compile(self) -> None:
+        """Compile the program if it is new."""
+        if self._lowered is not None:
+            self._lowered.compile()
+            self._lowered = None
+
+    def forget(self) -> None:
+        """Drop what ``compile`` would need: the ranks' programs differ, so it is not used now."""
+        self._lowered = None
+
+    def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
+        results, done = self._run(*shared)
+        return self._own(results), done
+
+    @abc.abstractmethod
+    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return global arrays of which this rank's leaves are a part."""
+
+    @abc.abstractmethod
+    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return this rank's part of global arrays."""
+
+
+class SpanningProgram(Program):
     """A function of this rank's arrays, compiled into one program with that of all other ranks.
 
     Arguments:
@@ -188,8 +227,7 @@ class SpanningProgram:
     ):
         self._span = span
         self._taken = [form_of(leaf) for leaf in like]
-        self._given: tuple[Form, ...] | None = None
-        self._lowered: Any = None
+        self._given: tuple[Form, ...] = ()
         # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
         constants = [jnp.array(const) for const in closed.consts]
         self._constants, self._constant_forms = span.shared(constants), [form_of(const) for const in constants]
@@ -203,33 +241,16 @@ class SpanningProgram:
             return [form.to_rows(x) for form, x in zip(self._given, results, strict=True)], jnp.zeros(1, jnp.int8)
 
         spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
-        self._run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))
+        super().__init__(jax.jit(spread, donate_argnums=tuple(count + place for place in donated)))
 
-    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
-        shared = self._constants + self._span.shared(leaves)
-        if self._given is None:
-            self._lowered = self._run.lower(*shared)
-        return shared
+    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return self._constants + self._span.shared(leaves)
 
-    def compile(self) -> None:
-        """Compile the program if it is new."""
-        if self._lowered is not None:
-            self._lowered.compile()
-            self._lowered = None
-
-    def forget(self) -> None:
-        """Drop what ``compile`` would need: the ranks' programs differ, so it is not used now."""
-        self._lowered = None
-
-    def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
-        results, done = self._run(*shared)
-        assert self._given is not None
+    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         own: list[Any] = [x.addressable_data(0) for x in results]
         odd = [k for k, form in enumerate(self._given) if form != PLAIN]
         if odd:
             forms = tuple(self._given[k] for k in odd)
             for k, x in zip(odd, _without_rows([own[k] for k in odd], forms), strict=True):
                 own[k] = x
-        return own, done
+        return own

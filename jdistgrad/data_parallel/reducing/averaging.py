@@ -70,7 +70,9 @@ def with_hook(
 ) -> tuple[list[jax.Array], Any]:
     """Average through a hook; return the averages and the hook's new state."""
     flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)
-    return cut(flat, tuple(slot.shape for slot in bucket.slots)), state
+    averaged = cut(flat, tuple(slot.shape for slot in bucket.slots))
+    each = zip(averaged, gradients, strict=True)
+    return [a if a.sharding == g.sharding else jax.device_put(a, g.sharding) for a, g in each], state
 
 
 flatten = jax.jit(join_flat)

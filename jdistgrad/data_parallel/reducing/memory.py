@@ -11,15 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistgrad.wire import pinned
 from jdistgrad.wire.buffers import BufferPool
 
 
 @functools.lru_cache(maxsize=256)
 def host_device(sharding: Any) -> Any:
-    """Return the CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
+    """Return the device of an array with this sharding; None if it is not in host memory, or on several devices."""
     devices = sharding.device_set
     only = next(iter(devices))
-    return only if len(devices) == 1 and only.platform == "cpu" else None
+    here = sharding.memory_kind == pinned.PINNED or not pinned.is_far(only)
+    return only if len(devices) == 1 and here else None
 
 
 def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:

@@ -129,11 +129,13 @@ class Driver:
         reduction = self._begin(plan, Act.AVERAGE, hook=hook, states=current)
         return self._average(plan, gradients, reduction), [current[number] for number in range(len(states))]
 
-    def _average(self, plan: BucketPlan, gradients: Any, reduction: Reduction) -> Any:
+    def _average(
+        self, plan: BucketPlan, gradients: Any, reduction: Reduction, used: Sequence[bool] | None = None
+    ) -> Any:
         leaves, structure = flatten(gradients)
         with _abandon_on_error(reduction):
             reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
-        return self._end(plan, structure, reduction)
+        return self._end(plan, structure, reduction, used)
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one."""

@@ -1,8 +1,9 @@
 """Steps over the devices of all ranks: loss, backward pass and averages are one program, which XLA schedules.
 
 A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
-of their batches, say) and where a loss calls Python or other workers. In host memory, as without devices, is done what
-no such program can do: steps in a ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
+of their batches, say) where a loss calls Python or other workers, and where arrays lie on several
+devices of a rank. In host memory, as without devices, is done what no such program can do: steps in a ``join`` block,
+in which a rank may have no inputs, averages of sparse arrays, and hooks for arrays on several devices.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.roll_call import Act
-from jdistgrad.data_parallel.collectives.spanning import SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.collectives.several_devices import AverageOnAll, on_several
+from jdistgrad.data_parallel.collectives.spanning import Program, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
@@ -35,30 +37,32 @@ from jdistgrad.rpc.functions import Args, Kwargs
 
 log = logging.getLogger("jdistgrad.data_parallel")
 
+APART = 1  # the digest of no program
+
 
 @dataclasses.dataclass(frozen=True)
 class SpanningStep:
     """A program over all devices whose first results are gradients, which it averages.
 
     Attributes:
+      program: None if there can be none: because the loss calls Python (other workers, for example), and a call may
+        fail on one rank, while the others would wait for ever inside a program over all devices; because the loss's
+        arguments lie on several devices; or because a hook is to get such gradients.
       plan: how the gradients are averaged.
       used: for each leaf of the gradients, whether the loss depends on it.
       digest: the same for equal programs, on all ranks.
       structure: that of the gradients.
       results: the structure of the program's other results: value, and aux if any.
       alone: the step of this rank alone.
-      calls_python: whether the loss calls Python: other workers, for example. A call may fail on one rank, and inside a
-        program over all devices the other ranks would wait for ever.
     """
 
-    program: SpanningProgram
+    program: Program | None
     plan: BucketPlan
     digest: int
     structure: Any
     used: tuple[bool, ...] | None = None
     results: Any = None
     alone: Callable[..., Any] | None = None
-    calls_python: bool = False
 
 
 class DeviceDriver(Driver):
@@ -76,26 +80,29 @@ class DeviceDriver(Driver):
         if not self.joining:
             kind = "devices", self._rules.bucket_cap_mb
             make = functools.partial(self._step_of, programs, (args, kwargs))
+            if any(map(on_several, jax.tree.leaves((args, kwargs)))):
+                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(self._apart, programs))
             return programs.find(args, kwargs, kind, make, self._devices.span)
         return super()._compiled(programs, args, kwargs, overlap=overlap)
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
+        if jaxprs.calls_back(found.closed.jaxpr.eqns):
+            return self._apart(programs, found)
         plan = self._agree_on_model(found)
-        calls = jaxprs.calls_back(found.closed.jaxpr.eqns)
-        facts = {"used": found.used, "results": found.results, "alone": programs.local, "calls_python": calls}
-        return self._spanning(plan, found.closed, inputs, found.gradients, self._rules.hook, **facts)
+        program = self._spanning(plan, found.closed, inputs, self._rules.hook)
+        digest = jaxprs.digest(found.closed)
+        return SpanningStep(program, plan, digest, found.gradients, found.used, found.results, programs.local)
+
+    def _apart(self, programs: Programs, found: Trace) -> SpanningStep:
+        plan = self._agree_on_model(found)
+        return SpanningStep(None, plan, APART, found.gradients, found.used, found.results, programs.local)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         if not isinstance(program, SpanningStep):
             return super()._taken(program, args, kwargs)
         handling = self._handling(program.plan, Act.REDUCE)
-        if program.calls_python:
-            self._thread.finish()
-            self._reducer.meet(program.plan, handling, program.digest)
-            return self._in_two(program, args, kwargs, handling)
         found = self._run(program, (args, kwargs), handling)
         if found is None:
-            self._warn()
             return self._in_two(program, args, kwargs, handling)
         averaged, rest = found
         return jax.tree.unflatten(program.results, rest), averaged
@@ -103,13 +110,12 @@ class DeviceDriver(Driver):
     def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
         """Take a step in two programs: this rank's own backward pass, then the averages."""
         assert program.alone is not None
+        if program.program is not None:
+            self._warn()
         self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
-        step, own = self._average_of(removed(gradients), program.plan, self._rules.hook)
-        found = self._run(step, own, handling, program.used)
-        assert found is not None
-        return results, found[0]
+        return results, self._averaged(removed(gradients), program.plan, handling, program.used)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -124,13 +130,13 @@ class DeviceDriver(Driver):
     def average(self, gradients: Any) -> Any:
         if self._needs_host(gradients):
             return super().average(gradients)
-        return self._averaged(gradients, hook=self._rules.hook)
+        return self._average_given(gradients, hook=self._rules.hook)
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         if self._needs_host(gradients):
             return super().average_with(gradients, hook, states)
         current = dict(enumerate(states))
-        averaged = self._averaged(gradients, hook=hook, states=current)
+        averaged = self._average_given(gradients, hook=hook, states=current)
         return averaged, [current[number] for number in range(len(states))]
 
     def reduction(self, like: Any) -> Reduction:
@@ -141,31 +147,49 @@ class DeviceDriver(Driver):
     def _needs_host(self, gradients: Any) -> bool:
         return self.joining or any(map(is_sparse, flatten(gradients)[0]))
 
-    def _averaged(self, gradients: Any, **unusual: Any) -> Any:
+    def _average_given(self, gradients: Any, **unusual: Any) -> Any:
         plan = self._plan_for(gradients)
         handling = self._handling(plan, Act.AVERAGE, **unusual)
         self._thread.finish()
+        return self._averaged(gradients, plan, handling)
+
+    def _averaged(
+        self, gradients: Any, plan: BucketPlan, handling: Handling, used: Sequence[bool] | None = None
+    ) -> Any:
+        """Average gradients in a program of their own; in host memory, if the ranks cannot have one program."""
         with self._reducer.telling(handling.step, 0):
             step, own = self._average_of(gradients, plan, handling.hook)
-        found = self._run(step, own, handling)
-        assert found is not None
-        return found[0]
+        found = self._run(step, own, handling, used)
+        if found is not None:
+            return found[0]
+        kept = dataclasses.replace(handling, overwrite=False)
+        return self._average(plan, gradients, Reduction(self._reducer, self._thread, plan, kept), used)
 
     def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
         """Return the program that averages such gradients, and its arguments."""
         leaves, structure = jax.tree.flatten(gradients)
         own = [as_gradient("", leaf) for leaf in leaves]
-        key = kind_of(leaves, structure), plan.digest, hook
+        several = any(map(on_several, own))
+        key = kind_of(leaves, structure), plan.digest, hook, tuple(leaf.sharding for leaf in own) if several else ()
         if key not in self._averages:
-            found = traced(self._devices.span, lambda *xs: list(xs), own, {})
-            self._averages[key] = self._spanning(plan, found.closed, own, structure, hook)
+            make = self._average_on_all if several else self._average_here
+            self._averages[key] = make(own, plan, structure, hook)
         return self._averages[key], own
+
+    def _average_here(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
+        found = traced(self._devices.span, lambda *xs: list(xs), own, {})
+        return SpanningStep(self._spanning(plan, found.closed, own, hook), plan, jaxprs.digest(found.closed), structure)
+
+    def _average_on_all(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
+        if hook is not None:
+            return SpanningStep(None, plan, APART, structure)
+        groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+        program = AverageOnAll(self._devices.all_devices, groups, own, look=self._rules.check_finite)
+        return SpanningStep(program, plan, program.digest, structure)
 
     # Programs.
 
-    def _spanning(
-        self, plan: BucketPlan, closed: Any, inputs: Any, structure: Any, hook: Hook | None, **facts: Any
-    ) -> SpanningStep:
+    def _spanning(self, plan: BucketPlan, closed: Any, inputs: Any, hook: Hook | None) -> SpanningProgram:
         """Return a program whose first results are gradients, which it averages."""
         like, tree = jax.tree.flatten([_first_state(bucket, hook) for bucket in plan.buckets])
         count, all_, looks = len(plan.terms.leaves), self._devices.in_programs, self._rules.check_finite
@@ -176,27 +200,29 @@ class DeviceDriver(Driver):
             faults = [all_.allgather(_faults(plan, gradients))] if looks else []
             return [*averaged, *results[count:], *jax.tree.leaves(after), *faults]
 
-        program = SpanningProgram(self._devices.span, closed, [*jax.tree.leaves(inputs), *like], finish)
-        return SpanningStep(program, plan, jaxprs.digest(closed), structure, **facts)
+        return SpanningProgram(self._devices.span, closed, [*jax.tree.leaves(inputs), *like], finish)
 
     def _run(
         self, step: SpanningStep, inputs: Any, handling: Handling, used: Sequence[bool] | None = None
     ) -> tuple[Any, list[Any]] | None:
         """Run a program on this rank's inputs; return the averages, and its other results.
 
-        Returns None, and has run nothing, if the ranks have different programs.
+        Returns None, on all ranks, and has run nothing, if the ranks have different programs, or one has none.
         """
-        plan, begun = step.plan, time.monotonic()
+        plan, program, begun = step.plan, step.program, time.monotonic()
         self._thread.finish()
+        if program is None:
+            self._reducer.meet(plan, handling, step.digest)
+            return None
         with self._reducer.telling(handling.step, 0):
             states, tree = jax.tree.flatten(_states(plan, handling))
             leaves = jax.tree.leaves(inputs)
-            shared = step.program.prepare([*leaves, *states])
+            shared = program.prepare([*leaves, *states])
         with in_one_order:
             if not self._reducer.meet(plan, handling, step.digest):
-                step.program.forget()
+                program.forget()
                 return None
-            results = self._devices.dispatch(step.program, shared, f"step {handling.step}", leaves, step.digest)
+            results = self._devices.dispatch(program, shared, f"step {handling.step}", leaves, step.digest)
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:

@@ -1,8 +1,9 @@
 """The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out."""
 
 import concurrent.futures
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.wire import pinned
 
 
 class Launching:
@@ -73,8 +75,20 @@ class Reduction:
         while start < len(gradients):
             number = len(self._launched)
             end = start + len(self._plan.buckets[number].slots)
-            self._launched.append(self._thread.submit(self._average, number, gradients[start:end]))
+            own = gradients[start:end]
+            copies = pinned.copies(own) if self._in_host_memory(number) else None
+            average = functools.partial(self._average, number) if copies is None else self._averaged_copies(number, own)
+            self._launched.append(self._thread.submit(average, own if copies is None else copies))
             start = end
+
+    def _in_host_memory(self, number: int) -> bool:
+        """Return whether a bucket's gradients are read by this process, not by a hook."""
+        return self.handling.hook is None and not self._plan.buckets[number].sparse
+
+    def _averaged_copies(self, number: int, own: Sequence[jax.Array]) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that averages copies of gradients in host memory, and sends the averages to their place."""
+        places = [gradient.sharding for gradient in own]
+        return lambda copies: jax.device_put(self._average(number, copies, overwrite=True), places)
 
     def ready(self, leaf: int, gradient: Any) -> None:
         """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
@@ -130,11 +144,12 @@ class Reduction:
             self._gradients[slot.index] = None
         return taken
 
-    def _average(self, number: int, gradients: list[Any]) -> list[Any]:
+    def _average(self, number: int, gradients: list[Any], *, overwrite: bool | None = None) -> list[Any]:
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
+        handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
         try:
-            return self._reducer.average(self._plan, number, gradients, self.handling)
+            return self._reducer.average(self._plan, number, gradients, handling)
         except BaseException:
             self._failed = True
             raise
