@@ -23,6 +23,11 @@ SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-devices-3 test-mpi-2 
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
 
+# Ranks, jobs and suites compile the same programs: the first to come compiles each, the others read it.
+test-%: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled
+test-%: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test-%: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+
 test-worlds: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds

@@ -13,8 +13,8 @@ class Settings:
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
       devices: whether ``init`` starts ``jax.distributed`` where it is not told.
-      collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi", "devices", or
-        "" to choose by what the job has.
+      collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi",
+        "mpi-on-device", "devices", or "" to choose by what the job has.
     """
 
     heartbeat_seconds: float = 5.0
@@ -31,7 +31,7 @@ def _read() -> Settings:
         silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
-        collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "devices")),
+        collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "mpi-on-device", "devices")),
     )
 
 

@@ -44,11 +44,12 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Deselect tests that other runs have.
 
-    Under mpirun: tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers. Over devices:
-    tests of what happens in host memory; else tests of what happens over devices.
+    Under mpirun: tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers. Where
+    gradients stay on devices: tests of what happens in host memory; else tests of what happens over devices.
     """
-    elsewhere = "host_memory" if settings.devices else "over_devices"
-    left_out = {item for item in items if item.get_closest_marker(elsewhere)}
+    elsewhere = {"devices": ["host_memory"], "mpi-on-device": ["host_memory", "over_devices"]}
+    markers = elsewhere.get(settings.collectives, ["over_devices"])
+    left_out = {item for item in items if any(map(item.get_closest_marker, markers))}
     if launcher_env.launched():
         three = mpi_size() == 3
         left_out |= {

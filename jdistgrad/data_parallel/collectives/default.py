@@ -1,7 +1,8 @@
 """The collectives of the current world."""
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +44,12 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
 def _between_processes(comm: Any) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
     if settings.collectives:
-        return Devices(comm) if settings.collectives == "devices" else MPI(comm)
+        named: dict[str, Callable[[Any], MPI]] = {
+            "devices": Devices,
+            "mpi-on-device": functools.partial(MPI, on_device=True),
+            "mpi": MPI,
+        }
+        return named[settings.collectives](comm)
     if jax.distributed.is_initialized() and jax.default_backend() != "cpu":
         try:
             return Devices(comm)

@@ -18,8 +18,8 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
-from jdistgrad.data_parallel.collectives.several_devices import AllDevices, on_several
-from jdistgrad.data_parallel.collectives.spanning import Program, Span, SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.collectives.several_devices import AllDevices, AverageOnAll, on_several
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
 
@@ -121,6 +121,14 @@ class Devices(MPI):
                 launch.block.end_job(f"{what}: this rank has failed, and the others wait for it: {error}")
             raise
         return results
+
+    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
+        """Return a program over all devices: a jaxpr, and what ``finish`` makes of its results with collectives."""
+        return SpanningProgram(self.span, closed, like, functools.partial(finish, self.in_programs))
+
+    def program_on_all(self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool) -> AverageOnAll:
+        """Return a program that averages arrays that lie on several devices of a rank."""
+        return AverageOnAll(self.all_devices, groups, like, look=look)
 
     def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,19 @@ class MPI(HostCollectives):
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
+      on_device: reduce arrays where they lie, by mpi4jax in compiled programs, steps of ``DataParallel`` and operations
+        called from Python included. On GPUs the MPI must take pointers to their memory: that is tried, in a process of
+        its own, and refused with the reason. Otherwise arrays of GPUs go through pinned host memory.
     """
 
-    def __new__(cls, comm: Any = None) -> "MPI":
+    kind_on_device: "ClassVar[type[MPI]]"  # set by mpi_on_device, which needs this class
+
+    def __new__(cls, comm: Any = None, *, on_device: bool = False) -> "MPI":
+        if cls is MPI and on_device:
+            return object.__new__(cls.kind_on_device)
         return object.__new__(WithMpi4jax if cls is MPI and has_mpi4jax() else cls)
 
-    def __init__(self, comm: Any = None):
+    def __init__(self, comm: Any = None, *, on_device: bool = False):
         try:
             from mpi4py import MPI as mpi  # noqa: N811
         except ImportError as error:
@@ -219,7 +226,7 @@ class MPI(HostCollectives):
 class WithMpi4jax(MPI):
     """The same, but compiled programs reduce through mpi4jax."""
 
-    def __init__(self, comm: Any = None):
+    def __init__(self, comm: Any = None, *, on_device: bool = False):
         super().__init__(comm)
         self._sections, self._met = Sections(self._of_programs), None
 

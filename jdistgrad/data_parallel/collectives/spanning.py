@@ -20,6 +20,9 @@ from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.host_arrays import is_key
 from jdistgrad.errors import CollectiveError
 
+# Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
+Finish = Callable[..., list[Any]]
+
 # Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
 in_one_order = threading.RLock()
 

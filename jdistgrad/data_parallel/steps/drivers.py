@@ -5,6 +5,7 @@ import weakref
 
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.reducing.agreement import Settings
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.driver import Driver
@@ -12,7 +13,9 @@ from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
 
 
 def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    return DeviceDriver(collectives, rules) if isinstance(collectives, Devices) else Driver(collectives, rules)
+    return (
+        DeviceDriver(collectives, rules) if isinstance(collectives, Devices | OnDevice) else Driver(collectives, rules)
+    )
 
 
 _shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()

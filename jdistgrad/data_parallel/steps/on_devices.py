@@ -1,4 +1,7 @@
-"""Steps over the devices of all ranks: loss, backward pass and averages are one program, which XLA schedules.
+"""Steps whose gradients stay on their devices: loss, backward pass and averages are one program, which XLA schedules.
+
+Over ``Devices`` the program spans the devices of all ranks; over ``MPI(on_device=True)`` each rank has its own, in
+which mpi4jax reduces.
 
 A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
 of their batches, say) where a loss calls Python or other workers, and where arrays lie on several
@@ -21,10 +24,12 @@ from jdistgrad import events, jaxprs
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
+from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.devices import Devices
+from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
-from jdistgrad.data_parallel.collectives.several_devices import AverageOnAll, on_several
-from jdistgrad.data_parallel.collectives.spanning import Program, SpanningProgram, in_one_order, traced
+from jdistgrad.data_parallel.collectives.several_devices import on_several
+from jdistgrad.data_parallel.collectives.spanning import Program, in_one_order
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
@@ -37,7 +42,9 @@ from jdistgrad.rpc.functions import Args, Kwargs
 
 log = logging.getLogger("jdistgrad.data_parallel")
 
-APART = 1  # the digest of no program
+# Digests that are not of a program over all devices:
+APART = 1  # of no program
+RANKS_OWN = 2  # of a program of each rank, which need not be equal: mpi4jax reduces in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +75,9 @@ class SpanningStep:
 class DeviceDriver(Driver):
     """The steps of a rank whose gradients stay on its device."""
 
-    def __init__(self, collectives: Devices, rules: Rules):
+    def __init__(self, collectives: Devices | OnDevice, rules: Rules):
         super().__init__(collectives, rules)
-        self._devices = cast("Devices", self._reducer.collectives)
+        self._devices = cast("Devices | OnDevice", self._reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
         self._warned = False
 
@@ -89,8 +96,7 @@ class DeviceDriver(Driver):
         if jaxprs.calls_back(found.closed.jaxpr.eqns):
             return self._apart(programs, found)
         plan = self._agree_on_model(found)
-        program = self._spanning(plan, found.closed, inputs, self._rules.hook)
-        digest = jaxprs.digest(found.closed)
+        program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
         return SpanningStep(program, plan, digest, found.gradients, found.used, found.results, programs.local)
 
     def _apart(self, programs: Programs, found: Trace) -> SpanningStep:
@@ -177,30 +183,31 @@ class DeviceDriver(Driver):
         return self._averages[key], own
 
     def _average_here(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
-        found = traced(self._devices.span, lambda *xs: list(xs), own, {})
-        return SpanningStep(self._spanning(plan, found.closed, own, hook), plan, jaxprs.digest(found.closed), structure)
+        closed = jax.make_jaxpr(lambda *xs: list(xs))(*own)
+        program, digest = self._program(plan, closed, own, hook)
+        return SpanningStep(program, plan, digest, structure)
 
     def _average_on_all(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
-        if hook is not None:
-            return SpanningStep(None, plan, APART, structure)
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        program = AverageOnAll(self._devices.all_devices, groups, own, look=self._rules.check_finite)
-        return SpanningStep(program, plan, program.digest, structure)
+        program = None if hook else self._devices.program_on_all(groups, own, look=self._rules.check_finite)
+        return SpanningStep(program, plan, APART if program is None else program.digest, structure)
 
     # Programs.
 
-    def _spanning(self, plan: BucketPlan, closed: Any, inputs: Any, hook: Hook | None) -> SpanningProgram:
-        """Return a program whose first results are gradients, which it averages."""
+    def _program(self, plan: BucketPlan, closed: Any, inputs: Any, hook: Hook | None) -> tuple[Program, int]:
+        """Return a program whose first results are gradients, which it averages; and its digest."""
         like, tree = jax.tree.flatten([_first_state(bucket, hook) for bucket in plan.buckets])
-        count, all_, looks = len(plan.terms.leaves), self._devices.in_programs, self._rules.check_finite
+        count, looks = len(plan.terms.leaves), self._rules.check_finite
 
-        def finish(results: Sequence[Any], *state_leaves: Any) -> list[Any]:
+        def finish(all_: Collectives, results: Sequence[Any], *state_leaves: Any) -> list[Any]:
             gradients, before = results[:count], jax.tree.unflatten(tree, state_leaves)
             averaged, after = average_buckets(plan.buckets, gradients, before, hook, all_)
             faults = [all_.allgather(_faults(plan, gradients))] if looks else []
             return [*averaged, *results[count:], *jax.tree.leaves(after), *faults]
 
-        return SpanningProgram(self._devices.span, closed, [*jax.tree.leaves(inputs), *like], finish)
+        what = f"the buckets of a step (plan {plan.digest:016x})"
+        program = self._devices.program(closed, [*jax.tree.leaves(inputs), *like], finish, what)
+        return program, jaxprs.digest(closed) if self._devices.span is not None else RANKS_OWN
 
     def _run(
         self, step: SpanningStep, inputs: Any, handling: Handling, used: Sequence[bool] | None = None

@@ -1,0 +1,162 @@
+"""Collectives over MPI that reduce arrays where they lie: mpi4jax in compiled code, given pointers to device memory."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdistgrad import jaxprs
+from jdistgrad.data_parallel.collectives.host import HostCollectives, described
+from jdistgrad.data_parallel.collectives.mpi import MPI, WithMpi4jax, has_mpi4jax
+from jdistgrad.data_parallel.collectives.several_devices import on_several
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program
+from jdistgrad.errors import CollectiveError
+
+TRIAL_SECONDS = 120.0
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
+USES_CUDA_MPI = "MPI4JAX_USE_CUDA_MPI"
+
+# A send to itself, with the buffers of a program on JAX's default device. An MPI that cannot read their memory crashes.
+TRIAL = """
+import jax, jax.numpy as jnp, mpi4jax
+from mpi4py import MPI
+x = jnp.arange(1000.0)
+y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=MPI.COMM_SELF))(x)
+assert (x == y).all(), "other numbers came than were sent"
+"""
+
+
+class OnDevice(WithMpi4jax):
+    """``MPI(on_device=True)``: compiled programs of mpi4jax's operations, also for what Python calls."""
+
+    span = None
+
+    def __init__(self, comm: Any = None, *, on_device: bool = True):
+        super().__init__(comm)
+        self._eagerly: dict[Any, Callable[..., Any]] = {}
+        self.agree("new collectives over MPI on devices")
+        require_usable(self.gather_objects(refusal()))
+
+    def __repr__(self) -> str:
+        return f"MPI(rank={self.rank}, size={self.size}, on_device=True)"
+
+    def twin(self) -> "OnDevice":
+        other: Any = super().twin()
+        other._eagerly = {}
+        return other
+
+    def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+        if on_several(x):
+            return super().eager(name, x, root)
+        self.agree(described(name, x, root))
+        if (name, root) not in self._eagerly:
+            self._eagerly[name, root] = jax.jit(functools.partial(self._apply, name, root))
+        return self._eagerly[name, root](x)
+
+    def _apply(self, name: str, root: int, x: jax.Array) -> jax.Array:
+        return self.traced(name, x, root)
+
+    # As ``Devices``: steps as programs.
+
+    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
+        """Return a program of this rank: a jaxpr, and what ``finish`` makes of its results with collectives."""
+        return RankProgram(self, closed, finish, what)
+
+    def program_on_all(self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool) -> None:
+        """Return None: mpi4jax takes arrays on one device."""
+
+    def dispatch(
+        self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
+    ) -> list[jax.Array]:
+        return program.launch(shared)[0]
+
+
+MPI.kind_on_device = OnDevice
+
+
+class RankProgram(Program):
+    """A function of this rank's arrays that ends with reductions over all ranks.
+
+    Arguments:
+      closed: the jaxpr of the function.
+      finish: takes collectives, the results of the jaxpr, and the arguments that it does not have.
+      what: the reductions, in the words that the ranks compare.
+    """
+
+    def __init__(self, all_: HostCollectives, closed: Any, finish: Finish, what: str):
+        constants, first = [jnp.array(const) for const in closed.consts], len(closed.jaxpr.invars)
+
+        def run(*leaves: Any) -> tuple[list[Any], jax.Array]:
+            results = jaxprs.evaluate(closed.jaxpr, constants, leaves[:first])
+            with all_.section(what) as inside:
+                return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
+
+        super().__init__(jax.jit(run))
+
+    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return list(leaves)
+
+    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(results)
+
+
+def require_usable(refusals: Sequence[str]) -> None:
+    """Raise CollectiveError unless no rank refuses.
+
+    Arguments:
+      refusals: by rank, why it cannot reduce arrays where they lie; "" if it can.
+    """
+    for rank, reason in enumerate(refusals):
+        if reason:
+            raise CollectiveError(
+                f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host memory."
+            )
+
+
+@functools.cache
+def refusal() -> str:
+    """Return why mpi4jax cannot reduce arrays where they lie; "" if it can."""
+    if not has_mpi4jax():
+        return "mpi4jax is not installed: see docs/how-to/clusters.md."
+    if jax.default_backend() == "cpu":
+        return ""
+    import mpi4jax
+
+    if jax.default_backend() not in ("gpu", "cuda") or not mpi4jax.has_cuda_support():
+        return "this build of mpi4jax has no part for these devices. Build it with CUDA_ROOT=<toolkit>."
+    if os.environ.get(USES_CUDA_MPI, "").lower() not in ("1", "true", "on"):
+        return f"mpi4jax copies through host memory. Set {USES_CUDA_MPI}=1, before jdistgrad is imported."
+    return trial()
+
+
+def trial() -> str:
+    """Send an array in a process of its own; return what went wrong, or "".
+
+    An MPI that does not take device pointers crashes the process that gives it one.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    command = [sys.executable, "-c", TRIAL]
+    try:
+        done = subprocess.run(
+            command,
+            env=kept | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a send of a device array in a process of its own did not end within {TRIAL_SECONDS:g} s."
+    if not done.returncode:
+        return ""
+    how = f"status {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return (
+        f"a send of a device array in a process of its own ended with {how} ({said}). This MPI does not take device "
+        "pointers, or not these: use an MPI that is built with CUDA."
+    )

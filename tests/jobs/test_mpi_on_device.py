@@ -1,0 +1,91 @@
+"""Jobs whose ranks reduce arrays where they lie, by mpi4jax. Here they lie on CPU devices."""
+
+from jdistgrad.data_parallel.collectives import mpi_on_device
+
+STEPS = """
+    import jax, jax.numpy as jnp
+    import numpy as np
+    import jdistgrad as jd
+    from helpers.data import close
+    from helpers.models import batch, loss, parameters, serial
+
+    me = jd.init()
+    everybody = jd.collectives.MPI(on_device=True)
+    rank, size, params = me.rank, everybody.size, parameters()
+    batches = [batch(one, rows=one + 2) for one in range(size)]  # the ranks' programs need not be equal
+    expected = serial(loss, params, batches)[1]
+"""
+
+
+def test_steps_averages_and_operations(mpi_job):
+    mpi_job(
+        3,
+        STEPS
+        + """
+    for settings in ({"bucket_cap_mb": 2e-4, "check_finite": True}, {"hook": jd.hooks.average()}):
+        dp = jd.DataParallel(everybody, **settings)
+        for _ in range(2):
+            value, gradients = dp.value_and_grad(loss)(params, batches[rank])
+            close(gradients, expected)
+        close(value, loss(params, batches[rank]))
+        close(dp.average(jax.tree.map(lambda p: p * rank, params)), params)
+    total = everybody.allreduce({"a": jnp.arange(3.0), "b": jnp.float32(rank)})
+    close(total, {"a": jnp.arange(3.0) * 3, "b": jnp.float32(3)})
+    close(everybody.allgather(jnp.float32(rank)), jnp.arange(3.0))
+    close(everybody.reduce_scatter(jnp.arange(6.0)), jnp.arange(6.0).reshape(3, 2)[rank] * 3)
+    np.testing.assert_array_equal(jax.jit(everybody.allreduce)(jnp.ones(2)), [3, 3])
+    try:
+        everybody.allreduce(jnp.ones(2 + rank))
+    except jd.DisagreementError as error:
+        print("named:", error)
+    print("right", dp)
+    jd.shutdown()
+    """,
+    ).expect("right DataParallel(MPI(rank=2, size=3, on_device=True)", "named:")
+
+
+def test_an_error_on_one_rank_is_named_by_the_others(mpi_job):
+    mpi_job(
+        3,
+        STEPS
+        + """
+    step = jd.DataParallel(everybody, check_finite=True).value_and_grad(loss)
+    if rank == 1:
+        batches[1] = jax.tree.map(lambda x: x.at[...].set(jnp.nan) if x.dtype == jnp.float32 else x, batches[1])
+    try:
+        step(params, batches[rank])
+        print("no error")
+    except jd.NonFiniteError as error:
+        print(f"rank {rank} says {error}")
+    jd.shutdown()
+    """,
+    ).expect(*[f"rank {rank} says step 1: the gradient of" for rank in range(3)])
+
+
+def test_a_rank_that_cannot_is_named(mpi_job):
+    mpi_job(
+        3,
+        """
+    import jdistgrad as jd
+    from jdistgrad.data_parallel.collectives import mpi_on_device
+    me = jd.init()
+    if me.rank == 1:
+        mpi_on_device.has_mpi4jax = lambda: False
+    try:
+        jd.collectives.MPI(on_device=True)
+        print("no error")
+    except jd.CollectiveError as error:
+        print(me.rank, error)
+    jd.shutdown()
+    """,
+    ).expect(*[f"{rank} MPI(on_device=True): rank 1: mpi4jax is not installed" for rank in range(3)])
+
+
+def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
+    assert mpi_on_device.trial() == ""
+    crashing = tmp_path / "mpi4jax.py"
+    crashing.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "ended with signal 11 (it said nothing). This MPI does not take device pointers" in mpi_on_device.trial()
+    crashing.write_text("raise OSError('no MPI here')\n")
+    assert "ended with status 1 (OSError: no MPI here)" in mpi_on_device.trial()
