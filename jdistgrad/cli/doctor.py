@@ -35,7 +35,7 @@ def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     if "error" in first["mpi"]:
         return [*findings, _no_mpi(first)]
     mpi = Finding("MPI", f"{first['mpi']['library']}, {first['mpi']['size']} ranks")
-    return [*findings, mpi, _threads(first), _mpi4jax(ranks), _gpu_aware(first), *_disagreements(ranks)]
+    return [*findings, mpi, _threads(first), _mpi4jax(ranks), _on_device(ranks), *_disagreements(ranks)]
 
 
 def _packages(facts: Facts) -> list[Finding]:
@@ -84,13 +84,14 @@ def _devices(ranks: Sequence[Facts]) -> Finding:
     return Finding("devices", shown)
 
 
-def _gpu_aware(facts: Facts) -> Finding:
-    if facts["devices"].get("platform") in (None, "cpu"):
-        return Finding("GPU-aware MPI", "not needed: JAX runs on CPU")
-    if facts["gpu_aware"]:
-        return Finding("GPU-aware MPI", "yes")
-    remedy = "arrays are copied through host memory; a CUDA-aware MPI (and MPI4JAX_USE_CUDA_MPI=1) avoids it"
-    return Finding("GPU-aware MPI", "no, or it does not say", remedy, fatal=False)
+def _on_device(ranks: Sequence[Facts]) -> Finding:
+    if ranks[0]["devices"].get("platform") in (None, "cpu"):
+        return Finding("MPI on devices", "not needed: JAX runs on CPU")
+    for rank, facts in enumerate(ranks):
+        if facts["on_device"]:
+            remedy = "over MPI gradients go through pinned host memory; XLA's collectives: jdistgrad.init(devices=True)"
+            return Finding("MPI on devices", f"no. Rank {rank}: {facts['on_device']}", remedy, fatal=False)
+    return Finding("MPI on devices", "works: collectives.MPI(on_device=True)")
 
 
 def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:

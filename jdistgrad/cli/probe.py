@@ -4,9 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import socket
-import subprocess
 from typing import Any
 
 from jdistgrad.wire import launcher_env
@@ -67,13 +65,14 @@ def mpi4jax() -> Facts:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def gpu_aware() -> bool | None:
-    """Return whether MPI takes device pointers, or None if MPI does not say."""
-    info = shutil.which("ompi_info")
-    if info is None:
-        return None
-    shown = subprocess.run([info, "--parsable", "--all"], capture_output=True, text=True, check=False).stdout
-    return "mpi_built_with_cuda_support:value:true" in shown
+def on_device() -> str:
+    """Return why mpi4jax cannot reduce arrays where they lie; "" if it can."""
+    from jdistgrad.data_parallel.collectives import mpi_on_device
+
+    try:
+        return mpi_on_device.refusal()
+    except Exception as error:  # no device can be opened, or mpi4jax cannot be loaded
+        return f"{type(error).__name__}: {error}"
 
 
 def collect() -> Facts:
@@ -90,6 +89,6 @@ def collect() -> Facts:
             "mpi": mpi(),
             "devices": devices(),
             "mpi4jax": mpi4jax(),
-            "gpu_aware": gpu_aware(),
+            "on_device": on_device(),
             "cores": len(os.sched_getaffinity(0)),
         }

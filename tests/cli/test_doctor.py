@@ -19,9 +19,12 @@ HEALTHY = {
     "mpi": {"library": "Open MPI v5.0.11", "threads": True, "rank": 0, "size": 2},
     "devices": {"platform": "cpu", "devices": ["TFRT_CPU_0"]},
     "mpi4jax": {"works": True, "cuda": False},
-    "gpu_aware": False,
+    "on_device": "",
     "cores": 2,
 }
+
+
+GPU = {"platform": "gpu", "devices": ["cuda:0"]}
 
 
 def ill(**changes):
@@ -50,13 +53,21 @@ def test_a_healthy_installation_has_nothing_to_complain_of():
             "--no-cache-dir --force-reinstall",
         ),
         (ill(devices={"error": "no backend"}), "devices", "JAX_PLATFORMS"),
-        (ill(devices={"platform": "gpu", "devices": ["cuda:0"]}), "GPU-aware MPI", "CUDA-aware MPI"),
+        (ill(devices=GPU, on_device="ended with signal 11"), "MPI on devices", "pinned host memory"),
     ],
 )
 def test_each_illness_has_its_remedy(facts, what, remedy):
     found = {finding.what: finding for finding in complaints(facts)}
     assert what in found
     assert remedy in found[what].remedy
+
+
+def test_mpi_on_devices():
+    (finding,) = complaints(ill(devices=GPU), ill(devices=GPU, on_device="ended with signal 11."))
+    assert finding.found == "no. Rank 1: ended with signal 11."
+    assert "ok    MPI on devices         works: collectives.MPI(on_device=True)" in map(
+        str, diagnose([ill(devices=GPU)])
+    )
 
 
 def test_versions_that_disagree_name_the_ranks_and_hosts():

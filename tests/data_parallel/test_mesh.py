@@ -237,3 +237,22 @@ def test_splits_on_a_mesh_are_refused():
             in_specs=P("batch"),
             out_specs=P("batch"),
         )
+
+
+def test_a_compiled_step_holds_a_rank_s_part_of_the_gradients_and_few_buckets():
+    layers, width = 12, 256
+    params = {f"layer{k}": jnp.zeros((width, width)) for k in range(layers)}
+    one, whole = 4 * width**2, 4 * width**2 * layers
+    tx = shard_state(optax.adam(1e-3), Mesh("batch"), average=True, bucket_cap_mb=one / 2**20)
+
+    def train(params, x):
+        def deep(params):
+            return functools.reduce(lambda x, w: jnp.tanh(x @ w), jax.tree.leaves(params), x).mean()
+
+        updates, state = tx.update(jax.grad(deep)(params), tx.init(params), params)
+        return optax.apply_updates(params, updates), jax.tree.map(jnp.atleast_1d, state)
+
+    mesh = jax.make_mesh((RANKS,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(train, mesh=mesh, in_specs=P(), out_specs=(P(), P("batch")), check_vma=False)
+    compiled = jax.jit(mapped, donate_argnums=0).lower(params, jnp.ones((2, width))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / RANKS + 5 * one
