@@ -13,6 +13,7 @@ class Settings:
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
       devices: whether ``init`` starts ``jax.distributed`` where it is not told.
+      host: the name or address by which other nodes find this process, where that is not the node's own name.
       collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi",
         "mpi-on-device", "devices", or "" to choose by what the job has.
     """
@@ -22,6 +23,7 @@ class Settings:
     same_script: bool = True
     devices: bool = False
     collectives: str = ""
+    host: str = ""
 
 
 def _read() -> Settings:
@@ -32,6 +34,7 @@ def _read() -> Settings:
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
         collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "mpi-on-device", "devices")),
+        host=os.environ.get("JDISTGRAD_HOST", ""),
     )
 
 

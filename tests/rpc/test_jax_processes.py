@@ -7,7 +7,7 @@ import pytest
 from jdistgrad.errors import WorldError
 from jdistgrad.rpc.worlds.jax_processes import Offer, Port, Readiness, address, must_start
 
-READY, STARTED, LATE = (Offer(kind, "node1", 4000 + k) for k, kind in enumerate(Readiness))
+READY, STARTED, LATE = (Offer(kind, "node1", "first", 4000 + k) for k, kind in enumerate(Readiness))
 
 
 def test_when_there_is_something_to_start():
@@ -31,7 +31,8 @@ def test_starts_that_cannot_be(offers, said):
 
 def test_where_the_ranks_meet():
     assert address([READY, READY]) == "127.0.0.1:4000"
-    assert address([READY, Offer(Readiness.READY, "node2")]) == "node1:4000"
+    assert address([READY, Offer(Readiness.READY, "node2", "second")]) == "node1:4000"
+    assert address([READY, Offer(Readiness.READY, "node1", "another of that name")]) == "node1:4000"
 
 
 def test_a_port_that_nobody_else_gets():

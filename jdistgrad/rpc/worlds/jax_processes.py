@@ -31,10 +31,17 @@ class Readiness(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A rank's part of the start. ``port``: rank 0's, which it has bound."""
+    """A rank's part of the start.
+
+    Attributes:
+      host: the name by which other nodes find this process.
+      machine: differs between machines, also those that have one name.
+      port: rank 0's, which it has bound.
+    """
 
     readiness: Readiness
     host: str
+    machine: str = ""
     port: int = 0
 
 
@@ -65,7 +72,15 @@ def offer(port: Port | None) -> Offer:
         readiness = Readiness.STARTED
     else:
         readiness = Readiness.LATE if backends_are_initialized() else Readiness.READY
-    return Offer(readiness, socket.gethostname(), port.number if port is not None else 0)
+    number = port.number if port is not None else 0
+    return Offer(readiness, settings.host or socket.gethostname(), _machine(), number)
+
+
+def _machine() -> str:
+    """Return a text that differs between machines, and between containers of one machine with names of their own."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as started:
+        return f"{socket.gethostname()} {started.read()}"
+    return socket.gethostname()
 
 
 def must_start(offers: Sequence[Offer]) -> bool:
@@ -93,7 +108,7 @@ def must_start(offers: Sequence[Offer]) -> bool:
 
 def address(offers: Sequence[Offer]) -> str:
     """Return the address at which the ranks find rank 0."""
-    alone = len({one.host for one in offers}) == 1
+    alone = len({one.machine for one in offers}) == 1
     return f"{'127.0.0.1' if alone else offers[0].host}:{offers[0].port}"
 
 
@@ -115,7 +130,8 @@ def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
         except RuntimeError as error:
             raise WorldError(
                 f"init(devices=True): rank {rank} could not start jax.distributed with {len(offers)} ranks and rank 0 "
-                f"at {found} within {timeout:g} s: {error}"
+                f"at {found} within {timeout:g} s: {error}. If other nodes do not find rank 0's node by that name, set "
+                "JDISTGRAD_HOST for rank 0 to a name or an address that they know."
             ) from error
     jax.local_devices()  # opens them on all ranks at the same time: each waits for the others
 
