@@ -135,21 +135,22 @@ def test_a_rank_that_hangs_inside_a_step_is_told_by_every_rank(mpi_job):
     assert "in <module>" in job.output
 
 
-def test_a_rank_that_is_killed_in_a_step_is_named(mpi_job):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_a_step_is_named(mpi_job, victim):
     mpi_job(
         3,
         STEP
-        + """
+        + f"""
     import os, signal, threading, time
     def loss(p, x):
         return jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y * 1, jnp.zeros(3) + p * 0 * x).sum() + p.sum()
-    if me.rank == 1:
+    if me.rank == {victim}:
         threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     dp.value_and_grad(lambda p, x: jax.lax.stop_gradient(loss(p, x)) + p.sum())(jnp.ones(3), jnp.ones(3))
     time.sleep(20)
     print("nobody noticed")
     """,
-    ).expect(status=None)
+    ).expect(f"process rank {victim} with PID", "exited on\nsignal 9", status=None)
 
 
 def test_a_device_without_memory_for_a_step_ends_the_job_and_says_why(mpi_job):
