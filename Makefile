@@ -43,9 +43,13 @@ test-jobs: .venv/installed-test
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing
 
-# Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's.
+# Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's. Two and four ranks
+# run what depends on their number.
+OVER_DEVICES := tests/data_parallel/test_over_devices.py tests/data_parallel/test_steps.py \
+	tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py tests/optim/test_sharding.py
+test-devices-3: OVER_DEVICES := tests/data_parallel tests/optim/test_optax.py tests/optim/test_sharding.py
 test-devices-%: .venv/installed-test
-	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest tests/data_parallel tests/optim/test_optax.py tests/optim/test_sharding.py
+	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest $(OVER_DEVICES)
 
 # Random programs, each compared with the serial one: so many in each world, from this seed on. The exit status is 1
 # unless there were no mismatches, crashes and hangs.

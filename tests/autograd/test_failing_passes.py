@@ -153,7 +153,7 @@ def sometimes(x, fails):
 
 
 @on_worker0
-def test_many_failures_then_success_in_one_context(world):
+def test_many_failures_then_success_in_one_context(big_world):
     run = lambda fails: jax.grad(lambda x: jd.rpc_sync(rank(1), sometimes, args=(x, fails)).sum())(X)  # noqa: E731
     with jd.context():
         for _ in range(20):

@@ -71,7 +71,7 @@ def test_powersgd_decides_in_the_program(big_world, rank, size):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 @on_every_worker
-def test_arrays_larger_than_mpi_can_count_go_in_pieces(world, monkeypatch, dtype, rank, size):
+def test_arrays_larger_than_mpi_can_count_go_in_pieces(big_world, monkeypatch, dtype, rank, size):
     monkeypatch.setattr(mpi, "CHUNK", 40)
     c = of_this_world()
     x = jnp.asarray((np.arange(66).reshape(6, 11) + rank) % 3, dtype)

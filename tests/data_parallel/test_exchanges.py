@@ -79,7 +79,7 @@ def test_blocks_vectorize(world, rank, size):
 
 
 @on_every_worker
-def test_larger_than_a_chunk(world, monkeypatch, rank, size):
+def test_larger_than_a_chunk(big_world, monkeypatch, rank, size):
     from jdistgrad.data_parallel.collectives import mpi
 
     monkeypatch.setattr(mpi, "CHUNK", 1000)

@@ -48,7 +48,7 @@ def kinds(tree):
 
 
 @on_every_worker
-def test_steps_and_averages(accelerators, reduced_in, world, rank, size):
+def test_steps_and_averages(accelerators, reduced_in, big_world, rank, size):
     params, batches = parameters(), [batch(one, rows=one + 2) for one in range(size)]
     dp = DataParallel(bucket_cap_mb=2e-4, check_finite=True)
     found = dp.value_and_grad(loss)(params, batches[rank])
@@ -64,7 +64,7 @@ def test_steps_and_averages(accelerators, reduced_in, world, rank, size):
 
 
 @on_every_worker
-def test_hooks_and_sparse_leaves_are_not_copied(accelerators, world, rank, size):
+def test_hooks_and_sparse_leaves_are_not_copied(accelerators, big_world, rank, size):
     params, batches = parameters(), [batch(one, rows=one + 2) for one in range(size)]
     for settings in ({"hook": jd.hooks.average()}, {"sparse": [describe(params)[0].path]}):
         found = DataParallel(**settings).value_and_grad(loss)(params, batches[rank])
@@ -76,7 +76,7 @@ def doubled(tree):
 
 
 @on_worker0
-def test_arguments_and_results_of_calls(accelerators, world):
+def test_arguments_and_results_of_calls(accelerators, big_world):
     tree = {"large": jnp.arange(70_000.0), "small": jnp.ones((3, 0)), "none": None, "half": jnp.ones(5, jnp.bfloat16)}
     close(jd.rpc_sync(last(), doubled, args=(tree,)), doubled(tree))
     with jd.context():

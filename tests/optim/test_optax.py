@@ -42,8 +42,8 @@ EITHER_WAY = pytest.mark.parametrize(
 
 @EITHER_WAY
 @on_every_worker
-def test_average_gradients_with_any_optimizer(world, jitted, plain, rank, size):
-    expected = optimized_serially(plain, world.size, 3)
+def test_average_gradients_with_any_optimizer(big_world, jitted, plain, rank, size):
+    expected = optimized_serially(plain, big_world.size, 3)
     tx = optax.chain(average_gradients(bucket_cap_mb=SMALL), plain)
     params, traced = parameters(), []
     state = tx.init(params)
@@ -81,8 +81,8 @@ def test_average_gradients_under_inject_hyperparams(big_world, rank, size):
 
 @EITHER_WAY
 @on_every_worker
-def test_sharded_optimizer_state_gives_the_same_training(world, jitted, plain, rank, size):
-    expected = optimized_serially(plain, world.size, 3)
+def test_sharded_optimizer_state_gives_the_same_training(big_world, jitted, plain, rank, size):
+    expected = optimized_serially(plain, big_world.size, 3)
     tx = optax.chain(average_gradients(), shard_state(plain))
     params = parameters()
     state = tx.init(params)
@@ -97,7 +97,7 @@ def test_sharded_optimizer_state_gives_the_same_training(world, jitted, plain, r
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @on_every_worker
-def test_sharded_state_of_gradients_of_another_type_than_the_parameters(world, jitted, rank, size):
+def test_sharded_state_of_gradients_of_another_type_than_the_parameters(big_world, jitted, rank, size):
     """The optimizer masks by path, so it must see the parameters' tree."""
 
     def chain():

@@ -136,7 +136,7 @@ def test_args_and_kwargs(world):
 
 
 @on_worker0
-def test_large_pytrees_of_unequal_leaves(world):
+def test_large_pytrees_of_unequal_leaves(big_world):
     tree = {f"layer{k}": (jnp.asarray(np.ones((k, 3))), np.full(k * 1000, k)) for k in range(200)}
     same(round_trip(tree), tree)
 

@@ -15,8 +15,8 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
-def test_a_random_program(world, seed):
+def test_a_random_program(big_world, seed):
     # The keys of ``SEEDS`` name the fault that each program has found, or the feature that it shows.
     program = generator.draw(seed)
-    for problems in world.run(checking.check, program, 50.0):
+    for problems in big_world.run(checking.check, program, 50.0):
         assert problems == [], f"{program}\n" + "\n".join(problem.text for problem in problems)

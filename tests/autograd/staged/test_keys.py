@@ -65,7 +65,7 @@ def test_programs_of_other_types_have_other_keys(other):
 
 @pytest.mark.parametrize("rows", [[2, 5, 1], [4, 2]])
 @on_worker0
-def test_staged_steps_of_several_shapes(world, rows):
+def test_staged_steps_of_several_shapes(big_world, rows):
     step = jd.jit(jd.value_and_grad(lambda x: layers(jd.rpc_sync(last(), jnp.sin, args=(x,)), axis=1).sum()))
     for count in rows:
         x = jnp.linspace(0.1, 1.0, 3 * count).reshape(count, 3)
@@ -122,7 +122,7 @@ class Compilations:
 
 
 @on_every_worker
-def test_data_parallel_steps_are_compiled_once_in_a_process(world, rank, size):
+def test_data_parallel_steps_are_compiled_once_in_a_process(big_world, rank, size):
     params, x = {"w": jnp.full((3, 4 + size), 0.1), "b": jnp.zeros(4 + size)}, X + rank
 
     def loss(params, x):
