@@ -134,6 +134,11 @@ def calls_back(equations: Iterable[Any]) -> bool:
     )
 
 
+def orders_effects(closed: Any) -> bool:
+    """Return whether a closed jaxpr has effects that happen in the program's order."""
+    return any(type(effect).__name__.startswith("Ordered") for effect in closed.effects)
+
+
 class Shared:
     """Compiled functions by their keys, for all threads and objects of the process; the last used are kept."""
 

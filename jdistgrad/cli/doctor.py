@@ -11,7 +11,7 @@ from jdistgrad.cli.probe import Facts
 from jdistgrad.errors import LauncherError
 from jdistgrad.wire import launcher_env
 
-TIME_LIMIT = 120
+TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

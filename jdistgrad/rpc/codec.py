@@ -98,8 +98,8 @@ class PickleCodec:
         buffers: list[pickle.PickleBuffer] = []
         stream, shipment = io.BytesIO(), Shipment()
         pickler = self._pickler(stream, protocol=5, buffer_callback=buffers.append)
-        pickler.copies = pinned.of_all(lambda: trees.leaves(value))
         try:
+            pickler.copies = pinned.of_all(lambda: trees.leaves(value))
             with encoding(shipment):
                 pickler.dump(value)
             raw = [_steady(buffer.raw()) if snapshot else buffer.raw() for buffer in buffers]

@@ -6,6 +6,17 @@ LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 
+# The variables by which a process finds its job. The settings of MPI (OMPI_MCA_...) are not among them.
+OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
+OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
+
+
+def outside_the_job() -> dict[str, str]:
+    """Return this process's environment without what would make a child a part of the job."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB) or name.startswith(OF_MPI)
+    }
+
 
 def launched() -> bool:
     """Return whether this process is part of an MPI job."""

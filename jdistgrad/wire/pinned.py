@@ -44,11 +44,12 @@ class Copies:
 
     def __init__(self, leaves: Iterable[Any]):
         found = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and _is_copied(leaf)]
-        self._by_id = dict(zip(map(id, found), copies(found) or (), strict=True))
+        # With the arrays themselves: another array could get the number of one that is gone.
+        self._by_id = {id(leaf): (leaf, copy) for leaf, copy in zip(found, copies(found) or (), strict=True)}
 
     def of(self, array: jax.Array) -> jax.Array:
         """Return the copy of an array, or the array itself if there is none."""
-        return self._by_id.get(id(array), array)
+        return self._by_id.get(id(array), (array, array))[1]
 
 
 NONE = Copies(())

@@ -60,6 +60,10 @@ def test_steps_and_averages(accelerators, reduced_in, big_world, rank, size):
     close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
     assert kinds(averaged) == {"device"}
     assert reduced_in == {"pinned_host"}
+    offloaded = jax.device_put(own, jax.memory.Space.Host)
+    averaged = dp.average(offloaded)
+    close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
+    assert kinds(averaged) == kinds(offloaded) == {"pinned_host"}
     close(own, before)  # what the user gave is not overwritten
 
 
@@ -82,3 +86,20 @@ def test_arguments_and_results_of_calls(accelerators, big_world):
     with jd.context():
         gradient = jax.grad(lambda x: jd.rpc_sync(last(), doubled, args=(x,)).sum())(tree["large"])
     close(gradient, jnp.full(70_000, 2.0))
+
+
+class Made:
+    """A container that makes its leaves when it is taken apart, so they are gone at once."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+jax.tree_util.register_pytree_node(Made, lambda made: ([jnp.full(3, made.number)], None), lambda _, leaves: leaves[0])
+
+
+def test_copies_are_of_the_arrays_that_were_given(accelerators):
+    copies = pinned.Copies(leaf for number in range(20) for leaf in jax.tree.leaves(Made(number)))
+    for number in range(20, 40):
+        other = jnp.full(3, number)
+        assert copies.of(other) is other

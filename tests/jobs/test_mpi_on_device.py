@@ -51,7 +51,7 @@ def test_an_error_on_one_rank_is_named_by_the_others(mpi_job):
         + """
     step = jd.DataParallel(everybody, check_finite=True).value_and_grad(loss)
     if rank == 1:
-        batches[1] = jax.tree.map(lambda x: x.at[...].set(jnp.nan) if x.dtype == jnp.float32 else x, batches[1])
+        params = jax.tree.map(lambda p: p * jnp.nan, params)
     try:
         step(params, batches[rank])
         print("no error")
@@ -86,6 +86,6 @@ def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
     crashing = tmp_path / "mpi4jax.py"
     crashing.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "ended with signal 11 (it said nothing). This MPI does not take device pointers" in mpi_on_device.trial()
+    assert "ended with signal 11: this MPI does not take device pointers" in mpi_on_device.trial()
     crashing.write_text("raise OSError('no MPI here')\n")
-    assert "ended with status 1 (OSError: no MPI here)" in mpi_on_device.trial()
+    assert mpi_on_device.trial().endswith("in a process of its own, failed: OSError: no MPI here.")

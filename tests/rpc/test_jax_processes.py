@@ -33,6 +33,8 @@ def test_where_the_ranks_meet():
     assert address([READY, READY]) == "127.0.0.1:4000"
     assert address([READY, Offer(Readiness.READY, "node2", "second")]) == "node1:4000"
     assert address([READY, Offer(Readiness.READY, "node1", "another of that name")]) == "node1:4000"
+    numbered = Offer(Readiness.READY, "fd00::5", "first", 4000)
+    assert address([numbered, Offer(Readiness.READY, "node2", "second")]) == "[fd00::5]:4000"
 
 
 def test_a_port_that_nobody_else_gets():

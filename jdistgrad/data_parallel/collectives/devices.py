@@ -18,7 +18,14 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
-from jdistgrad.data_parallel.collectives.several_devices import AllDevices, AverageOnAll, on_several
+from jdistgrad.data_parallel.collectives.several_devices import (
+    AllDevices,
+    AverageOnAll,
+    back,
+    on_one,
+    on_several,
+    refusal,
+)
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
@@ -35,7 +42,7 @@ class Devices(MPI):
     device only, and collectives go through host memory.
 
     A rank may have several devices: ``DataParallel`` averages gradients that lie on them device by device, after the
-    backward pass; hooks, and collectives called from Python, take such arrays through host memory.
+    backward pass. For hooks, and collectives called from Python, such arrays are copied to one device, and back.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
@@ -53,6 +60,7 @@ class Devices(MPI):
         rank_devices.require_usable(places)
         self.span = Span(rank_devices.mesh_of(places), device)
         self._places = places
+        self.device = device
         self.in_programs = InPrograms(self.span.axis)
         self._programs: dict[Any, SpanningProgram] = {}
 
@@ -90,8 +98,8 @@ class Devices(MPI):
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         if on_several(x):
-            self.agree(f"{described(name, x, root)}, which lies on several devices of this rank")
-            return self.through_host(name, x, root)
+            y = self.eager(name, on_one(x, self.device), root)
+            return back(y, x) if y.shape == x.shape else y
         what, key = described(name, x, root), (name, root, jax.typeof(x))
         if key not in self._programs:
             found = traced(self.span, lambda x: self.in_programs.perform(name, x, root), (x,), {})
@@ -126,8 +134,12 @@ class Devices(MPI):
         """Return a program over all devices: a jaxpr, and what ``finish`` makes of its results with collectives."""
         return SpanningProgram(self.span, closed, like, functools.partial(finish, self.in_programs))
 
-    def program_on_all(self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool) -> AverageOnAll:
-        """Return a program that averages arrays that lie on several devices of a rank."""
+    def program_on_all(
+        self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool
+    ) -> AverageOnAll | None:
+        """Return a program that averages arrays on several devices of each rank; None if there can be none."""
+        if refusal(self._places):
+            return None
         return AverageOnAll(self.all_devices, groups, like, look=look)
 
     def _compile(self, program: Program, what: str, key: Any) -> None:

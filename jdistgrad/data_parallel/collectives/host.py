@@ -48,10 +48,6 @@ class HostCollectives(Collectives):
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         self.agree(described(name, x, root))
-        return self.through_host(name, x, root)
-
-    def through_host(self, name: str, x: jax.Array, root: int) -> jax.Array:
-        """Apply the operation of this name to a concrete array, after an agreement."""
         memory = self.on_host(name, x, root)
         spread = name == "allgather" and len(x.devices()) > 1  # the sharding of x has no axis for the ranks
         return jnp.asarray(memory) if spread else like(memory, x)

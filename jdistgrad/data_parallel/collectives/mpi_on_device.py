@@ -11,21 +11,24 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad import jaxprs
+from jdistgrad._compat import configured
 from jdistgrad.data_parallel.collectives.host import HostCollectives, described
 from jdistgrad.data_parallel.collectives.mpi import MPI, WithMpi4jax, has_mpi4jax
-from jdistgrad.data_parallel.collectives.several_devices import on_several
-from jdistgrad.data_parallel.collectives.spanning import Finish, Program
+from jdistgrad.data_parallel.collectives.rank_devices import default_device
+from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on_several
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program, in_one_order
 from jdistgrad.errors import CollectiveError
+from jdistgrad.wire import launcher_env
 
-TRIAL_SECONDS = 120.0
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
+TRIAL_SECONDS = 60.0
+WHAT = "a send of a device array, tried in a process of its own,"
 USES_CUDA_MPI = "MPI4JAX_USE_CUDA_MPI"
 
 # A send to itself, with the buffers of a program on JAX's default device. An MPI that cannot read their memory crashes.
 TRIAL = """
 import jax, jax.numpy as jnp, mpi4jax
 from mpi4py import MPI
-x = jnp.arange(1000.0)
+x = jnp.arange(1 << 20, dtype=jnp.float32)
 y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=MPI.COMM_SELF))(x)
 assert (x == y).all(), "other numbers came than were sent"
 """
@@ -39,6 +42,7 @@ class OnDevice(WithMpi4jax):
     def __init__(self, comm: Any = None, *, on_device: bool = True):
         super().__init__(comm)
         self._eagerly: dict[Any, Callable[..., Any]] = {}
+        self.device = default_device()
         self.agree("new collectives over MPI on devices")
         require_usable(self.gather_objects(refusal()))
 
@@ -52,11 +56,13 @@ class OnDevice(WithMpi4jax):
 
     def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
         if on_several(x):
-            return super().eager(name, x, root)
-        self.agree(described(name, x, root))
+            y = self.eager(name, on_one(x, self.device), root)
+            return back(y, x) if y.shape == x.shape else y
         if (name, root) not in self._eagerly:
             self._eagerly[name, root] = jax.jit(functools.partial(self._apply, name, root))
-        return self._eagerly[name, root](x)
+        with in_one_order:
+            self.agree(described(name, x, root))
+            return self._eagerly[name, root](x)
 
     def _apply(self, name: str, root: int, x: jax.Array) -> jax.Array:
         return self.traced(name, x, root)
@@ -96,7 +102,13 @@ class RankProgram(Program):
             with all_.section(what) as inside:
                 return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
 
-        super().__init__(jax.jit(run))
+        super().__init__(None, jax.jit(run))
+
+    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return the arguments of ``launch``; trace and compile on first use: the ranks' programs may differ."""
+        shared = super().prepare(leaves)
+        self.compile()
+        return shared
 
     def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
         return list(leaves)
@@ -123,10 +135,12 @@ def refusal() -> str:
     """Return why mpi4jax cannot reduce arrays where they lie; "" if it can."""
     if not has_mpi4jax():
         return "mpi4jax is not installed: see docs/how-to/clusters.md."
+    try:
+        import mpi4jax
+    except Exception as error:  # built for another MPI, for example
+        return f"mpi4jax cannot be loaded: {error}."
     if jax.default_backend() == "cpu":
         return ""
-    import mpi4jax
-
     if jax.default_backend() not in ("gpu", "cuda") or not mpi4jax.has_cuda_support():
         return "this build of mpi4jax has no part for these devices. Build it with CUDA_ROOT=<toolkit>."
     if os.environ.get(USES_CUDA_MPI, "").lower() not in ("1", "true", "on"):
@@ -139,24 +153,27 @@ def trial() -> str:
 
     An MPI that does not take device pointers crashes the process that gives it one.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
-    command = [sys.executable, "-c", TRIAL]
+    settings = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_CUDA_VISIBLE_DEVICES": configured("jax_cuda_visible_devices"),
+    }
     try:
         done = subprocess.run(
-            command,
-            env=kept | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            [sys.executable, "-c", TRIAL],
+            env=launcher_env.outside_the_job() | settings,
             capture_output=True,
             text=True,
             timeout=TRIAL_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"a send of a device array in a process of its own did not end within {TRIAL_SECONDS:g} s."
-    if not done.returncode:
-        return ""
-    how = f"status {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
-    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return (
-        f"a send of a device array in a process of its own ended with {how} ({said}). This MPI does not take device "
-        "pointers, or not these: use an MPI that is built with CUDA."
-    )
+        return f"{WHAT} did not end within {TRIAL_SECONDS:g} s."
+    if done.returncode > 0:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return f"{WHAT} failed: {said}."
+    if done.returncode:
+        return (
+            f"{WHAT} ended with signal {-done.returncode}: this MPI does not take device pointers, or not these. Use "
+            "an MPI that is built with CUDA."
+        )
+    return ""

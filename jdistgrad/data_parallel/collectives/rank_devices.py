@@ -25,6 +25,7 @@ class Place(NamedTuple):
       device: the device's number in the job.
       card: the id of the GPU, or "" if it is unknown.
       all: the numbers of all devices of the rank.
+      cards: the ids of all its GPUs.
     """
 
     processes: int
@@ -34,21 +35,29 @@ class Place(NamedTuple):
     host: str
     card: str
     all: tuple[int, ...] = ()
+    cards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.platform}) on {self.host}"
 
 
-def of_this_rank() -> tuple[jax.Device, Place]:
-    """Return the device that this rank computes on: JAX's default device, or the first one that it sees."""
+def default_device() -> jax.Device:
+    """Return JAX's default device."""
     chosen = configured("jax_default_device")
-    device = chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
-    card = "" if device.platform == "cpu" else _cuda_uuid(device.local_hardware_id or 0)
-    found = tuple(one.id for one in jax.local_devices(backend=device.platform))
-    place = Place(
-        jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card, found
-    )
-    return device, place
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def of_this_rank() -> tuple[jax.Device, Place]:
+    """Return the device that this rank computes on, and what it tells the others of its devices."""
+    device = default_device()
+    every = jax.local_devices(backend=device.platform)
+    host, kind, numbers = socket.gethostname(), device.device_kind, tuple(one.id for one in every)
+    cards = tuple(map(_card, every))
+    return device, Place(jax.process_count(), device.id, device.platform, kind, host, _card(device), numbers, cards)
+
+
+def _card(device: jax.Device) -> str:
+    return "" if device.platform == "cpu" else _cuda_uuid(device.local_hardware_id or 0)
 
 
 def _cuda_uuid(number: int) -> str:

@@ -173,16 +173,24 @@ def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 class Program(abc.ABC):
-    """A program over devices of all ranks, which is traced on first use and compiled once."""
+    """A compiled program that ends with reductions over all ranks, traced on first use and compiled once.
 
-    def __init__(self, run: Any):
-        self._run, self._traced, self._lowered = run, False, None
+    Arguments:
+      mesh: the program's own mesh, if it has one, whatever mesh the user has set.
+    """
+
+    def __init__(self, mesh: Mesh | None, run: Any):
+        self._mesh, self._run, self._traced, self._lowered = mesh, run, False, None
+
+    def _inside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
         shared = self._shared(leaves)
         if not self._traced:
-            self._lowered = self._run.lower(*shared)
+            with self._inside():
+                self._lowered = self._run.lower(*shared)
             self._traced = True
         return shared
 
@@ -198,7 +206,8 @@ class Program(abc.ABC):
 
     def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
-        results, done = self._run(*shared)
+        with self._inside():
+            results, done = self._run(*shared)
         return self._own(results), done
 
     @abc.abstractmethod
@@ -244,7 +253,7 @@ class SpanningProgram(Program):
             return [form.to_rows(x) for form, x in zip(self._given, results, strict=True)], jnp.zeros(1, jnp.int8)
 
         spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
-        super().__init__(jax.jit(spread, donate_argnums=tuple(count + place for place in donated)))
+        super().__init__(span.mesh, jax.jit(spread, donate_argnums=tuple(count + place for place in donated)))
 
     def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
         return self._constants + self._span.shared(leaves)

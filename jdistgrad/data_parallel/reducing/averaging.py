@@ -12,7 +12,7 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
 from jdistgrad.data_parallel.buckets.leaves import is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
-from jdistgrad.data_parallel.reducing.memory import Scratch, empty_like, host_device, writable
+from jdistgrad.data_parallel.reducing.memory import Scratch, device_if_pinned, empty_like, host_device, writable
 
 
 def average_in_chunks(
@@ -28,7 +28,7 @@ def average_in_chunks(
     seen = [np.asarray(g) for g in gradients]
     whole = jnp.finfo(bucket.dtype).bits >= 8  # XLA packs several smaller numbers into a byte
     here = [
-        host_device(g.sharding) if whole and v.flags.c_contiguous else None
+        _place(g, v, overwrite=overwrite) if whole and v.flags.c_contiguous else None
         for g, v in zip(gradients, seen, strict=True)
     ]
     own = [view.reshape(-1) for view in seen]
@@ -37,6 +37,12 @@ def average_in_chunks(
     _average_parts(bucket, own, into, divisor, all_, scratch)
     each = zip(results, into, here, strict=True)
     return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
+
+
+def _place(gradient: jax.Array, view: np.ndarray, *, overwrite: bool) -> Any:
+    """Return the device of a gradient whose average can be written to JAX's memory; None: to NumPy's."""
+    found = host_device(gradient.sharding)
+    return device_if_pinned(gradient, view) if found is None and overwrite else found
 
 
 def _average_parts(

@@ -17,15 +17,25 @@ from jdistgrad.wire.buffers import BufferPool
 
 @functools.lru_cache(maxsize=256)
 def host_device(sharding: Any) -> Any:
-    """Return the device of an array with this sharding; None if it is not in host memory, or on several devices."""
+    """Return the CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
     devices = sharding.device_set
     only = next(iter(devices))
-    here = sharding.memory_kind == pinned.PINNED or not pinned.is_far(only)
-    return only if len(devices) == 1 and here else None
+    return only if len(devices) == 1 and not pinned.is_far(only) else None
+
+
+def device_if_pinned(array: jax.Array, view: np.ndarray) -> Any:
+    """Return the device of an array whose NumPy view is its own memory, pinned and as it lies; else None."""
+    if array.sharding.memory_kind != pinned.PINNED or view.ctypes.data != array.unsafe_buffer_pointer():
+        return None
+    return next(iter(array.sharding.device_set))
 
 
 def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
-    """Return a writable flat view of a finished CPU array. ``like``: its NumPy view, cheaper than JAX's size."""
+    """Return a writable flat view of a finished array in host memory.
+
+    Arguments:
+      like: its NumPy view, whose size costs less to ask for than the array's.
+    """
     if like.size == 0:
         return like
     memory = (ctypes.c_char * like.nbytes).from_address(array.unsafe_buffer_pointer())

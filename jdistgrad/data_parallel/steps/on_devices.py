@@ -4,9 +4,10 @@ Over ``Devices`` the program spans the devices of all ranks; over ``MPI(on_devic
 which mpi4jax reduces.
 
 A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
-of their batches, say) where a loss calls Python or other workers, and where arrays lie on several
-devices of a rank. In host memory, as without devices, is done what no such program can do: steps in a ``join`` block,
-in which a rank may have no inputs, averages of sparse arrays, and hooks for arrays on several devices.
+of their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank.
+In host memory, as without devices, is done what no such program can do: steps in a ``join`` block, in which a rank may
+have no inputs, averages of sparse arrays, and averages of arrays that lie on several devices and are for a hook, or lie
+elsewhere on other ranks.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
-from jdistgrad.data_parallel.collectives.several_devices import on_several
+from jdistgrad.data_parallel.collectives.several_devices import back, first_faults, on_one, on_several
 from jdistgrad.data_parallel.collectives.spanning import Program, in_one_order
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
@@ -45,6 +46,15 @@ log = logging.getLogger("jdistgrad.data_parallel")
 # Digests that are not of a program over all devices:
 APART = 1  # of no program
 RANKS_OWN = 2  # of a program of each rank, which need not be equal: mpi4jax reduces in it
+
+DIFFERENT_LOSSES = (
+    "the ranks' steps differ, in the shapes of their arguments or in a number of the rank that is written into the "
+    "loss: each rank computes its own backward pass, and the averages follow without overlap"
+)
+IN_HOST_MEMORY = (
+    "gradients lie on several devices of a rank, and a hook reduces them, or other ranks have theirs elsewhere: they "
+    "are averaged in host memory"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +89,7 @@ class DeviceDriver(Driver):
         super().__init__(collectives, rules)
         self._devices = cast("Devices | OnDevice", self._reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
-        self._warned = False
+        self._warned = set[str]()
 
     # Steps.
 
@@ -88,16 +98,25 @@ class DeviceDriver(Driver):
             kind = "devices", self._rules.bucket_cap_mb
             make = functools.partial(self._step_of, programs, (args, kwargs))
             if any(map(on_several, jax.tree.leaves((args, kwargs)))):
-                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(self._apart, programs))
+                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(self._on_several, programs))
             return programs.find(args, kwargs, kind, make, self._devices.span)
         return super()._compiled(programs, args, kwargs, overlap=overlap)
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
-        if jaxprs.calls_back(found.closed.jaxpr.eqns):
+        if jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(on_several, found.closed.consts)):
             return self._apart(programs, found)
         plan = self._agree_on_model(found)
         program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
         return SpanningStep(program, plan, digest, found.gradients, found.used, found.results, programs.local)
+
+    def _on_several(self, programs: Programs, found: Trace) -> SpanningStep:
+        """Return the step of a loss whose arguments lie on several devices."""
+        if jaxprs.orders_effects(found.closed):
+            raise CollectiveError(
+                "value_and_grad: the loss calls Python, other workers or collectives (SyncBatchNorm, say), which XLA "
+                "cannot do in a program over several devices of one rank. Put the loss's arguments on one device."
+            )
+        return self._apart(programs, found)
 
     def _apart(self, programs: Programs, found: Trace) -> SpanningStep:
         plan = self._agree_on_model(found)
@@ -117,19 +136,16 @@ class DeviceDriver(Driver):
         """Take a step in two programs: this rank's own backward pass, then the averages."""
         assert program.alone is not None
         if program.program is not None:
-            self._warn()
+            self._warn("apart", DIFFERENT_LOSSES)
         self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
         return results, self._averaged(removed(gradients), program.plan, handling, program.used)
 
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "the ranks' steps differ, in the shapes of their arguments or in a number of the rank that is written "
-                "into the loss: each rank computes its own backward pass, and the averages follow without overlap"
-            )
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning(text)
 
     # Averages of given gradients.
 
@@ -168,8 +184,11 @@ class DeviceDriver(Driver):
         found = self._run(step, own, handling, used)
         if found is not None:
             return found[0]
+        self._warn("host", IN_HOST_MEMORY)
         kept = dataclasses.replace(handling, overwrite=False)
-        return self._average(plan, gradients, Reduction(self._reducer, self._thread, plan, kept), used)
+        near = gradients if handling.hook is None else on_one(gradients, self._devices.device)
+        averaged = self._average(plan, near, Reduction(self._reducer, self._thread, plan, kept), used)
+        return averaged if near is gradients else back(averaged, gradients)
 
     def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
         """Return the program that averages such gradients, and its arguments."""
@@ -188,8 +207,8 @@ class DeviceDriver(Driver):
         return SpanningStep(program, plan, digest, structure)
 
     def _average_on_all(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
-        groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        program = None if hook else self._devices.program_on_all(groups, own, look=self._rules.check_finite)
+        look = self._rules.check_finite
+        program = None if hook else self._devices.program_on_all(_groups(plan), own, look=look)
         return SpanningStep(program, plan, APART if program is None else program.digest, structure)
 
     # Programs.
@@ -202,7 +221,8 @@ class DeviceDriver(Driver):
         def finish(all_: Collectives, results: Sequence[Any], *state_leaves: Any) -> list[Any]:
             gradients, before = results[:count], jax.tree.unflatten(tree, state_leaves)
             averaged, after = average_buckets(plan.buckets, gradients, before, hook, all_)
-            faults = [all_.allgather(_faults(plan, gradients))] if looks else []
+            wrong = [~jnp.isfinite(gradient).all() for gradient in gradients] if looks else []
+            faults = [all_.allgather(first_faults(_groups(plan), wrong))] if looks else []
             return [*averaged, *results[count:], *jax.tree.leaves(after), *faults]
 
         what = f"the buckets of a step (plan {plan.digest:016x})"
@@ -240,6 +260,10 @@ class DeviceDriver(Driver):
         return jax.tree.unflatten(step.structure, results[:count]), results[count:kept]
 
 
+def _groups(plan: BucketPlan) -> list[list[int]]:
+    return [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+
+
 def _states(plan: BucketPlan, handling: Handling) -> list[Any]:
     """Return the hook's state for each bucket; begin those that are missing."""
     for bucket in plan.buckets:
@@ -250,12 +274,3 @@ def _states(plan: BucketPlan, handling: Handling) -> list[Any]:
 
 def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
     return () if hook is None or bucket.sparse else hook.init(bucket)
-
-
-def _faults(plan: BucketPlan, gradients: Sequence[jax.Array]) -> jax.Array:
-    """Return for each bucket 0, or 1 plus the place of the first gradient that holds NaN or infinity."""
-    found = [jnp.zeros((), jnp.int32)]
-    for bucket in plan.buckets:
-        wrong = jnp.stack([~jnp.isfinite(gradients[slot.index]).all() for slot in bucket.slots])
-        found.append(jnp.where(wrong.any(), 1 + jnp.argmax(wrong), 0).astype(jnp.int32))
-    return jnp.stack(found)[1:]

@@ -79,7 +79,7 @@ def offer(port: Port | None) -> Offer:
 def _machine() -> str:
     """Return a text that differs between machines, and between containers of one machine with names of their own."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as started:
-        return f"{socket.gethostname()} {started.read()}"
+        return f"{socket.gethostname()} {started.read()} {os.stat('/proc/self/ns/net').st_ino}"
     return socket.gethostname()
 
 
@@ -109,7 +109,8 @@ def must_start(offers: Sequence[Offer]) -> bool:
 def address(offers: Sequence[Offer]) -> str:
     """Return the address at which the ranks find rank 0."""
     alone = len({one.machine for one in offers}) == 1
-    return f"{'127.0.0.1' if alone else offers[0].host}:{offers[0].port}"
+    host = "127.0.0.1" if alone else offers[0].host
+    return f"[{host}]:{offers[0].port}" if ":" in host else f"{host}:{offers[0].port}"
 
 
 def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
@@ -144,7 +145,7 @@ def _whole(seconds: float) -> int:
 def _without_proxy(found: str) -> Iterator[None]:
     """Let gRPC connect directly, whatever proxy the environment names."""
     before, warns = os.environ.get(NO_PROXY), configured(WARN_OF_PROXIES)
-    os.environ[NO_PROXY] = found.rpartition(":")[0]
+    os.environ[NO_PROXY] = found.rpartition(":")[0].strip("[]")
     jax.config.update(WARN_OF_PROXIES, False)
     try:
         yield
