@@ -95,9 +95,10 @@ class RankProgram(Program):
     """
 
     def __init__(self, all_: HostCollectives, closed: Any, finish: Finish, what: str):
-        constants, first = [jnp.array(const) for const in closed.consts], len(closed.jaxpr.invars)
+        # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.
+        self._constants, first = [jnp.array(const) for const in closed.consts], len(closed.jaxpr.invars)
 
-        def run(*leaves: Any) -> tuple[list[Any], jax.Array]:
+        def run(constants: list[Any], leaves: list[Any]) -> tuple[list[Any], jax.Array]:
             results = jaxprs.evaluate(closed.jaxpr, constants, leaves[:first])
             with all_.section(what) as inside:
                 return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
@@ -110,8 +111,8 @@ class RankProgram(Program):
         self.compile()
         return shared
 
-    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return list(leaves)
+    def _shared(self, leaves: Sequence[Any]) -> list[Any]:
+        return [self._constants, list(leaves)]
 
     def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         return list(results)
