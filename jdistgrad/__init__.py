@@ -21,8 +21,10 @@ if _launched() or "jax" in sys.modules:  # must be set before the program's firs
 
 
 def _offered() -> dict[str, Any]:
+    """Return the public names, with their values or, of those that are imported on demand, their modules' names."""
     exports = vars(importlib.import_module(f"{__name__}.exports"))
-    return {name: value for name, value in exports.items() if name[0].isalpha()}
+    found = {name: value for name, value in exports.items() if name[0].isalpha() and name != "TYPE_CHECKING"}
+    return found | exports["_on_demand"]
 
 
 _ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
@@ -59,7 +61,9 @@ if not TYPE_CHECKING:  # checkers would believe that every name exists
             if importlib.util.find_spec(f"{__name__}.{name}"):
                 return importlib.import_module(f"{__name__}.{name}")
             if name in _offered():
-                return globals().setdefault(name, _offered()[name])
+                value = _offered()[name]
+                found = getattr(importlib.import_module(value), name) if isinstance(value, str) else value
+                return globals().setdefault(name, found)
             raise _missing(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

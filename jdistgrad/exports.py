@@ -1,5 +1,7 @@
 """The public names of ``import jdistgrad as jd``."""
 
+from typing import TYPE_CHECKING
+
 from jdistgrad.autograd import traced_calls as _traced_calls
 from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
 from jdistgrad.autograd.gradients import (
@@ -11,7 +13,6 @@ from jdistgrad.autograd.gradients import (
 from jdistgrad.autograd.graph.graph import Graph as Graph
 from jdistgrad.autograd.staged.jit import jit as jit
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
-from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm as NnxSyncBatchNorm, SyncBatchNorm as SyncBatchNorm
 from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.collectives.default import barrier as barrier
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
@@ -71,6 +72,12 @@ from jdistgrad.rpc.worlds.worlds import (
     world_size as world_size,
 )
 from jdistgrad.wire.launcher_env import launched as _launched
+
+if TYPE_CHECKING:
+    from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm as NnxSyncBatchNorm, SyncBatchNorm as SyncBatchNorm
+
+# Names of modules that import flax, which takes as long as JAX: imported when they are asked for.
+_on_demand = dict.fromkeys(("NnxSyncBatchNorm", "SyncBatchNorm"), "jdistgrad.data_parallel.batch_norm")
 
 if not _launched():
     _provide_threads()  # local worlds need them

@@ -1,11 +1,11 @@
 """Descriptions of a tree's leaves, on which the ranks must agree: path, shape and dtype of each."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.sparse import BCOO
 
 from jdistgrad.data_parallel.buckets.host_arrays import numbers
 from jdistgrad.errors import LeafError
@@ -25,11 +25,13 @@ class Leaf(NamedTuple):
 
 
 def is_sparse(value: Any) -> bool:
-    return isinstance(value, BCOO)
+    """Return whether a value is a sparse array. Without the module, whose import is slow, there is none."""
+    module = sys.modules.get("jax.experimental.sparse")
+    return module is not None and isinstance(value, module.BCOO)
 
 
 def index_dimensions(value: Any) -> int:
-    return value.n_sparse if isinstance(value, BCOO) else 0
+    return value.n_sparse if is_sparse(value) else 0
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.sparse import BCOO
 
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.errors import LeafError
@@ -26,9 +25,7 @@ def require_rows(path: str, gradient: Any) -> None:
         raise LeafError(f"the sparse gradient {path} has no index; expected rows. Use gradient.todense().", path=path)
 
 
-def reduce_sparse(
-    gradient: BCOO | None, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives
-) -> Any:
+def reduce_sparse(gradient: Any, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives) -> Any:
     """Return the average of sparse gradients, indices unique and sorted. ``gradient=None``: this rank has no rows."""
     mine = None if gradient is None else (np.asarray(gradient.data), np.asarray(gradient.indices))
     parts = [part for part in all_.gather_objects(mine) if part is not None]
@@ -38,6 +35,8 @@ def reduce_sparse(
     places, where = np.unique(indices[inside], axis=0, return_inverse=True)
     total = np.zeros((len(places), *data.shape[1:]), dtype)
     np.add.at(total, where.reshape(-1), data[inside])
+    from jax.experimental.sparse import BCOO  # slow, and seldom needed
+
     return BCOO((jax.numpy.asarray(total), jax.numpy.asarray(places)), shape=shape)
 
 
