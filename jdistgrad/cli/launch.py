@@ -103,9 +103,11 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     """Return environment variables for ranks that share a machine. The user's own settings override them.
 
     In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
-    returned to the system when an array is freed must be cleared, page by page, for the next array.
+    returned to the system when an array is freed must be cleared, page by page, for the next array. Open MPI's module
+    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none.
     """
     return {
+        "OMPI_MCA_btl": "^ofi",
         "NPROC": str(max(1, cores // n)),
         "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),

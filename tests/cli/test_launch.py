@@ -37,6 +37,13 @@ def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     assert launch.environment(2)["NPROC"] == "5"
     assert launch.environment(2)["MALLOC_TRIM_THRESHOLD_"] == str(launch.KEPT_BYTES)
+    monkeypatch.setenv("OMPI_MCA_btl", "self,tcp")
+    assert launch.environment(2)["OMPI_MCA_btl"] == "self,tcp"
+
+
+def test_ranks_of_one_machine_look_for_no_network_under_libfabric(monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    assert launch.environment(3)["OMPI_MCA_btl"] == "^ofi"
 
 
 @pytest.mark.parametrize(
