@@ -11,7 +11,7 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs test-install torture lint bench bench-gpu docs doctor clean
+.PHONY: demo test test-worlds test-jobs test-install torture faults lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -60,6 +60,12 @@ SEED ?= 0
 WORLDS ?= local-2 local-3 local-4 mpi-2 mpi-3 mpi-4
 torture: .venv/installed-test
 	PYTHONPATH=tests $(BIN)/python -m torture --programs $(PROGRAMS) --seed $(SEED) --worlds $(WORLDS)
+
+# Every fault of docs/reliability.md, as often as its table says; SHARE=0.1: a tenth. The exit status is 1 unless each was
+# named or survived.
+SHARE ?= 1
+faults: .venv/installed-test
+	PYTHONPATH=tests $(BIN)/python -m faults --share $(SHARE) --seed $(SEED)
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

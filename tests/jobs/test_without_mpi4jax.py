@@ -11,7 +11,7 @@ WITHOUT = "import sys, pytest; sys.modules['mpi4jax'] = None; sys.exit(pytest.ma
 
 def test_collectives_in_programs_need_no_mpi4jax(tmp_path):
     arguments = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}", str(SUITE)]
-    output = output_of(["-m", "jdistgrad", "run", "-n", "3", "-c", WITHOUT, *arguments])
+    output = output_of(["-m", "jdistgrad", "run", "-n", "3", "-c", WITHOUT, *arguments], timeout=150)
     assert output.count(" passed") == 3
     assert "failed" not in output
 

@@ -1,0 +1,112 @@
+"""Ctrl-C at a random moment of a call, a gradient, a staged step or an average: the next of its kind is right."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import optax
+
+import jdistgrad as jd
+from faults.outcomes import HUNG, Outcome
+from faults.program import judged
+
+PROMPT_SECONDS = 0.5
+SLACK = 2.0  # three processes on two cores
+RATE = 0.5
+
+
+def scale(params, x):
+    return params * x
+
+
+def make(n: int):
+    return jnp.ones(n)
+
+
+def press(delay: float) -> threading.Timer:
+    """Press Ctrl-C in a while."""
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+class Session:
+    """What a user would run, again and again, in a notebook: worker 0 works with references on the others."""
+
+    def __init__(self) -> None:
+        self.refs = [jd.remote(rank, make, args=(3 + rank,)) for rank in range(1, jd.world_size())]
+        self.optimizer = jd.DistributedOptimizer(optax.sgd(0.0), self.refs)
+        self.staged = jd.jit(self.gradients)
+
+    def loss(self, *refs):
+        futures = [jd.rpc_async(1 + k, scale, args=(ref, 2.0)) for k, ref in enumerate(refs)]
+        return sum(future.result().sum() for future in futures)
+
+    def gradients(self, *refs):
+        value, found = jd.value_and_grad(self.loss, argnums=tuple(range(len(refs))))(*refs)
+        self.optimizer.step(found)
+        return value
+
+    def expected(self) -> float:
+        return sum(2.0 * (3 + rank) for rank in range(1, jd.world_size()))
+
+    def call(self) -> float:
+        return float(jd.rpc_sync(1, scale, args=(self.refs[0], 2.0)).sum()) + self.expected() - 2.0 * 4
+
+    def step(self) -> float:
+        return float(self.gradients(*self.refs))
+
+    def staged_step(self) -> float:
+        return float(self.staged(*self.refs))
+
+    def in_a_context(self) -> float:
+        with jd.context() as ctx:
+            value, _ = jd.backward(ctx, self.loss, *self.refs)
+            return float(value)
+
+
+def play(chance: random.Random, count: int) -> Iterator[Outcome]:
+    """Interrupt worker 0; the others serve. What they see of it is nothing."""
+    me = jd.init(timeout=30)
+    if me.rank != 0:
+        jd.shutdown()
+        yield from (judged("served", "", named=False) for _ in range(count))
+        return
+    session = Session()
+    works = [session.call, session.step, session.staged_step, session.in_a_context]
+    usual = {work: seconds(work) for work in works for _ in range(2)}
+    for _ in range(count):
+        work = chance.choice(works)
+        yield interrupted(work, chance.uniform(0.0, 1.2 * usual[work]), session.expected())
+    jd.shutdown()
+
+
+def seconds(work: Callable[[], float]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def interrupted(work: Callable[[], float], delay: float, expected: float) -> Outcome:
+    fault, named, timer = f"{work.__name__} after {1e3 * delay:.2f} ms", False, press(delay)
+    start = time.monotonic()
+    try:
+        try:
+            work()
+            timer.join()
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            named = True
+        back = time.monotonic() - start - delay
+        timer.join()
+        time.sleep(0.001)
+    except KeyboardInterrupt:
+        named = True
+    if named and back > SLACK * PROMPT_SECONDS:
+        return Outcome(HUNG, fault, f"the prompt was back after {back:.1f} s", back)
+    found = work()
+    return judged(fault, "" if found == expected else f"then {found}, not {expected}", named=named)
