@@ -46,11 +46,12 @@ class EncodingError(DistgradError, TypeError):
 class WireError(DistgradError, RuntimeError):
     """Bytes arrived that are not a complete message of this package.
 
-    ``kind`` and ``id`` identify the message where they could be read.
+    ``kind``, ``id`` and the frame's ``number`` identify the message where they could be read.
     """
 
     kind: Any = None
     id: int | None = None
+    number: int | None = None
 
 
 class CallTimeoutError(DistgradError, TimeoutError):

@@ -18,9 +18,9 @@ from jdistgrad.errors import WireError
 from jdistgrad.wire.arrays import ALIAS_FROM, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
-MAGIC = b"jdg2"
+MAGIC = b"jdg3"
 BULK_FROM = ALIAS_FROM
-HEADER = struct.Struct("<4sB3xIIIQI")  # magic, kind, stream tag, pieces, bytes attached, id, checksum of what follows
+HEADER = struct.Struct("<4sB3xIIQQI")  # magic, kind, pieces, bytes attached, number, id, checksum of what follows
 CHECKSUM = struct.Struct("<I")  # of the header
 START = HEADER.size + CHECKSUM.size
 LENGTH = 8  # bytes of one entry in the table of lengths
@@ -30,11 +30,14 @@ KINDS = {kind.value: kind for kind in Kind}
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A parsed frame: its pieces in order, None in place of a separate piece that has not arrived."""
+    """A parsed frame: its pieces in order, None in place of a separate piece that has not arrived.
+
+    ``number``: how many frames the sender had sent to this receiver before it.
+    """
 
     kind: Kind
     id: int
-    stream_tag: int
+    number: int
     attached: int
     lengths: tuple[int, ...]
     pieces: list[Any]
@@ -61,7 +64,7 @@ def pieces_of(parcel: Parcel | None) -> list[memoryview]:
     return [first, *parcel.buffers]
 
 
-def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
+def pack(kind: Kind, identifier: int, number: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
     """Return the frame of a message, and the pieces that must follow it."""
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
@@ -72,7 +75,7 @@ def pack(kind: Kind, identifier: int, stream_tag: int, parcel: Parcel | None) ->
             parts += piece, padding(length)
     frame = bytearray().join(parts)
     rest = zlib.crc32(memoryview(frame)[START:])
-    HEADER.pack_into(frame, 0, MAGIC, kind, stream_tag, len(pieces), attached, identifier, rest)
+    HEADER.pack_into(frame, 0, MAGIC, kind, len(pieces), attached, number, identifier, rest)
     CHECKSUM.pack_into(frame, HEADER.size, zlib.crc32(memoryview(frame)[: HEADER.size]))
     return frame, [piece for piece in pieces if piece.nbytes >= BULK_FROM]
 
@@ -81,11 +84,11 @@ def unpack(frame: Any) -> Frame:
     """Parse a frame.
 
     Raises:
-      WireError: the bytes are no frame, or a damaged frame. ``id`` and ``kind`` identify the message if the header
-        is intact.
+      WireError: the bytes are no frame, or a damaged frame. ``id``, ``kind`` and ``number`` identify the message if
+        the header is intact.
     """
     view = memoryview(frame)
-    kind, stream_tag, count, attached, identifier, checksum = _header(view)
+    kind, count, attached, number, identifier, checksum = _header(view)
     start = padded(START + LENGTH * count)
     lengths = struct.unpack_from(f"<{count}Q", view, START) if start <= len(view) else ()
     expected = start + sum(padded(length) for length in lengths if length < BULK_FROM)
@@ -96,8 +99,8 @@ def unpack(frame: Any) -> Frame:
     elif attached > (lengths[0] if lengths else 0) or max(lengths, default=0) > LONGEST:
         found = f"makes no sense: {attached} bytes attached, in pieces of {lengths} bytes"
     else:
-        return Frame(kind, identifier, stream_tag, attached, lengths, _inline_pieces(view, start, lengths))
-    raise WireError(f"a message {found}", kind=kind, id=identifier)
+        return Frame(kind, identifier, number, attached, lengths, _inline_pieces(view, start, lengths))
+    raise WireError(f"a message {found}", kind=kind, id=identifier, number=number)
 
 
 def _header(view: memoryview) -> tuple[Kind, int, int, int, int, int]:

@@ -24,6 +24,7 @@ from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_progress import Progress
+from jdistgrad.wire.numbering import Arrivals
 from jdistgrad.wire.polling import pause
 from jdistgrad.wire.transport import Receiver, Task
 
@@ -67,7 +68,9 @@ class MPITransport:
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self._pool = BufferPool()
-        self._stream_tags, self._tags = itertools.count(), int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._numbers = [itertools.count() for _ in range(comm.size)]
+        self._arrivals = [Arrivals() for _ in range(comm.size)]
         self._outgoing: collections.deque[Transfer] = collections.deque()
         self._incoming: list[Transfer] = []
         self._closed = False
@@ -98,11 +101,12 @@ class MPITransport:
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        tag = 1 + next(self._stream_tags) % self._tags
-        frame, bulk = frames.pack(message.kind, message.id, tag, _parcel(message))
+        parcel = _parcel(message)
+        number = next(self._numbers[peer])
+        frame, bulk = frames.pack(message.kind, message.id, number, parcel)
         requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
         for piece in bulk:
-            requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]
+            requests += [self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)) for part in chunks(piece)]
         transfer = Transfer(requests, (frame, bulk))
         if not transfer.done():
             self._outgoing.append(transfer)
@@ -146,6 +150,8 @@ class MPITransport:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
         try:
             frame = frames.unpack(arrived.memory)
+            if not self._is_new(arrived.source, frame.number):
+                return None
             for k in frame.missing():
                 frame.pieces[k] = self._room(frame, k)
         except errors.WireError as error:
@@ -154,9 +160,20 @@ class MPITransport:
         if not bulk:
             return self._receive(arrived.source, frame)
         parts = [part for piece in bulk for part in chunks(piece)]
-        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.source, frame.stream_tag) for part in parts]
+        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.source, self._tag(frame.number)) for part in parts]
         self._incoming.append(Transfer(requests, frame.pieces, arrived.source, frame))
         return None
+
+    def _tag(self, number: int) -> int:
+        """Return the tag of the large pieces that follow a frame."""
+        return 1 + number % self._tags
+
+    def _is_new(self, source: int, number: int) -> bool:
+        """Return whether a frame comes for the first time; else log that it is refused."""
+        new = self._arrivals[source].is_new(number)
+        if not new:
+            log.error("the worker of rank %d refused a message from rank %d that came twice", self.rank, source)
+        return new
 
     def _room(self, frame: frames.Frame, k: int) -> Any:
         """Lease memory for a large piece."""
@@ -179,6 +196,8 @@ class MPITransport:
         """Hand on a damaged message whose id is known, since the layer above knows its call; else log the error."""
         if error.id is None:
             log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, source, error)
+            return None
+        if error.number is not None and not self._is_new(source, error.number):
             return None
         return self._hand_on(Message(error.kind, source, error.id, error))
 

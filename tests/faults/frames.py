@@ -23,7 +23,7 @@ BODIES = {Kind.DROP: [(5, 1, 0)], Kind.LEAVE: "it left", Kind.REPORT: (True, Fal
 def frame_of(kind: Kind) -> bytearray:
     call = Parcel(memoryview(b"a stream"), [memoryview(bytes(frames.BULK_FROM))], plain.pack([(7, 0, 1, 0)]))
     body = Parcel(memoryview(plain.pack(BODIES[kind])), []) if kind in BODIES else call
-    return frames.pack(kind, 1 << 40, 5, body)[0]
+    return frames.pack(kind, 1 << 40, 1 << 60, body)[0]
 
 
 def refused(kind: Kind, chance: random.Random) -> bytes:

@@ -153,7 +153,7 @@ def test_garbage_on_the_wire_is_ignored_and_told(mpi_job):
             comm.Send(b"", 1, 0)
 
             def send(self, peer, message):  # cuts the frame of the next call short, or garbles it
-                frame, _ = frames.pack(message.kind, message.id, 1, message.body)
+                frame, _ = frames.pack(message.kind, message.id, next(self._numbers[peer]), message.body)
                 comm.Send(spoil(frame), peer, 0)
 
             genuine = type(worker.transport).send

@@ -31,7 +31,7 @@ def frame_of(kind):
     large = memoryview(bytes(frames.BULK_FROM))
     call = Parcel(memoryview(b"a stream"), [large], plain.pack([(7, 0, 1, 0)]))
     body = Parcel(memoryview(plain.pack(BODIES[kind])), []) if kind in BODIES else call
-    return frames.pack(kind, 1 << 40, 5, body)[0]
+    return frames.pack(kind, 1 << 40, 1 << 60, body)[0]
 
 
 @on_worker0
@@ -72,7 +72,7 @@ def test_damaged_calls_fail_and_count_as_done(wire_world, size):
         if message.kind not in CALLS:  # such as the drop of a reference
             genuine(peer, message)
             return
-        frame, _ = frames.pack(message.kind, message.id, 5, message.body)
+        frame, _ = frames.pack(message.kind, message.id, next(transport._numbers[peer]), message.body)
         transport._comm.Send(damaged(frame, chance, frames.START), peer, 0)
 
     for _ in range(100):
@@ -103,7 +103,7 @@ def answer_damaged(seed):
 
     def send_damaged(peer, message):
         del transport.send
-        frame, _ = frames.pack(message.kind, message.id, 5, message.body)
+        frame, _ = frames.pack(message.kind, message.id, next(transport._numbers[peer]), message.body)
         transport._comm.Send(damaged(frame, chance, frames.START), peer, 0)
 
     transport.send = send_damaged

@@ -19,7 +19,7 @@ def test_small_pieces_travel_in_the_frame(pieces, kind):
     frame, bulk = pack(pieces, kind)
     taken = frames.unpack(frame)
     assert bulk == []
-    assert (taken.kind, taken.id, taken.stream_tag) == (kind, 5, 77)
+    assert (taken.kind, taken.id, taken.number) == (kind, 5, 77)
     assert [bytes(piece) for piece in taken.pieces] == pieces
     assert taken.missing() == []
 
