@@ -8,13 +8,13 @@ from faults import jobs, load
 from faults.outcomes import HUNG, NAMED, SURVIVED, WRONG, Outcome
 
 SIZE = 3
-SILENCE, TIMEOUT = 2.0, 4.0
+SILENCE, TIMEOUT = 4.0, 10.0
 SETTINGS = {"JDISTGRAD_SILENCE": str(SILENCE), "JDISTGRAD_HEARTBEAT": "0.3"}
-LIMIT = 40.0  # seconds after which a job that has been struck counts as hung
+LIMIT = 90.0  # seconds after which a job that has been struck counts as hung
 
 # How long a job may take to end. Nobody notices a rank that stands still before the time the settings give it.
 DEAD_SECONDS = 5.0
-STILL_SECONDS = 25.0
+STILL_SECONDS = 45.0
 
 STANDS_STILL = ("stop", "deadlock", "stick")
 

@@ -17,8 +17,8 @@ import jdistgrad as jd
 from faults import jobs, load
 from faults.outcomes import HUNG, NAMED, SURVIVED, WRONG, Outcome
 
-SIZE, TIMEOUT, LENGTH = 3, 3.0, 5
-LIMIT = 40.0
+SIZE, TIMEOUT, LENGTH = 3, 5.0, 5
+LIMIT = 90.0
 OPERATIONS = ("average a", "average b", "compiled a", "broadcast a", "verify b", "sum", "barrier")
 TOLD = "DisagreementError", "MissingRanksError", "WorkerLostError", "will not come", "entered this collective"
 
