@@ -118,5 +118,9 @@ class HookError(DistgradError, TypeError):
     """A communication hook is invalid, cannot be used here, or did not return its reduced bucket."""
 
 
+class CheckpointError(DistgradError, RuntimeError):
+    """A checkpoint could not be written or restored. Those that are complete stay so."""
+
+
 class NonFiniteError(DistgradError, ArithmeticError):
     """A gradient held NaN or infinity, and ``check_finite`` is set; ``rank`` and ``path`` say where."""

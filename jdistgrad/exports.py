@@ -20,6 +20,7 @@ from jdistgrad.engines import MpiEngines as MpiEngines
 from jdistgrad.errors import (
     AlreadyInitializedError as AlreadyInitializedError,
     CallTimeoutError as CallTimeoutError,
+    CheckpointError as CheckpointError,
     CollectiveError as CollectiveError,
     ContextError as ContextError,
     DifferentiationError as DifferentiationError,
@@ -71,6 +72,8 @@ from jdistgrad.rpc.worlds.worlds import (
     worker_info as worker_info,
     world_size as world_size,
 )
+from jdistgrad.saving.checkpoints import restore as restore, save as save
+from jdistgrad.saving.marks import per_worker as per_worker, sharded as sharded
 from jdistgrad.wire.launcher_env import launched as _launched
 
 if TYPE_CHECKING:

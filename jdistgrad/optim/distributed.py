@@ -177,6 +177,11 @@ class DistributedOptimizer(Corrected):
         return use_all(uses, needs=(self._owned, self._rrefs))
 
     @property
+    def _on_owners(self) -> list[tuple[RRef[Any], list[int]]]:
+        """Return a reference to what each owner keeps, with the numbers of its values."""
+        return [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
+
+    @property
     def _owners(self) -> tuple[str, ...]:
         return tuple(str(owned.owner) for owned in self._owned.values())
 

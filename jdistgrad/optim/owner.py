@@ -52,7 +52,8 @@ class OwnedParameters:
     def __init__(self, packed: bytes, rrefs: Sequence[RRef[Any]]):
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
-        transformation, values = cloudpickle.loads(packed), [Value.of(rref.local_value()) for rref in rrefs]
+        self.transformation = transformation = cloudpickle.loads(packed)
+        values = [Value.of(rref.local_value()) for rref in rrefs]
         self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
         def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any) -> tuple[Any, Any]:

@@ -1,0 +1,105 @@
+"""The workers that call ``save`` or ``restore`` together: they agree after each stage, so that all go on or none.
+
+The first of them, the leader, asks owners and the other callers for their parts.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.errors import CheckpointError, DistgradError
+from jdistgrad.optim.distributed import DistributedOptimizer
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.saving.desk import meet
+from jdistgrad.saving.marks import PerWorker
+from jdistgrad.saving.places import Leaf, leaves_of, replaced
+
+
+@dataclasses.dataclass
+class Job:
+    """What one caller saves or restores, and with whom.
+
+    Attributes:
+      what: the call, for messages.
+      callers: the ranks of those that call together.
+    """
+
+    what: str
+    trees: Any
+    optimizers: Any
+    callers: list[int]
+    meetings: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank = current_worker().rank
+        self.number, self.count = self.callers.index(self.rank), len(self.callers)
+        self.leads, self.leader = self.number == 0, self.callers[0]
+
+    def leaves(self) -> list[Leaf]:
+        return [*self.leaves_of_trees(), *leaves_of(self.optimizers, "optimizers", self.number, self.count)]
+
+    def leaves_of_trees(self) -> list[Leaf]:
+        return list(leaves_of(self.trees, "trees", self.number, self.count))
+
+    def trees_of(self, found: Sequence[Any]) -> Any:
+        """Return the trees without marks, with these leaves."""
+        return replaced(self.trees, self.number, self.count, iter(found))
+
+    def from_leader(self, ask: Callable[[], Any]) -> Any:
+        """Return what the leader finds, on every caller."""
+        return self.agree(ask if self.leads else lambda: None, everybody=True)[self.leader]
+
+    def agree(self, act: Callable[[], Any], *, everybody: bool = False) -> Any:
+        """Act, and return the result when all callers have acted; or everybody's results, by rank.
+
+        If one of the callers fails, all raise its error.
+        """
+        error, result = None, None
+        try:
+            result = act()
+        except Exception as failed:
+            error = failed
+        said = None if error is None else _in_words(error), result if everybody else None
+        self.meetings += 1
+        told = meet(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
+        if error is not None:
+            raise error
+        for failure, _ in told.values():
+            if failure is not None:
+                raise CheckpointError(failure)
+        return {rank: one for rank, (_, one) in told.items()} if everybody else result
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, DistgradError) else in_short(error)
+
+
+@contextlib.contextmanager
+def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None) -> Iterator[Job]:
+    """Wait for the others that call this, and open a block in which they do it together."""
+    if not trace_state_clean():
+        raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
+    _check_optimizers(what, optimizers)
+    me = current_worker()
+    if workers is not None and me.rank not in workers:
+        raise CheckpointError(f"{what} on {me.info}: workers={list(workers)} does not name this worker")
+    with within(None):  # the calls belong to no context that may be open
+        chosen = None if workers is None else sorted(set(workers))
+        yield Job(what, trees, optimizers, sorted(meet(what, None, chosen)))
+
+
+def _check_optimizers(what: str, optimizers: Any) -> None:
+    if isinstance(optimizers, PerWorker):
+        optimizers = optimizers.tree
+    for leaf in jax.tree.leaves(optimizers, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
+        if not isinstance(leaf, DistributedOptimizer | PerWorker):
+            raise TypeError(
+                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
+                "belongs to trees: (params, state)."
+            )

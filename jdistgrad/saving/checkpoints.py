@@ -1,0 +1,118 @@
+"""``save`` and ``restore``: the checkpoint of a whole job."""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.errors import CheckpointError
+from jdistgrad.saving import files, folders
+from jdistgrad.saving.callers import together
+from jdistgrad.saving.owners import Reader
+from jdistgrad.saving.parts import release, told_by
+from jdistgrad.saving.reading import put_back, read
+from jdistgrad.saving.writing import write
+
+AnyPath = str | os.PathLike[str]
+
+
+def save(
+    path: AnyPath,
+    step: int,
+    trees: Any = None,
+    optimizers: Any = None,
+    *,
+    keep: int = 3,
+    workers: Sequence[int] | None = None,
+) -> None:
+    """Write a checkpoint of the whole job: ``path/step``, which appears there when it is complete.
+
+    Every worker calls it that has not called ``shutdown``: all ranks of a program in which all do the same, the driver
+    alone where the others serve. They wait for each other. Values of references and states of optimizers are written by
+    their owners, all else by the first of the callers, for all of them; mark what each has for itself: ``per_worker``,
+    ``sharded``. The path is on a disk that all workers see, and belongs to one job at a time.
+
+    Arguments:
+      path: the folder of the job's checkpoints.
+      step: the number of steps that have been made.
+      trees: any tree of arrays, random keys, numbers, strings, references, remote modules and marks.
+      optimizers: any tree of ``DistributedOptimizer``. It need not be in ``trees`` what they optimize.
+      keep: how many checkpoints to keep; older ones are removed.
+      workers: the ranks of the workers that save together, if they are not those that have not called ``shutdown``.
+
+    Raises:
+      CheckpointError: a worker could not write its part; on every worker that called. The last complete checkpoint is
+        still there, and will be restored.
+      DisagreementError: the callers have different trees.
+      MissingRanksError: a worker did not come to save within five minutes.
+
+    Example:
+      >>> step, params = jd.restore(folder, params, optimizer)    # 0 and the given ones if there is no checkpoint
+      >>> for step in range(step, 1000):
+      ...     params = train(params)
+      ...     if step % 100 == 99:
+      ...         jd.save(folder, step + 1, params, optimizer)
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
+        raise ValueError(f"save: step must be a number of steps, 0 or more, not {step!r}")
+    if keep < 1:
+        raise ValueError(f"save: keep must be 1 or more, not {keep!r}")
+    folder, number = pathlib.Path(path).resolve(), int(step)
+    with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
+        try:
+            told = job.agree(lambda: told_by(job, hold=True), everybody=True)
+            job.agree(lambda: write(job, told, folder, number, keep) if job.leads else None)
+        finally:
+            release(job)
+
+
+def restore(
+    path: AnyPath,
+    trees: Any = None,
+    optimizers: Any = None,
+    *,
+    step: int | None = None,
+    workers: Sequence[int] | None = None,
+) -> tuple[int, Any]:
+    """Restore the last complete checkpoint: return its step, and the trees with the values that were saved.
+
+    The callers are those of ``save``, with trees and optimizers of the same structure, as freshly initialized. The job
+    may have another number of workers, and references other owners: what belongs together is found by its place in the
+    trees. Values of references and states of optimizers are put back on their owners; the references stay. Marks are
+    left out of the returned trees.
+
+    If there is no checkpoint, the step is 0, and the trees and optimizers are left as they are, so that one program
+    both starts and resumes.
+
+    Arguments:
+      path, trees, optimizers, workers: as for ``save``.
+      step: the step to restore; default the last one that is there.
+
+    Raises:
+      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Nothing was restored on
+        any worker.
+
+    Example:
+      >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
+    """
+    files.orbax()
+    with together(f"restore({str(path)!r})", trees, optimizers, workers) as job:
+        folder = job.from_leader(lambda: chosen(pathlib.Path(path).resolve(), step))
+        if folder is None:
+            return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
+        told = job.agree(lambda: told_by(job), everybody=True)
+        prepared, found = job.agree(lambda: read(job, told, folder))
+        job.agree(lambda: put_back(prepared))
+        return int(Reader(folder).manifest["step"]), job.trees_of(found)
+
+
+def chosen(path: pathlib.Path, step: int | None) -> str | None:
+    """Return the folder of the checkpoint to restore; None if there is none yet."""
+    found = folders.complete(path)
+    if step is None:
+        return str(found[-1][1]) if found else None
+    of_step = [folder for number, folder in found if number == step]
+    if not of_step:
+        there = ", ".join(str(number) for number, _ in found) or "none"
+        raise CheckpointError(f"restore: there is no complete checkpoint of step {step} in {path}; there are: {there}")
+    return str(of_step[-1])

@@ -1,0 +1,138 @@
+"""The workers that save or restore together: who they are, and what each of them says to the others.
+
+A program in which all ranks do the same, and one in which worker 0 drives and the others serve, call ``save`` in the
+same way: those that have called ``shutdown`` only serve, and all others are waited for. Worker 0 keeps the lists.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jdistgrad.data_parallel.collectives import world
+from jdistgrad.errors import DisagreementError, MissingRanksError
+from jdistgrad.rpc import api
+from jdistgrad.rpc.worker import current_worker
+
+DESK = 0  # the worker at whose desk all others report
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
+SECONDS = 300.0  # as long as a barrier waits
+SLACK = 60.0  # for the desk's own error to arrive
+
+Said = dict[int, Any]  # what each worker said, by rank
+
+_making = threading.Lock()
+
+
+class Meeting:
+    """A meeting that workers come to. ``workers``: those that must come; None: all that do not merely serve."""
+
+    def __init__(self, what: str, workers: Sequence[int] | None):
+        self.what, self.workers = what, workers
+        self.said: Said = {}
+        self.came = threading.Event()
+        self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
+
+
+class Desk:
+    """The open meetings of a world."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, Meeting] = {}
+
+    def arrive(self, what: str, rank: int, workers: Sequence[int] | None, said: Any) -> tuple[Meeting, bool]:
+        """Let a worker come to a meeting; return the meeting, and whether the worker is the first there."""
+        with self._lock:
+            first = what not in self._open
+            meeting = self._open.setdefault(what, Meeting(what, workers))
+            meeting.said[rank] = said
+            meeting.came.set()
+            return meeting, first
+
+    def close(self, meeting: Meeting) -> None:
+        with self._lock:
+            self._open.pop(meeting.what, None)
+
+    def elsewhere(self, meeting: Meeting, missing: Sequence[int]) -> str | None:
+        """Return what another worker does instead, if it waits there for a worker that waits here."""
+        with self._lock:
+            for other in self._open.values():
+                waiting = set(other.said) & set(missing)
+                waits_for = set(range(current_worker().size)) if other.workers is None else set(other.workers)
+                if other is not meeting and waiting and set(meeting.said) & waits_for - set(other.said):
+                    return f"worker {min(waiting)} is in {other.what}"
+        return None
+
+
+def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
+    """Wait for the other workers that do this together; return what each of them says, by rank.
+
+    Raises:
+      MissingRanksError: some worker neither came nor called ``shutdown``.
+      DisagreementError: some worker is in another meeting instead.
+    """
+    me = current_worker().rank
+    if workers is not None and set(workers) == {me}:
+        return {me: said}
+    return api.rpc_sync(DESK, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
+
+
+def _arrived(what: str, rank: int, workers: Sequence[int] | None, said: Any, seconds: float) -> Any:
+    meeting, first = _desk().arrive(what, rank, workers, said)
+    if first:
+        try:
+            meeting.end.set_result(_gathered(meeting, seconds))
+        except Exception as error:
+            meeting.end.set_exception(error)
+        finally:
+            _desk().close(meeting)
+    return meeting.end
+
+
+def _desk() -> Desk:
+    with _making:
+        desk = world.kept("checkpoints' desk")
+        if desk is None:
+            desk = Desk()
+            world.keep("checkpoints' desk", desk)
+    return desk
+
+
+def _gathered(meeting: Meeting, seconds: float) -> Said:
+    """Wait until everybody has come who has to; return what they said."""
+    end, pause = time.monotonic() + seconds, FIRST_PAUSE
+    while missing := _missing(meeting):
+        elsewhere = _desk().elsewhere(meeting, missing)
+        if elsewhere is not None:
+            raise DisagreementError(f"{meeting.what} of workers {sorted(meeting.said)}: {elsewhere}")
+        if time.monotonic() > end:
+            raise _too_late(meeting, missing, seconds)
+        meeting.came.wait(pause)
+        meeting.came.clear()
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return dict(sorted(meeting.said.items()))
+
+
+def _missing(meeting: Meeting) -> list[int]:
+    workers = range(current_worker().size) if meeting.workers is None else meeting.workers
+    missing = [rank for rank in workers if rank not in meeting.said]
+    if meeting.workers is not None or not missing:
+        return missing
+    asked = [(rank, api.rpc_async(rank, only_serves)) for rank in missing]
+    return [rank for rank, answer in asked if not answer.result()]
+
+
+def _too_late(meeting: Meeting, missing: list[int], seconds: float) -> MissingRanksError:
+    names = ", ".join(str(current_worker().directory.workers[rank]) for rank in missing)
+    return MissingRanksError(
+        f"{meeting.what}: {names} did not come within {seconds:g} s. Every worker that has not called shutdown() calls "
+        "it too, with the same step; for some workers only, name them on each of them: workers=[...].",
+        missing=missing,
+    )
+
+
+def only_serves() -> bool:
+    """Return whether this worker has called ``shutdown``, and goes on serving until all have."""
+    return current_worker().closing.wanted

@@ -1,0 +1,69 @@
+"""Arrays in files, by orbax. Each worker writes and reads alone: orbax must not wait for other processes.
+
+Among several processes of ``jax.distributed``, orbax (0.12) writes arrays that belong to one process from process 0
+only. There, other workers send theirs to worker 0.
+"""
+
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistgrad.errors import CheckpointError
+from jdistgrad.rpc import api
+from jdistgrad.saving import folders
+
+Arrays = dict[str, np.ndarray]
+
+WRITER = 0  # the worker that is process 0 of jax.distributed
+
+
+def orbax() -> Any:
+    """Import orbax, which takes half a second."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise CheckpointError("save and restore need orbax: pip install 'jdistgrad[checkpoints]'") from error
+    return orbax.checkpoint
+
+
+def write(folder: pathlib.Path, arrays: Arrays) -> None:
+    """Write arrays into a new folder; return when they are on the disk."""
+    orbax()
+    if not arrays:
+        return
+    if jax.process_count() > 1 and jax.process_index() != 0:
+        api.rpc_sync(WRITER, write_here, (str(folder), arrays), timeout=float("inf"))
+    else:
+        write_here(str(folder), arrays)
+
+
+def write_here(folder: str, arrays: Arrays) -> None:
+    ocp = orbax()
+    with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
+        files.save(folder, args=ocp.args.PyTreeSave(arrays))
+    folders.synchronize_all(pathlib.Path(folder))
+
+
+def read(folder: pathlib.Path, names: Iterable[str]) -> Arrays:
+    """Read some of the arrays in a folder."""
+    ocp, chosen = orbax(), sorted(names)
+    if not chosen:
+        return {}
+    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in chosen}
+    wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(chosen, 0), restore_args=how, partial_restore=True)
+    with _checkpointer() as files:
+        found: Arrays = files.restore(folder, args=wanted)
+    return found
+
+
+def _checkpointer(**settings: Any) -> Any:
+    ocp, me = orbax(), jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"jdistgrad-{me}"
+    )
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, **settings), multiprocessing_options=alone
+    )

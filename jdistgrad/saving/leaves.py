@@ -1,0 +1,142 @@
+"""The description of a saved leaf, and the leaf made again, bit for bit: pure functions.
+
+A description is a dict that JSON can hold. Arrays are described without their data; all else is in the description.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad._compat import weakly_typed
+from jdistgrad.errors import CheckpointError
+from jdistgrad.wire.arrays import check_kept, named_dtype as named_dtype
+
+Description = dict[str, Any]
+
+PLAIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # how JSON holds it, and how it is read
+    "bool": (bool, bool),
+    "int": (int, int),
+    "float": (float.hex, float.fromhex),
+    "complex": (lambda z: [z.real.hex(), z.imag.hex()], lambda parts: complex(*map(float.fromhex, parts))),
+    "str": (str, str),
+    "bytes": (bytes.hex, bytes.fromhex),
+}
+NUMBERS = ("bool", "int", "float", "complex")
+ARRAYS = ("jax", "weak", "numpy", "scalar")
+
+
+def described(leaf: Any, where: str) -> Description:
+    """Describe a leaf. Raises CheckpointError, with the place, for one that cannot be saved."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise CheckpointError(f"{where} is a traced value: save outside jax.jit and jax.grad")
+    if isinstance(leaf, jax.Array):
+        return _described_jax(leaf, where)
+    if isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extension(leaf.dtype)):
+        kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
+        return {"kind": kind, "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
+    name = type(leaf).__name__
+    if type(leaf).__module__ == "builtins" and name in PLAIN:
+        return {"kind": name, "value": PLAIN[name][0](leaf)}
+    if callable(leaf):
+        return {"kind": "function"}
+    raise CheckpointError(
+        f"{where} is a {name}, which cannot be saved. Arrays, random keys, numbers and strings can, and references to "
+        "trees of them; functions stay as they are. Register the class as a pytree, or leave it out."
+    )
+
+
+def _described_jax(leaf: jax.Array, where: str) -> Description:
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        raise CheckpointError(
+            f"{where} is spread over several processes ({leaf.sharding}). Save the part that each holds, "
+            "jd.per_worker(array.addressable_data(0))."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return {"kind": "key", "dtype": str(jax.random.key_impl(leaf)), "shape": list(leaf.shape)}
+    return {"kind": "weak" if leaf.weak_type else "jax", "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
+
+
+def data(leaf: Any) -> np.ndarray | None:
+    """Return the data of a leaf as files hold it; None where there is none to hold."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or leaf.size == 0:
+        return None
+    host = np.asarray(leaf)
+    if _is_extension(host.dtype) and host.dtype.name != "bfloat16":  # files cannot hold all of them
+        return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+    return host
+
+
+def rebuilt(description: Mapping[str, Any], stored: np.ndarray | None, like: Any) -> Any:
+    """Return the leaf that was saved; ``like`` is the one in whose place it comes, on whose devices it will be."""
+    kind = description["kind"]
+    if kind == "function":
+        return like
+    if kind in PLAIN:
+        return PLAIN[kind][1](description["value"])
+    shape = tuple(description["shape"])
+    if kind == "key":
+        return _key(description["dtype"], shape, stored)
+    found = host(named_dtype(description["dtype"]), shape, stored)
+    if kind in ("numpy", "scalar"):
+        return found if kind == "numpy" else found[()]
+    several = isinstance(like, jax.Array) and like.is_fully_addressable and len(like.sharding.device_set) > 1
+    array = jax.device_put(found, like.sharding) if several else jnp.array(found)
+    check_kept(found.dtype, array.dtype)
+    return weakly_typed(array) if kind == "weak" else array
+
+
+def host(dtype: np.dtype, shape: tuple[int, ...], stored: np.ndarray | None) -> np.ndarray:
+    """Return the array of which files hold this data."""
+    if stored is None:
+        return np.zeros(shape, dtype)
+    return np.array(stored if stored.dtype == dtype else stored.view(dtype).reshape(shape))
+
+
+def _key(implementation: str, shape: tuple[int, ...], stored: np.ndarray | None) -> jax.Array:
+    if stored is None:
+        return jax.random.split(jax.random.key(0, impl=implementation), shape)
+    return jax.random.wrap_key_data(jnp.array(stored), impl=implementation)
+
+
+def _is_extension(dtype: np.dtype) -> bool:
+    """Return whether a dtype is one that JAX adds to NumPy's."""
+    return dtype.kind == "V" and dtype.names is None and dtype.name != "void" and hasattr(jnp, dtype.name)
+
+
+def difference(saved: Mapping[str, Description], ours: Mapping[str, Description]) -> str | None:
+    """Return the first difference between descriptions by place, in words; None if what was saved fits."""
+    for place, expected in ours.items():
+        if place not in saved:
+            return f"{place} is missing, expected {spelled(expected)}"
+        if not _fits(saved[place], expected):
+            return f"{place} is {spelled(saved[place])}, expected {spelled(expected)}"
+    extra = next((place for place in saved if place not in ours), None)
+    return None if extra is None else f"{extra} is not expected; it is {spelled(saved[extra])}"
+
+
+def _fits(saved: Description, expected: Description) -> bool:
+    """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
+    kinds = saved["kind"], expected["kind"]
+    if any(kind in NUMBERS for kind in kinds):
+        return all(one["kind"] in NUMBERS or _is_one_number(one) for one in (saved, expected))
+    if all(kind in ARRAYS for kind in kinds):
+        return bool(saved["dtype"] == expected["dtype"] and saved["shape"] == expected["shape"])
+    same = kinds[0] == kinds[1]
+    return same and all(saved.get(part) == expected.get(part) for part in ("dtype", "shape"))
+
+
+def _is_one_number(description: Description) -> bool:
+    return description["kind"] in ARRAYS and not description["shape"]
+
+
+def spelled(description: Mapping[str, Any]) -> str:
+    kind = description["kind"]
+    if "shape" not in description:
+        return f"a {kind}"
+    dtype = description["dtype"]
+    return f"{f'key<{dtype}>' if kind == 'key' else dtype}{description['shape']}"

@@ -1,0 +1,83 @@
+"""The parts of a checkpoint: which worker is asked for what.
+
+Leaves that all callers have alike are the leader's part; leaves that each has for itself, a part of each. A reference's
+value is a part, and what an owner keeps of an optimizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdistgrad.data_parallel.collectives import world
+from jdistgrad.errors import DisagreementError
+from jdistgrad.optim.distributed import DistributedOptimizer
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.saving.callers import Job
+from jdistgrad.saving.owners import SHARED, HeldWork, OptimizerWork, ValueWork, Work, own_part
+from jdistgrad.saving.places import Leaf
+
+Asked = dict[int, list[Work]]  # by the rank of the worker that does it
+
+
+class Told(NamedTuple):
+    """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner."""
+
+    places: list[str]
+    asked: Asked
+
+
+def told_by(job: Job, *, hold: bool = False) -> Told:
+    """Return what this caller tells; if asked, hold its leaves for those who will write them."""
+    asked: Asked = {}
+    leaves = job.leaves()
+    if hold:
+        _hold(job, leaves)
+    for leaf in leaves:
+        if isinstance(leaf.value, RRef | DistributedOptimizer):
+            for rank, work in works_for(leaf, job.rank):
+                asked.setdefault(rank, []).append(work)
+    held = [own_part(job.rank), *([SHARED] if job.leads else [])]
+    asked.setdefault(job.rank, []).extend(HeldWork(part, job.what) for part in held)
+    return Told([leaf.place for leaf in leaves], asked)
+
+
+def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWork]]:
+    """Return the work that a reference or an optimizer asks of its owners. ``rank``: of the caller whose own it is."""
+    part = own_part(rank, leaf.place) if leaf.own else leaf.place
+    if isinstance(leaf.value, RRef):
+        return [(leaf.value.owner.rank, ValueWork(part, leaf.value.id, own=leaf.own))]
+    owners = leaf.value._on_owners
+    return [
+        (owned.owner.rank, OptimizerWork(f"{part}/{k}", owned.id, tuple(numbers), own=leaf.own))
+        for k, (owned, numbers) in enumerate(owners)
+    ]
+
+
+def of_all(told: Mapping[int, Told], leader: int) -> Asked:
+    """Return all the work that a checkpoint is. Raises DisagreementError if callers have different trees."""
+    found: Asked = {}
+    for caller, (places, asked) in told.items():
+        _check_places(told[leader].places, places, leader, caller)
+        for rank, works in asked.items():
+            mine = [work for work in works if work.own or caller == leader]
+            found.setdefault(rank, []).extend(mine)
+    return {rank: works for rank, works in found.items() if works}
+
+
+def _check_places(expected: list[str], found: list[str], leader: int, caller: int) -> None:
+    if expected != found:
+        place = next(iter(set(expected) ^ set(found)), "the order")
+        has = f"worker {leader if place in expected else caller} has {place}, the other has not"
+        raise DisagreementError(f"workers {leader} and {caller} have different trees: {has}. Nothing was saved.")
+
+
+def _hold(job: Job, leaves: Sequence[Leaf]) -> None:
+    """Keep this caller's leaves for the calls that will ask for them."""
+    held: dict[str, dict[str, Any]] = {own_part(job.rank): {}, SHARED: {}}
+    for leaf in leaves:
+        if not isinstance(leaf.value, RRef | DistributedOptimizer):
+            held[own_part(job.rank) if leaf.own else SHARED][leaf.place] = leaf.value
+    world.keep(f"held for {job.what}", held)
+
+
+def release(job: Job) -> None:
+    world.keep(f"held for {job.what}", None)

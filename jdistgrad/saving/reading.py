@@ -1,0 +1,94 @@
+"""The reading of a checkpoint by each caller: all of it is compared before any is put back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdistgrad.errors import CheckpointError
+from jdistgrad.optim.distributed import DistributedOptimizer
+from jdistgrad.rpc import api
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.saving import leaves, owners
+from jdistgrad.saving.callers import Job
+from jdistgrad.saving.marks import Slice, overlapping, regrouped
+from jdistgrad.saving.owners import SHARED, Reader, own_part
+from jdistgrad.saving.parts import Told, works_for
+from jdistgrad.saving.places import Leaf
+
+Prepared = list[RRef[Any]]
+
+
+def read(job: Job, told: Mapping[int, Told], folder: str) -> tuple[Prepared, list[Any]]:
+    """Return what owners have prepared, and the leaves of this caller's trees."""
+    reader, here = Reader(folder), job.leaves()
+    _check_places(reader, here, whole=job.optimizers is not None)
+    before: list[int] = reader.manifest["workers"]
+    was = before[job.number] if job.number < len(before) else None  # the rank of the worker of this number
+    found = _local(reader, here, was)
+    of_leader = [] if job.leads else [work for works in told[job.leader].asked.values() for work in works]
+    done = {work.identifier for work in of_leader}
+    prepared: Prepared = []
+    for leaf in here:
+        if isinstance(leaf.value, RRef | DistributedOptimizer) and not (leaf.own and was is None):
+            prepared += [
+                api.remote(rank, owners.prepare, (folder, work), timeout=float("inf"))
+                for rank, work in works_for(leaf, job.rank if was is None else was)
+                if leaf.own or work.identifier not in done
+            ]
+    failures = [one.creation().exception() for one in prepared]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+    return prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
+
+
+def put_back(prepared: Sequence[RRef[Any]]) -> None:
+    for future in [api.rpc_async(one.owner, owners.put_back, (one,), timeout=float("inf")) for one in prepared]:
+        future.result()
+
+
+def _check_places(reader: Reader, here: Sequence[Leaf], *, whole: bool) -> None:
+    """Raise if the checkpoint has places that are not asked for. Optimizers may be left out altogether."""
+    ours = {leaf.place for leaf in here}
+    extra = [place for place in reader.manifest["places"] if place not in ours and (whole or place.startswith("trees"))]
+    if extra:
+        raise CheckpointError(
+            f"restore of {reader.folder}: {extra[0]} was saved, but is not asked for. Give trees of the same structure."
+        )
+
+
+def _local(reader: Reader, here: Sequence[Leaf], was: int | None) -> dict[str, Any]:
+    """Return the leaves that are the callers', by place."""
+    local = [leaf for leaf in here if not isinstance(leaf.value, RRef | DistributedOptimizer)]
+    shared = {leaf.place: leaf.value for leaf in local if not leaf.own}
+    found = reader.fitting(reader.part(SHARED), shared, "")
+    own = {leaf.place: leaf.value for leaf in local if leaf.own and not isinstance(leaf.value, Slice)}
+    if was is not None:
+        mine = {place: one for place, one in reader.part(own_part(was)).items() if "slice" not in one}
+        found |= reader.fitting(mine, own, "")
+    return found | {leaf.place: _slice(reader, leaf) for leaf in local if isinstance(leaf.value, Slice)}
+
+
+def _slice(reader: Reader, leaf: Leaf) -> Any:
+    """Return this worker's slice of an array, cut anew from the slices that were saved."""
+    saved = [one for rank in reader.manifest["workers"] if (one := reader.part(own_part(rank)).get(leaf.place))]
+    by_rank = {one["slice"]["rank"]: one for one in saved}
+    expected = leaves.described(leaf.value.part, leaf.place)
+    before = _check_slices(reader, leaf, by_rank, expected)
+    needed = overlapping(leaf.value.shape, leaf.value.rank, leaf.value.count, before)
+    data = reader.data({rank: by_rank[rank] for rank in needed})
+    dtype = leaves.named_dtype(expected["dtype"])
+    parts = {rank: leaves.host(dtype, tuple(by_rank[rank]["shape"]), part) for rank, part in data.items()}
+    made = regrouped(parts, leaf.value, before, dtype)
+    return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, leaf.value.part)
+
+
+def _check_slices(reader: Reader, leaf: Leaf, by_rank: Mapping[int, Any], expected: leaves.Description) -> int:
+    """Return how many slices were saved. Raise CheckpointError if they are not those of this array."""
+    one = next(iter(by_rank.values()), None)
+    found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
+    if one is None or found != f"{expected['dtype']}{list(leaf.value.shape)}" or len(by_rank) != one["slice"]["count"]:
+        raise CheckpointError(
+            f"restore of {reader.folder}: the slices of {leaf.place} are {found}, in {len(by_rank)} parts; expected "
+            f"{expected['dtype']}{list(leaf.value.shape)}. Nothing was restored on any worker."
+        )
+    return len(by_rank)

@@ -1,0 +1,69 @@
+"""The writing of a checkpoint by its leader: every worker writes its parts, then the checkpoint gets its name."""
+
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from jdistgrad.errors import CheckpointError
+from jdistgrad.rpc import api
+from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.saving import files, folders
+from jdistgrad.saving.callers import Job
+from jdistgrad.saving.owners import write_works
+from jdistgrad.saving.parts import Told, of_all
+
+FORMAT = 1
+
+
+def write(job: Job, told: Mapping[int, Told], path: pathlib.Path, step: int, keep: int) -> None:
+    """Write a checkpoint. If that fails anywhere, nothing of it is left."""
+    files.orbax()
+    asked = of_all(told, job.leader)
+    try:
+        folder = folders.begin(path, step)
+        try:
+            manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": told[job.leader].places}
+            folders.publish(folder, step, {**manifest, "parts": _written(folder, step, asked)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(_not_written(job.rank, path, step, error)) from error
+    folders.remove_all_but(path, keep)
+
+
+def _written(folder: pathlib.Path, step: int, asked: Mapping[int, Any]) -> dict[str, Any]:
+    """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
+    futures = {
+        rank: api.rpc_async(rank, write_works, (str(folder / f"rank{rank}"), works), timeout=float("inf"))
+        for rank, works in asked.items()
+    }
+    failures = {rank: failure for rank, future in futures.items() if (failure := future.exception()) is not None}
+    for rank, failure in failures.items():
+        if isinstance(failure, CheckpointError):
+            raise failure
+        raise CheckpointError(_not_written(rank, folder.parent, step, failure)) from failure
+    parts: dict[str, Any] = {}
+    for rank, future in futures.items():
+        entries = future.result()
+        if any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values()):
+            _check_seen(folder / f"rank{rank}", rank)
+        parts |= entries
+    return parts
+
+
+def _check_seen(folder: pathlib.Path, rank: int) -> None:
+    """Raise if another worker's files are not here: each machine has a disk of its own under this path."""
+    if not folder.is_dir():
+        worker, here = current_worker().directory.workers[rank], current_worker().info
+        raise CheckpointError(
+            f"save: {worker} has written {folder}, but {here} does not see it. Save on a disk that all workers see."
+        )
+
+
+def _not_written(rank: int, path: pathlib.Path, step: int, error: BaseException) -> str:
+    worker, there = current_worker().directory.workers[rank], folders.complete(path)
+    left = f"The checkpoint of step {there[-1][0]} is still complete" if there else "There is no other checkpoint"
+    return f"save: {worker} could not write its part of step {step} in {path}: {in_short(error)}. {left}."

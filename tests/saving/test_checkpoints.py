@@ -1,0 +1,330 @@
+"""Checkpoints of whole jobs: every kind of value comes back bit for bit, on any number of workers; errors."""
+
+import contextlib
+import json
+import resource
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers.programs import X, affine, make_params
+from helpers.worlds import last, rank
+
+import jdistgrad as jd
+from jdistgrad._compat import weakly_typed
+
+pytestmark = pytest.mark.one_process  # under mpirun each rank has a temporary folder of its own
+
+
+def values(seed):
+    """Return leaves of every kind, other ones for each seed."""
+    return {
+        "float": jnp.arange(6.0).reshape(2, 3) + seed,
+        "nan": jnp.array([jnp.nan, -0.0, jnp.inf]) * seed,
+        "bfloat16": jnp.full((3, 1), seed, jnp.bfloat16),
+        "float8": jnp.full(5, seed, jnp.float8_e4m3fn),
+        "int4": jnp.full(3, seed % 7, jnp.int4),
+        "complex": jnp.array([1j, 2.0]) * seed,
+        "bool": jnp.array([True, seed % 2 == 0]),
+        "weak": weakly_typed(jnp.arange(3.0) * seed),
+        "key": jax.random.key(seed),
+        "keys": jax.random.split(jax.random.key(seed, impl="rbg"), 3),
+        "raw": jax.random.PRNGKey(seed),
+        "empty": jnp.zeros((0, 3)),
+        "numpy": np.arange(4.0) / seed,
+        "wide": np.array([2**60 + seed]),
+        "uint4": np.full(3, seed % 7, ml_dtypes.uint4),
+        "scalar": np.float64(0.1 * seed),
+        "numbers": [2**70 + seed, 0.1 * seed, seed * 1j, seed % 2 == 0, f"step {seed}", bytes([seed])],
+        "none": None,
+        "nested": ({"b": jnp.float32(seed)}, [jnp.int8(seed)]),
+        "state": optax.adam(0.1).init({"w": jnp.ones(seed % 2 + 2)[:2] * seed}),
+    }
+
+
+def bits(leaf):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "key", str(leaf.dtype), np.asarray(jax.random.key_data(leaf)).tobytes()
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        weak = getattr(leaf, "weak_type", None)
+        return type(leaf).__name__, str(leaf.dtype), leaf.shape, weak, np.asarray(leaf).tobytes()
+    return type(leaf).__name__, leaf
+
+
+def same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
+        assert bits(other) == bits(leaf), path
+
+
+def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path):
+    with jd.local_workers(3):
+        here = jd.RRef(values(3))
+        jd.save(tmp_path, 7, {"mine": values(1), "there": jd.remote(2, values, args=(2,)), "here": here})
+    with jd.local_workers(3):
+        given = {"mine": values(8), "there": jd.remote(1, values, args=(8,)), "here": jd.RRef(values(8))}
+        step, found = jd.restore(tmp_path, given)
+        assert step == 7
+        assert found["there"] is given["there"]
+        same(found["mine"], values(1))
+        same(found["there"].to_here(), values(2))
+        same(found["here"].to_here(), values(3))
+
+
+def trained(workers, folder, seed, steps, *, begins_at):
+    """Go on from the last checkpoint up to a step, and save; return the five values of two optimizers."""
+    with jd.local_workers(workers):
+        references = [jd.remote(rank(k), make_params, args=(seed + k,)) for k in range(5)]
+        optimizers = {
+            "adam": jd.DistributedOptimizer(optax.adam(optax.linear_schedule(0.1, 0.0, 20)), references[:4]),
+            "trace": jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), references[4:]),
+        }
+        step, _ = jd.restore(folder, optimizers=optimizers)
+        assert step == begins_at
+        for _ in range(step, steps):
+            with jd.context() as ctx:
+                jd.grad(squares)(references)
+                for optimizer in optimizers.values():
+                    optimizer.step(ctx)
+        jd.save(folder, steps, optimizers=optimizers)
+        return [one.to_here() for one in references]
+
+
+def squares(references):
+    return sum(jnp.sum(jd.rpc_sync(one.owner, affine, args=(one, X)) ** 2) for one in references)
+
+
+def test_optimizers_go_on_on_other_numbers_of_workers(tmp_path):
+    trained(3, tmp_path / "a", 5, 2, begins_at=0)
+    trained(2, tmp_path / "a", 50, 4, begins_at=2)
+    resumed = trained(4, tmp_path / "a", 500, 6, begins_at=4)
+    same(resumed, trained(3, tmp_path / "b", 5, 6, begins_at=0))
+
+
+def params():
+    return {"w": jnp.linspace(-1, 1, 10).reshape(5, 2), "b": jnp.float32(2)}
+
+
+def ranks_alike(size, folder, steps, *, begins):
+    """Train on all ranks alike, from the last checkpoint on, and save. Return the parameters, states and keys."""
+    tx = optax.adam(0.1)
+
+    def main():
+        me = jd.init()
+        sharding, mine = jd.shard_state(tx), params()
+        state, key = sharding.init(mine), jax.random.key(me.rank + 100 * (1 - begins))
+        step, (mine, state, key) = jd.restore(folder, (mine, jd.sharded(tx, state, mine), jd.per_worker(key)))
+        assert (step == 0) == begins
+        for _ in range(step, steps):
+            updates, state = sharding.update(jax.tree.map(jnp.cos, mine), state, mine)
+            mine, key = optax.apply_updates(mine, updates), jax.random.split(key)[0]
+        jd.save(folder, steps, (mine, jd.sharded(tx, state, mine), jd.per_worker(key)))
+        found = mine, jd.gather_state(tx, state, mine), key
+        jd.shutdown()
+        return found
+
+    return jd.spawn(main, size)
+
+
+def test_ranks_that_do_the_same_go_on_on_other_numbers_of_ranks(tmp_path):
+    ranks_alike(3, tmp_path, 2, begins=True)
+    ranks_alike(2, tmp_path, 4, begins=False)
+    resumed = ranks_alike(4, tmp_path, 6, begins=False)
+    unbroken = ranks_alike(3, tmp_path / "other", 6, begins=True)
+    for mine, state, _ in resumed:
+        same((mine, state), unbroken[0][:2])
+    for one, other in zip(resumed[:2], unbroken, strict=False):  # the third's key was dropped on two ranks
+        same(one[2], other[2])
+    same(resumed[3][2], jax.random.split(jax.random.split(jax.random.key(103))[0])[0])
+
+
+def test_an_optimizer_of_each_worker_and_values_of_its_own(tmp_path):
+    def main(seed, restores):
+        me = jd.init()
+        mine, shared = jd.RRef(make_params(seed + me.rank)), jd.RRef(jnp.arange(3.0) + seed)
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), [mine])
+        trees = {"own": jd.per_worker({"x": mine}), "alike": shared}
+        if restores:
+            step, found = jd.restore(tmp_path, trees, jd.per_worker(optimizer))
+            assert (step, found["own"]["x"] is mine) == (1, True)
+        else:
+            jd.save(tmp_path, 1, trees, jd.per_worker(optimizer))
+        found = mine.to_here(), shared.to_here()
+        jd.shutdown()
+        return found
+
+    jd.spawn(main, 3, args=(0, False))
+    for k, (mine, shared) in enumerate(jd.spawn(main, 3, args=(70, True))):
+        same(mine, make_params(k))
+        same(shared, jnp.arange(3.0))
+
+
+def test_without_a_checkpoint_everything_stays(tmp_path):
+    with jd.local_workers(3):
+        step, (found, key) = jd.restore(tmp_path / "none", (values(4), jd.per_worker(jax.random.key(1))))
+    assert step == 0
+    same(found, values(4))
+    same(key, jax.random.key(1))
+
+
+def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path):
+    with jd.local_workers(3):
+        for step in (10, 20, 30, 100):
+            jd.save(tmp_path, step, jnp.float32(step), keep=2)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["100", "30"]
+        (tmp_path / "100").rename(tmp_path / ".saving-100-torn")
+        (tmp_path / "200").mkdir()  # has no manifest
+        assert jd.restore(tmp_path, jnp.float32(0)) == (30, 30)
+        jd.save(tmp_path, 30, jnp.float32(31), keep=2)  # again: the new one counts
+        assert jd.restore(tmp_path, jnp.float32(0)) == (30, 31)
+        jd.save(tmp_path, 40, jnp.float32(40), keep=2)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["200", "30-1", "40"]
+        assert jd.restore(tmp_path, jnp.float32(0), step=30) == (30, 31)
+        with pytest.raises(jd.CheckpointError, match=r"no complete checkpoint of step 7 in .*there are: 30, 40"):
+            jd.restore(tmp_path, jnp.float32(0), step=7)
+
+
+@contextlib.contextmanager
+def no_file_larger_than(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def big(seed):
+    return jax.random.normal(jax.random.key(seed), (300, 1000))
+
+
+def test_a_part_that_cannot_be_written_leaves_the_last_checkpoint(tmp_path):
+    with jd.local_workers(3):
+        there = jd.remote(2, big, args=(1,))
+        jd.save(tmp_path, 1, there)
+        with (
+            no_file_larger_than(1 << 19),
+            pytest.raises(
+                jd.CheckpointError,
+                match=r"worker2 \(rank 2\) could not write its part of step 2 .*The checkpoint of step 1 is still complete",
+            ),
+        ):
+            jd.save(tmp_path, 2, there)
+        assert [one.name for one in tmp_path.iterdir()] == ["1"]
+        other = jd.remote(1, big, args=(5,))
+        assert jd.restore(tmp_path, other)[0] == 1
+        same(other.to_here(), big(1))
+
+
+def make_w(shape, dtype="float32"):
+    return {"w": jnp.ones(shape, dtype)}
+
+
+WRONG = {
+    "shape": (
+        lambda: (jd.remote(2, make_w, args=((2, 3),)), 1.0),
+        r"trees\[0\]\['w'\] is float32\[3, 2\], expected float32\[2, 3\]",
+    ),
+    "dtype": (
+        lambda: (jd.remote(2, make_w, args=((3, 2), "bfloat16")), 1.0),
+        r"\['w'\] is float32\[3, 2\], expected bfloat16\[3, 2\]",
+    ),
+    "a leaf more": (
+        lambda: (jd.remote(2, make_w, args=((3, 2),)), {"x": 1.0}),
+        r"trees\[1\] was saved, but is not asked for",
+    ),
+    "a leaf less": (lambda: (jd.remote(2, make_w, args=((3, 2),)),), r"trees\[1\] was saved"),
+    "kind": (lambda: (jd.remote(2, make_w, args=((3, 2),)), "text"), r"trees\[1\] is a float, expected a str"),
+    "structure": (lambda: (jd.remote(2, make_params, args=(1,)), 1.0), r"\['b'\] is missing, expected float32\[2\]"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_named_and_nothing_is_restored(tmp_path, what):
+    make, said = WRONG[what]
+    with jd.local_workers(3):
+        jd.save(tmp_path, 1, (jd.remote(1, make_w, args=((3, 2),)), 2.0))
+        other = make()
+        before = other[0].to_here()
+        with pytest.raises(jd.CheckpointError, match=said):
+            jd.restore(tmp_path, other)
+        same(other[0].to_here(), before)
+
+
+class Odd:
+    pass
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    with jd.local_workers(3):
+        for tree, said in {
+            "object": ([1, Odd()], r"trees\[1\] is a Odd, which cannot be saved"),
+            "inside": ({"r": jd.remote(1, Odd)}, r"trees\['r'\] is a Odd"),
+        }.values():
+            with pytest.raises(jd.CheckpointError, match=said):
+                jd.save(tmp_path, 1, tree)
+        with pytest.raises(TypeError, match="optimizers are DistributedOptimizers"):
+            jd.save(tmp_path, 1, None, optax.adam(0.1).init(jnp.ones(3)))
+        with pytest.raises(ValueError, match="step must be a number of steps"):
+            jd.save(tmp_path, 1.5)
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
+    said = []
+
+    def main():
+        me = jd.init()
+        try:
+            jd.save(tmp_path, 1, jd.per_worker(Odd() if me.rank == 1 else 1.0))
+        except jd.CheckpointError as error:
+            said.append(str(error))
+        try:
+            jd.save(tmp_path, 2, {"x": 1.0} if me.rank == 2 else {"y": 1.0})
+        except (jd.CheckpointError, jd.DisagreementError) as error:
+            said.append(str(error))
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    assert sum("trees is a Odd, which cannot be saved" in one for one in said) == 3
+    assert sum("have different trees" in one for one in said) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_do_other_things_are_told(tmp_path):
+    said = []
+
+    def main():
+        me = jd.init()
+        try:
+            jd.save(tmp_path, 1 + (me.rank == 2))
+        except jd.DisagreementError as error:
+            said.append(str(error))
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    assert len(said) >= 1
+    assert "save(" in said[0]
+
+
+def test_some_workers_save_and_a_context_is_open(tmp_path):
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            with jd.context() as ctx:
+                reference = jd.RRef(make_params(3))
+                gradient = jd.grad(lambda p: jd.rpc_sync(last(), affine, args=(p, X))[0])(reference)
+                jd.save(tmp_path, 3, reference, workers=[1])
+                assert jd.restore(tmp_path, reference, workers=[1])[0] == 3
+                assert gradient.to_here()["b"][0] == 1
+                assert ctx is not None
+        jd.barrier()
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    manifest = json.loads((tmp_path / "3" / "manifest.json").read_text())
+    assert manifest["workers"] == [1]
