@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from jdistgrad.cli import boxes, leash
 from jdistgrad.cli.programs import check
+from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
 
@@ -138,11 +139,17 @@ def environment(n: int) -> dict[str, str]:
     return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
 
 
-def run(n: int, program: Sequence[str]) -> int:
-    """Run a Python program on ``n`` ranks and return its exit status."""
+def run(n: int, program: Sequence[str], restarts: int = 0) -> int:
+    """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again."""
     check(program)
-    with errors_without_boxes() as errors:
-        return attend(command(n, program), env=environment(n), stderr=errors).returncode
+    whole = command(n, program)
+
+    def attempt(number: int) -> tuple[int, bool]:
+        with errors_without_boxes() as errors:
+            job = attend(whole, env=environment(n) | {RESTART: str(number)}, stderr=errors)
+            return job.returncode, job.ended
+
+    return attempts(attempt, restarts)
 
 
 @contextlib.contextmanager
@@ -162,45 +169,63 @@ def errors_without_boxes() -> Iterator[IO[bytes]]:
             copier.wait(LEFT_SECONDS)
 
 
-def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[Any]:
+class Attended(subprocess.CompletedProcess[Any]):
+    """A job that has ended. ``ended``: because this process was told to end."""
+
+    ended = False
+
+
+def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> Attended:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
 
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-    with subprocess.Popen(leashed, **options) as job, passing_on(job):
+    with subprocess.Popen(leashed, **options) as job, passing_on(job) as told_to_end:
         try:
             output, errors = job.communicate(timeout=timeout)
         except KeyboardInterrupt:  # mpirun has received Ctrl-C too
+            told_to_end.set()
             output, errors = job.communicate()
         except subprocess.TimeoutExpired:
             job.terminate()  # killed, it would leave its ranks behind
             raise
-        return subprocess.CompletedProcess(command, job.returncode, output, errors)
+        attended = Attended(command, job.returncode, output, errors)
+        attended.ended = told_to_end.is_set()
+        return attended
 
 
 @contextlib.contextmanager
-def passing_on(job: subprocess.Popen[Any]) -> Iterator[None]:
-    """Let signals that would end this process end the job instead during a block; else the job would go on alone."""
+def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
+    """Let signals that would end this process end the job instead during a block; else the job would go on alone.
+
+    Yields an event that is set by such a signal.
+    """
+    told_to_end = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
+        yield told_to_end
         return
+
+    def end(*_: Any) -> None:
+        told_to_end.set()
+        job.terminate()
+
     heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
-    before = {number: signal.signal(number, lambda *_: job.terminate()) for number in heeded}
+    before = {number: signal.signal(number, end) for number in heeded}
     try:
-        yield
+        yield told_to_end
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def run_recorded(n: int, program: Sequence[str], path: str) -> int:
+def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0) -> int:
     """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program])
+        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program], restarts)
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
         raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")

@@ -9,7 +9,7 @@ from jdistgrad.cli import doctor, launch, programs
 from jdistgrad.errors import DistgradError, LauncherError, TimelineError
 from jdistgrad.observe import chrome
 
-VALUED = ("-n", "-np", "--timeline", "--cache")  # options of run that have a value
+VALUED = ("-n", "-np", "--timeline", "--cache", "--restarts")  # options of run that have a value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,6 +22,9 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
     start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
     start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
+    start.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
+    )
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
     start.set_defaults(act=run)
 
@@ -57,7 +60,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown and options.command == "run":
         raise LauncherError(
             f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local, "
-            "--timeline and --cache. To use several machines, or other options of mpirun or srun, start the ranks with "
+            "--timeline, --cache and --restarts. To use several machines, or other options of mpirun or srun, start the ranks with "
             "these: mpirun --hostfile hosts -n 8 python program.py."
         )
     if unknown:
@@ -70,9 +73,11 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
         chrome.check_writable(options.timeline)
     if options.cache is not None:
         launch.keep_compiled(options.cache)
+    check_restarts(options)
+    if not options.local and options.timeline is not None:
+        return launch.run_recorded(options.n, program, options.timeline, options.restarts)
     if not options.local:
-        recorded = options.timeline is not None
-        return launch.run_recorded(options.n, program, options.timeline) if recorded else launch.run(options.n, program)
+        return launch.run(options.n, program, options.restarts)
     programs.check(program)
     if options.timeline is None:
         return programs.run_local(options.n, program)
@@ -80,6 +85,13 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
     with timeline(options.timeline):
         return programs.run_local(options.n, program)
+
+
+def check_restarts(options: argparse.Namespace) -> None:
+    if options.restarts < 0:
+        raise LauncherError(f"--restarts takes a number of times, 0 or more, not {options.restarts}")
+    if options.restarts and options.local:
+        raise LauncherError("--restarts starts processes again; with --local there are only threads of this one")
 
 
 def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
