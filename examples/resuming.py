@@ -82,7 +82,9 @@ def main(folder=None, steps=STEPS, watch=lambda step, loss: None):
         watch(step, loss)
 
     *result, done = train(pathlib.Path(folder or sys.argv[1]), steps, watched)
-    print(f"{me.name}: {done} steps, the last loss {losses[-1] if losses else 0:.3f}, result {digest(result)}\n", end="")
+    print(
+        f"{me.name}: {done} steps, the last loss {losses[-1] if losses else 0:.3f}, result {digest(result)}\n", end=""
+    )
     jd.shutdown()
     return losses, result
 

@@ -60,8 +60,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown and options.command == "run":
         raise LauncherError(
             f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local, "
-            "--timeline, --cache and --restarts. To use several machines, or other options of mpirun or srun, start the ranks with "
-            "these: mpirun --hostfile hosts -n 8 python program.py."
+            "--timeline, --cache and --restarts. To use several machines, or other options of mpirun or srun, start "
+            "the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
         )
     if unknown:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -1,5 +1,6 @@
 """Jobs that are started again: which, how often, and what is said."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -99,6 +100,6 @@ def test_a_job_that_is_interrupted_is_not_started_again(tmp_path, number):
         while "start 1" not in pathlib.Path(output).read_text():
             assert time.monotonic() < end
             time.sleep(0.05)
-        (subprocess.os.killpg if number == signal.SIGINT else subprocess.os.kill)(job.pid, number)
+        (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
         assert job.wait(30) != 0
     assert "2 of 3" not in output.read_text()

@@ -72,9 +72,7 @@ def run(plan: list[tuple[int, int, float]], steps: int, compiled: str) -> Outcom
     with tempfile.TemporaryDirectory() as scratch:
         program = pathlib.Path(scratch, "program.py")
         folder = str(pathlib.Path(scratch, "checkpoints"))
-        program.write_text(
-            PROGRAM.format(examples=str(EXAMPLES), every=EVERY, folder=folder, plan=plan, steps=steps)
-        )
+        program.write_text(PROGRAM.format(examples=str(EXAMPLES), every=EVERY, folder=folder, plan=plan, steps=steps))
         options = ["-n", "3", "--restarts", str(len(plan)), "--cache", compiled]
         done = subprocess.run(
             [sys.executable, "-m", "jdistgrad", "run", *options, str(program)],
@@ -107,4 +105,6 @@ def killed_at_random_steps(count: int, seed: int) -> tuple[Outcome, Outcome]:
 if __name__ == "__main__":
     number, first = map(int, [*sys.argv[1:], *["20", "0"][len(sys.argv) - 1 :]])
     outcome, _ = killed_at_random_steps(number, first)
-    print(f"{outcome.restarts} kills, {outcome.torn} left a torn checkpoint; the same bits at the end: {outcome.digests}")
+    print(
+        f"{outcome.restarts} kills, {outcome.torn} left a torn checkpoint; the same bits at the end: {outcome.digests}"
+    )
