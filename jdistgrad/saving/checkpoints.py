@@ -48,7 +48,7 @@ def save(
 
     Example:
       >>> step, params = jd.restore(folder, params, optimizer)    # 0 and the given ones if there is no checkpoint
-      >>> for step in range(step, 1000):
+      >>> for step in range(step, 300):
       ...     params = train(params)
       ...     if step % 100 == 99:
       ...         jd.save(folder, step + 1, params, optimizer)

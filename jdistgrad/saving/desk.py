@@ -32,6 +32,7 @@ class Meeting:
         self.what, self.workers = what, workers
         self.said: Said = {}
         self.came = threading.Event()
+        self.disagreement: str | None = None
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
 
 
@@ -55,15 +56,17 @@ class Desk:
         with self._lock:
             self._open.pop(meeting.what, None)
 
-    def elsewhere(self, meeting: Meeting, missing: Sequence[int]) -> str | None:
-        """Return what another worker does instead, if it waits there for a worker that waits here."""
+    def compare(self, meeting: Meeting, missing: Sequence[int]) -> None:
+        """Note a disagreement, in both meetings, if a worker that is missing here waits elsewhere for one of these."""
         with self._lock:
             for other in self._open.values():
                 waiting = set(other.said) & set(missing)
                 waits_for = set(range(current_worker().size)) if other.workers is None else set(other.workers)
                 if other is not meeting and waiting and set(meeting.said) & waits_for - set(other.said):
-                    return f"worker {min(waiting)} is in {other.what}"
-        return None
+                    text = (
+                        f"workers {sorted(meeting.said)} are in {meeting.what}, worker {min(waiting)} in {other.what}"
+                    )
+                    meeting.disagreement = other.disagreement = f"{text}. They must make the same calls."
 
 
 def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
@@ -104,9 +107,9 @@ def _gathered(meeting: Meeting, seconds: float) -> Said:
     """Wait until everybody has come who has to; return what they said."""
     end, pause = time.monotonic() + seconds, FIRST_PAUSE
     while missing := _missing(meeting):
-        elsewhere = _desk().elsewhere(meeting, missing)
-        if elsewhere is not None:
-            raise DisagreementError(f"{meeting.what} of workers {sorted(meeting.said)}: {elsewhere}")
+        _desk().compare(meeting, missing)
+        if meeting.disagreement is not None:
+            raise DisagreementError(meeting.disagreement)
         if time.monotonic() > end:
             raise _too_late(meeting, missing, seconds)
         meeting.came.wait(pause)

@@ -4,7 +4,10 @@ Among several processes of ``jax.distributed``, orbax (0.12) writes arrays that 
 only. There, other workers send theirs to worker 0.
 """
 
+import logging
+import os
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +19,8 @@ from jdistgrad.rpc import api
 from jdistgrad.saving import folders
 
 Arrays = dict[str, np.ndarray]
+
+SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the text of tensorstore's errors, such as that of a full disk
 
 WRITER = 0  # the worker that is process 0 of jax.distributed
 
@@ -41,10 +46,22 @@ def write(folder: pathlib.Path, arrays: Arrays) -> None:
 
 
 def write_here(folder: str, arrays: Arrays) -> None:
-    ocp = orbax()
-    with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
-        files.save(folder, args=ocp.args.PyTreeSave(arrays))
+    ocp, quiet = orbax(), logging.getLogger("absl")
+    quiet.addFilter(_is_not_raised_too)
+    try:
+        with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
+            files.save(folder, args=ocp.args.PyTreeSave(arrays))
+    except ValueError as error:
+        number = SYSTEM_ERROR.search(str(error))
+        raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
+    finally:
+        quiet.removeFilter(_is_not_raised_too)
     folders.synchronize_all(pathlib.Path(folder))
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    """Return whether to log a record: orbax logs its threads' tracebacks, a hundred lines, and raises the error too."""
+    return "_SignalingThread.run() raised" not in str(record.msg)
 
 
 def read(folder: pathlib.Path, names: Iterable[str]) -> Arrays:

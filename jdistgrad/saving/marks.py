@@ -47,7 +47,7 @@ def per_worker(tree: Any) -> Any:
     keeps the one that it gives.
 
     Example:
-      >>> jd.save(folder, step, (params, jd.per_worker(dropout_key)))
+      >>> jd.save(folder, 100, (params, jd.per_worker(dropout_key)))
     """
     return PerWorker(tree)
 
@@ -64,7 +64,8 @@ def sharded(tx: optax.GradientTransformation, state: Any, params: Any, collectiv
       collectives: those that were given to ``shard_state``; default all workers that save together.
 
     Example:
-      >>> jd.save(folder, step, (params, jd.sharded(optax.adam(1e-3), state, params)))
+      >>> state = jd.shard_state(optax.adam(1e-3)).init(params)
+      >>> jd.save(folder, 100, (params, jd.sharded(optax.adam(1e-3), state, params)))
     """
     return Sharded(tx, state, params, collectives)
 

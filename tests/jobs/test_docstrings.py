@@ -30,6 +30,8 @@ TOGETHER = {
     "NnxSyncBatchNorm",
     "keep_unused",
     "local_sgd",
+    "per_worker",
+    "sharded",
 }  # every worker runs these
 
 
@@ -85,6 +87,10 @@ NAMES = {
     "loss": averaged_loss,
     "keep_for_later": print,
     "work": abs,
+    "train": lambda params: params,
+    "folder": "checkpoints",
+    "key": jax.random.key(0),
+    "dropout_key": jax.random.key(1),
     "peers": ["worker0", "worker1", "worker2"],
 }
 
