@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from jdistgrad.cli import launch, probe
 from jdistgrad.cli.probe import Facts
 from jdistgrad.errors import LauncherError
-from jdistgrad.wire import launcher_env
+from jdistgrad.wire import launcher_env, plain
 
 TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
+FACTS_TAG = 31_076
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,8 +122,10 @@ def report() -> int:
         return 1
     from mpi4py import MPI
 
-    ranks = MPI.COMM_WORLD.gather(facts)
-    return 0 if ranks is None else told(ranks)
+    from jdistgrad.wire import mpi_pieces
+
+    everybody = mpi_pieces.allgather(MPI.COMM_WORLD, FACTS_TAG, [plain.pack(facts)])
+    return told([plain.unpack(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
 
 
 def told(ranks: Sequence[Facts]) -> int:

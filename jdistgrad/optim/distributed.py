@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Never
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.rpc import api
+from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.references.rref import HANDLE, RRef, by_reference
 from jdistgrad.rpc.worker import current_worker
@@ -72,13 +72,13 @@ class DistributedOptimizer(Corrected):
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
         self._max_norm, self._refuse_nan = max_global_norm, refuse_nan
-        packed = cloudpickle.dumps(tx)
+        transformation = WithClosures(tx)
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
         self._numbers = dict(numbers)
         self._owned = {
-            rank: api.remote(rank, owner.own_parameters, (packed, [by_reference(self._rrefs[k]) for k in mine]))
+            rank: api.remote(rank, owner.own_parameters, (transformation, [by_reference(self._rrefs[k]) for k in mine]))
             for rank, mine in self._numbers.items()
         }
         _all([owned.creation() for owned in self._owned.values()])

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
+from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker, current_worker
@@ -49,10 +49,10 @@ class Value(NamedTuple):
 class OwnedParameters:
     """The values of some references on their owner, and an optax transformation's state for these values."""
 
-    def __init__(self, packed: bytes, rrefs: Sequence[RRef[Any]]):
+    def __init__(self, transformation: optax.GradientTransformation, rrefs: Sequence[RRef[Any]]):
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
-        self.transformation = transformation = cloudpickle.loads(packed)
+        self.transformation = transformation
         values = [Value.of(rref.local_value()) for rref in rrefs]
         self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
@@ -133,8 +133,8 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
 # The functions that the optimizer calls on owners. The optimizer holds a reference to the parameters: an id is enough.
 
 
-def own_parameters(packed: bytes, rrefs: Sequence[Any]) -> OwnedParameters:
-    return OwnedParameters(packed, rrefs)
+def own_parameters(transformation: WithClosures, rrefs: Sequence[Any]) -> OwnedParameters:
+    return OwnedParameters(transformation.value, rrefs)
 
 
 def _known(identifier: int) -> OwnedParameters:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import functions, trees
+from jdistgrad.rpc import closures, functions, trees, unpickling
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
@@ -26,6 +26,7 @@ class _Reducing:
     """The rules that both picklers share."""
 
     last_function: Any = None
+    with_closures = False  # whether the value that is being pickled may hold closures of importable modules
     copies: pinned.Copies = pinned.NONE
 
     def reduction(self, value: Any) -> Any:
@@ -40,23 +41,39 @@ class _Reducing:
         if kind is types.FunctionType:
             return self.plain_function(value)
         if kind is type:
-            return NotImplemented
+            return self.by_its_name(value)
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(self.copies.of(value))
         if isinstance(value, np.ndarray) and hasattr(value, "aval"):
             return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX that is not a jax.Array
-        if isinstance(value, type | types.BuiltinFunctionType):
-            return NotImplemented
+        if isinstance(value, type | types.BuiltinFunctionType | types.MethodType):
+            return self.by_its_name(value)
+        if kind is closures.WithClosures:
+            self.with_closures = True
+            return closures.WithClosures, (value.value,)
+        return self.other(value)
+
+    def other(self, value: Any) -> Any:
+        """Reduce an object of a user's class, or something that can be called."""
         path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
         if path is not None:
             return functions.by_name, path
-        return self.jitted_code(value) if kind is functions.JITTED else NotImplemented
+        return self.jitted_code(value) if type(value) is functions.JITTED else NotImplemented
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
-        return NotImplemented  # pickle writes the name in C, and checks that it leads back here
+        if self.with_closures and functions.import_path(function) is None:
+            return closures.reduce(function)
+        return self.by_its_name(function)
+
+    def by_its_name(self, value: Any) -> Any:
+        """Let pickle write the name in C, where it checks that the name leads back here."""
+        unpickling.require_name(value)
+        return NotImplemented
 
     def jitted_code(self, function: Any) -> Any:
+        if self.with_closures:
+            return jax.jit, (function.__wrapped__,)
         raise functions.refuse(function)
 
 
@@ -84,6 +101,9 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
     def plain_function(self, function: Any) -> Any:
         return super(_Reducing, self).reducer_override(function)
 
+    def by_its_name(self, value: Any) -> Any:
+        return NotImplemented
+
     def jitted_code(self, function: Any) -> Any:
         return jax.jit, (function.__wrapped__,)
 
@@ -93,6 +113,7 @@ class PickleCodec:
 
     def __init__(self, *, allow_code: bool):
         self._pickler = CodePickler if allow_code else NamePickler
+        self._loads = pickle.loads if allow_code else unpickling.loads
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
         buffers: list[pickle.PickleBuffer] = []
@@ -135,7 +156,7 @@ class PickleCodec:
     def decode(self, parcel: Parcel) -> Any:
         try:
             with decoding(parcel.attached):
-                return pickle.loads(parcel.stream, buffers=parcel.buffers)
+                return self._loads(parcel.stream, buffers=parcel.buffers)
         except DistgradError:
             raise
         except (AttributeError, ImportError) as error:

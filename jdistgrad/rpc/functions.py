@@ -9,6 +9,7 @@ import jax
 
 from jdistgrad import events
 from jdistgrad.errors import FunctionError
+from jdistgrad.rpc import unpickling
 
 JITTED = type(jax.jit(lambda: None))
 
@@ -149,9 +150,9 @@ def import_path(function: Any) -> tuple[str, str] | None:
 
 
 def by_name(module: str, qualname: str) -> Any:
-    """Return the function that was sent by this name. Raises FunctionError if it is not here."""
+    """Return the function that was sent by this name. Raises FunctionError if it is not here, or may not be named."""
     try:
-        return lookup(module, qualname)
+        return unpickling.find(module, qualname)
     except (ImportError, AttributeError) as error:
         raise FunctionError(
             f"this worker has no {module}.{qualname} ({error}). Every worker must run the same version of {module}.",
@@ -162,7 +163,8 @@ def by_name(module: str, qualname: str) -> Any:
 def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
     """Return the class of this name here, or, if there is none, the class that was sent by value.
 
-    JAX's registry of pytrees and ``except`` clauses depend on the identity of the class.
+    JAX's registry of pytrees and ``except`` clauses depend on the identity of the class. Only a world that allows code
+    finds this function.
     """
     try:
         found = lookup(module, qualname)

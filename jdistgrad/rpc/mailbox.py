@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
@@ -19,6 +20,8 @@ from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.severed import Severed
 from jdistgrad.wire.transport import Task, Transport
+
+log = logging.getLogger("jdistgrad.rpc")
 
 P = TypeVar("P")
 
@@ -127,7 +130,13 @@ class Mailbox:
         body = message.body
         if isinstance(body, errors.WireError):
             raise body
-        return self.codec.decode(body) if isinstance(body, Parcel) else body
+        if not isinstance(body, Parcel):
+            return body
+        try:
+            return self.codec.decode(body)
+        except errors.FunctionError as error:
+            log.error("%s refuses a %s from rank %d: %s", self.info, message.kind.name, message.source, error)
+            raise
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed."""

@@ -6,7 +6,6 @@ it is decoded only once.
 
 import functools
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,15 +53,16 @@ def _as_jax_would(value: Any) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def _note(kinds: Kinds) -> bytes:
-    return pickle.dumps(tuple((dtype_name(dtype), shape) for dtype, shape in kinds))
+    return "\n".join([" ".join([dtype_name(dtype), *map(str, shape)]) for dtype, shape in kinds]).encode()
 
 
 @functools.lru_cache(maxsize=4096)
 def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]:
     """Return dtype, shape and slice of the block for each array; the slice of a large array is None."""
     places, start = [], 0
-    for name, shape in pickle.loads(note):
-        dtype = named_dtype(name)
+    for line in note.decode().splitlines():
+        name, *sizes = line.split()
+        dtype, shape = named_dtype(name), tuple(map(int, sizes))
         size = dtype.itemsize * math.prod(shape)
         places.append((dtype, shape, slice(start, start + size) if size < ALIAS_FROM else None))
         if size < ALIAS_FROM:

@@ -23,13 +23,13 @@ from jdistgrad import errors
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
+from jdistgrad.wire.mpi_pieces import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.numbering import Arrivals
 from jdistgrad.wire.polling import pause
 from jdistgrad.wire.transport import Receiver, Task
 
 FRAME_TAG = 0
-CHUNK = 1 << 30  # MPI counts are C ints
 PROBES = 8
 FLUSH_SECONDS = 5.0
 
@@ -279,8 +279,3 @@ def require_threads() -> None:
             "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
             "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
         )
-
-
-def chunks(piece: Any) -> list[memoryview]:
-    view = memoryview(piece)
-    return [view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK)]

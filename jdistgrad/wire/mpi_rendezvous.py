@@ -1,7 +1,7 @@
 """The meeting of the ranks of an MPI job, without a collective, which would hang for ever if a rank were missing.
 
 Rank 0 collects the hellos of all ranks and sends to each rank all those that came. Only then, with all ranks known to
-be there, is the communicator duplicated.
+be there, is the communicator duplicated. A hello holds only numbers, strings, and containers of them.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from jdistgrad.errors import WorldError
+from jdistgrad.wire import plain
 from jdistgrad.wire.polling import poll
 
 ROLL_TAG, ROSTER_TAG = 31_071, 31_072
@@ -45,20 +46,28 @@ def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
 
     def all_here() -> bool:
         status = MPI.Status()
-        while (message := comm.improbe(tag=ROLL_TAG, status=status)) is not None:
-            hellos[status.source] = message.recv()
+        while (message := comm.Improbe(tag=ROLL_TAG, status=status)) is not None:
+            hellos[status.source] = _received(message, status)
         return len(hellos) == comm.size
 
     poll(all_here, timeout)
-    answers = [comm.isend(hellos, rank, ROSTER_TAG) for rank in hellos if rank != 0]
+    roster = plain.pack(hellos)
+    answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
     poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
     return hellos
 
 
 def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    sent = comm.isend(hello, 0, ROLL_TAG)
-    if not poll(lambda: comm.iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
+    sent = comm.Isend([plain.pack(hello), MPI.BYTE], 0, ROLL_TAG)
+    if not poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
         return dict.fromkeys(range(1, comm.size), hello)
-    roster: dict[int, Any] = comm.recv(source=0, tag=ROSTER_TAG)
-    sent.wait()
+    status = MPI.Status()
+    roster: dict[int, Any] = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
+    sent.Wait()
     return roster
+
+
+def _received(message: MPI.Message, status: MPI.Status) -> Any:
+    data = bytearray(status.Get_count(MPI.BYTE))
+    message.Recv([data, MPI.BYTE])
+    return plain.unpack(data)

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -21,13 +22,16 @@ from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBl
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Deferred
+from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.worker import find_worker
+from jdistgrad.wire.arrays import ALIAS_FROM
 from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
 SUMMED = 2 << 20  # bytes, see ``sum_blocks``
-HERE_TAG, SHIFT_TAG = 31_073, 31_074
+HERE_TAG, SHIFT_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
 GRACE_SECONDS = 3.0
+CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
 
@@ -216,11 +220,12 @@ class MPI(HostCollectives):
             comm.Free()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather with arrays beside the pickle, not in it: of any size, and several times as fast."""
-        from mpi4py.util import pkl5
+        from jdistgrad.wire import mpi_pieces
 
+        pieces = in_pieces(value)
         with self._together("a gather of objects"):
-            return list(pkl5.Intracomm(self.comm).allgather(value))
+            found = mpi_pieces.allgather(self.comm, OBJECTS_TAG, pieces)
+        return [unpickling.loads(stream, buffers) for stream, *buffers in found]
 
 
 class WithMpi4jax(MPI):
@@ -341,9 +346,26 @@ def _neighbours_cores(comm: Any) -> list[set[int]]:
     from mpi4py import MPI as mpi  # noqa: N811
 
     neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    cores: list[set[int]] = neighbours.allgather(os.sched_getaffinity(0))
+    everybody = bytearray(CORES * neighbours.size)
+    mine = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * CORES)
+    neighbours.Allgather(mine.to_bytes(CORES, "little"), everybody)
     neighbours.Free()
-    return cores
+    masks = [int.from_bytes(everybody[k : k + CORES], "little") for k in range(0, len(everybody), CORES)]
+    return [{core for core in range(8 * CORES) if mask >> core & 1} for mask in masks]
+
+
+def in_pieces(value: Any) -> list[Any]:
+    """Pickle an object; large arrays follow the pickle, uncopied: several times as fast."""
+    large: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes >= ALIAS_FROM:
+            large.append(buffer.raw())
+            return False
+        return True
+
+    stream = pickle.dumps(value, protocol=5, buffer_callback=stays)
+    return [stream, *large]
 
 
 def has_room(neighbours: Sequence[set[int]], size: int) -> bool:

@@ -14,6 +14,7 @@ import traceback
 from typing import Any
 
 from jdistgrad.errors import RemoteError
+from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.references.in_messages import encoding
 
 PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
@@ -152,14 +153,14 @@ def _pickled(error: BaseException | None) -> bytes | None:
     for form in forms:
         with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
             data = pickle.dumps(form(error))
-            pickle.loads(data)
+            unpickling.loads(data)
             return data
     return None
 
 
 def _rebuild(data: bytes | None, text: str, note: str, notes: list[str]) -> Failure:
     try:
-        error = None if data is None else pickle.loads(data)
+        error = None if data is None else unpickling.loads(data)
     except KeyboardInterrupt:
         raise
     except BaseException:  # the class is unknown on this side, or behaves differently here

@@ -44,6 +44,15 @@ class Offer:
     machine: str = ""
     port: int = 0
 
+    def spelled(self) -> tuple[str, str, str, int]:
+        """Return the offer in strings and numbers, to send to the other ranks."""
+        return self.readiness.value, self.host, self.machine, self.port
+
+    @classmethod
+    def read(cls, spelled: tuple[str, str, str, int]) -> "Offer":
+        readiness, host, machine, port = spelled
+        return cls(Readiness(readiness), host, machine, port)
+
 
 class Port:
     """A port that this process holds until ``close``; meanwhile it may be bound here once more."""

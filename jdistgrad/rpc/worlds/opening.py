@@ -61,11 +61,11 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
-            hello = dataclasses.replace(hello, devices=jax_processes.offer(port))
-        hellos = mpi_rendezvous.gather(comm, hello, timeout)
+            hello = dataclasses.replace(hello, devices=jax_processes.offer(port).spelled())
+        hellos = [Hello(*one) for one in mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)]
         directory = agree(hellos)
         if with_devices:
-            jax_processes.start([one.devices for one in hellos], comm.rank, timeout)
+            jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
     transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
     process = Process(abort_job, mpi_exit.report)
     worker = _open(hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code)
