@@ -50,7 +50,7 @@ def find(module: str, name: str) -> Any:
       FunctionError: they may not.
       ImportError, AttributeError: there is none.
     """
-    function = getattr(sys.modules.get(module), name, None)
+    function = getattr(sys.modules.get(module), "__dict__", {}).get(name)
     if type(function) is types.FunctionType and function.__module__ == module and refusal(module, name) is None:
         found: Any = function  # nearly always: the checks below would take a microsecond more
     else:

@@ -100,6 +100,17 @@ def test_objects(world, rank, size):
 
 
 @on_every_worker
+def test_objects_with_large_and_small_arrays(world, rank, size):
+    def mine(rank):
+        return {"large": np.full((rank + 1, 20_000), rank, np.float32).T, "small": np.arange(rank), "none": np.zeros(0)}
+
+    for other, found in enumerate(of_this_world().allgather_object(mine(rank))):
+        for name, array in mine(other).items():
+            np.testing.assert_array_equal(found[name], array)
+            assert found[name].flags.writeable
+
+
+@on_every_worker
 def test_operations_that_differ_are_told(big_world, rank, size):
     c = of_this_world()
     with pytest.raises(DisagreementError, match=r"a broadcast of an object from rank [01]"):
