@@ -1,4 +1,7 @@
-"""Encoding of values between processes: pickle protocol 5, arrays out of band, functions by name, references split."""
+"""Encoding of values between processes: pickle protocol 5, arrays out of band, functions by name, references split.
+
+What a pickle may name is decided by ``unpickling``, unless the world allows code.
+"""
 
 import io
 import pickle
