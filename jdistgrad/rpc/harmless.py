@@ -132,6 +132,7 @@ OWN = (
     "jdistgrad.rpc.serving.failures",
     "jdistgrad.rpc.work_count",
     "jdistgrad.rpc.worlds.worlds",
+    "jdistgrad.saving",
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )

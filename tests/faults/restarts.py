@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+
+from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -46,8 +49,12 @@ resuming.main(folder, {steps}, watch)
 """
 
 
+TO_TRAIN = 300.0  # seconds, and for each kill as many as a start takes
+TO_START = 60.0
+
+
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Ended:
     """What came of a job: the digests of all ranks' results, how often it was started again, and torn checkpoints."""
 
     digests: list[str]
@@ -67,7 +74,7 @@ def planned(count: int, seed: int) -> list[tuple[int, int, float]]:
     return plan
 
 
-def run(plan: list[tuple[int, int, float]], steps: int, compiled: str) -> Outcome:
+def run(plan: list[tuple[int, int, float]], steps: int, compiled: str) -> Ended:
     """Run the example on three ranks as the plan says; return what came of it."""
     with tempfile.TemporaryDirectory() as scratch:
         program = pathlib.Path(scratch, "program.py")
@@ -79,15 +86,16 @@ def run(plan: list[tuple[int, int, float]], steps: int, compiled: str) -> Outcom
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            timeout=TO_TRAIN + TO_START * len(plan),
             check=False,
         )
     assert done.returncode == 0, done.stdout
     digests = [re.search(rf"worker{rank}: .* result (\w+)", done.stdout).group(1) for rank in range(3)]
     torn = sum(int(number) > 0 for number in re.findall(r"^torn (\d+)", done.stdout, re.MULTILINE))
-    return Outcome(digests, done.stdout.count("; starting it again"), torn, done.stdout)
+    return Ended(digests, done.stdout.count("; starting it again"), torn, done.stdout)
 
 
-def killed_at_random_steps(count: int, seed: int) -> tuple[Outcome, Outcome]:
+def killed_at_random_steps(count: int, seed: int) -> tuple[Ended, Ended]:
     """Run a job that is killed so often, and one that is not; return what came of both.
 
     Raises:
@@ -102,9 +110,14 @@ def killed_at_random_steps(count: int, seed: int) -> tuple[Outcome, Outcome]:
     return killed, unbroken
 
 
-if __name__ == "__main__":
-    number, first = map(int, [*sys.argv[1:], *["20", "0"][len(sys.argv) - 1 :]])
-    outcome, _ = killed_at_random_steps(number, first)
-    print(
-        f"{outcome.restarts} kills, {outcome.torn} left a torn checkpoint; the same bits at the end: {outcome.digests}"
-    )
+def resumed(count: int, seed: int) -> Iterator[Outcome]:
+    """Ranks killed in one job, which is started again each time."""
+    fault = f"killed_at_random_steps({count}, {seed})"
+    try:
+        killed_at_random_steps(count, seed)
+    except AssertionError as error:
+        yield Outcome(WRONG, fault, str(error)[-4000:])
+    except subprocess.TimeoutExpired as error:
+        yield Outcome(HUNG, fault, str(error.output or "")[-4000:])
+    else:
+        yield from (Outcome(SURVIVED, fault) for _ in range(count))

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from faults import many, program, ranks, steps
+from faults import many, program, ranks, restarts, steps
 from faults.outcomes import Outcome
 
 
@@ -36,6 +36,7 @@ ROWS = {
         Row("failing functions", played("faults.calls"), 1000, 30),
         Row("Ctrl-C", played("faults.interrupts"), 1000, 30),
         Row("differing trees", played("faults.trees"), 1000, 30),
+        Row("killed and started again", restarts.resumed, 20, 1),
         Row("differing steps", steps.differing, 100, 1),
         Row("foreign bytes", played("faults.frames"), 100_000, 1000),
         Row("late, twice", played("faults.traffic"), 500, 10),
