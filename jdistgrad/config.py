@@ -14,6 +14,8 @@ class Settings:
       same_script: whether all processes must have been started with the same script.
       devices: whether ``init`` starts ``jax.distributed`` where it is not told.
       host: the name or address by which other nodes find this process, where that is not the node's own name.
+      debug: whether a recorder notes what each worker does, for ``jdistgrad stacks``.
+      debug_dir: the folder for what it writes; "" for one in the system's temporary folder.
       collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi",
         "mpi-on-device", "devices", or "" to choose by what the job has.
     """
@@ -24,6 +26,8 @@ class Settings:
     devices: bool = False
     collectives: str = ""
     host: str = ""
+    debug: bool = False
+    debug_dir: str = ""
 
 
 def _read() -> Settings:
@@ -35,6 +39,8 @@ def _read() -> Settings:
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
         collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "mpi-on-device", "devices")),
         host=os.environ.get("JDISTGRAD_HOST", ""),
+        debug=_switch("JDISTGRAD_DEBUG", default=defaults.debug),
+        debug_dir=os.environ.get("JDISTGRAD_DEBUG_DIR", ""),
     )
 
 

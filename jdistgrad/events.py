@@ -1,6 +1,8 @@
-"""Timeline events of all layers: calls, their serving, pullbacks, compiled pieces, buckets.
+"""Events of all layers: calls, their serving, pullbacks, compiled pieces, buckets. For the timeline and debugging.
 
-Without a recorder an event costs one comparison: ``if events.sink is not None: events.tell(...)``.
+Without a listener an event costs one comparison: ``if events.sink is not None: events.tell(...)``. Of calls, which are
+many, the sink is told only a function and the facts of which it makes the event: ``made`` does so, for those that want
+it.
 """
 
 import time
@@ -26,7 +28,32 @@ class Event(NamedTuple):
     arrays: Any = None
 
 
-sink: Callable[[Event], None] | None = None
+Told = Event | tuple[Any, ...]  # an event; or the function that makes it, and its arguments
+Listener = Callable[[Told], None]
+
+sink: Listener | None = None
+
+_listeners: tuple[Listener, ...] = ()
+
+
+def listen(listener: Listener) -> None:
+    """Let a listener be told of every event from now on, beside those that are told already."""
+    _set((*_listeners, listener))
+
+
+def stop_listening(listener: Listener) -> None:
+    _set(tuple(one for one in _listeners if one != listener))
+
+
+def _set(listeners: tuple[Listener, ...]) -> None:
+    global sink, _listeners
+    _listeners = listeners
+    sink = _tell_all if len(listeners) > 1 else next(iter(listeners), None)
+
+
+def _tell_all(told: Told) -> None:
+    for listener in _listeners:
+        listener(told)
 
 
 def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:
@@ -34,7 +61,16 @@ def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any
     pass_on(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
 
 
-def pass_on(event: Event) -> None:
+def pass_on(told: Told) -> None:
     listener = sink  # another thread may set it to None after the check
     if listener is not None:
-        listener(event)
+        listener(told)
+
+
+def made(told: Told) -> Event:
+    """Return the event that a listener was told of."""
+    if isinstance(told, Event):
+        return told
+    make, *facts = told
+    event: Event = make(*facts)
+    return event

@@ -16,6 +16,8 @@ from jdistgrad.wire import launcher_env
 
 WAITERS = 8
 
+_recording = False
+
 
 def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
     """Record the events of each worker in a block: calls, served calls, pullbacks, pieces of ``jit``, buckets.
@@ -52,14 +54,18 @@ class Timeline:
         self._epoch = time.time() - time.monotonic()
 
     def __enter__(self) -> "Timeline":
-        if events.sink is not None:
+        global _recording
+        if _recording:
             raise TimelineError("a timeline is being recorded in this process already; end that block first")
         self._waiters = concurrent.futures.ThreadPoolExecutor(WAITERS, "jdistgrad-timeline")
-        events.sink = self._record
+        _recording = True
+        events.listen(self._record)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        events.sink = None
+        global _recording
+        events.stop_listening(self._record)
+        _recording = False
         self._waiters.shutdown(wait=True)
         if self._path is not None:
             path = in_this_rank(self._path)
@@ -80,7 +86,8 @@ class Timeline:
 
         return plot(self.trace(), axes)
 
-    def _record(self, event: Event) -> None:
+    def _record(self, told: events.Told) -> None:
+        event = events.made(told)
         if event.arrays is None:
             self.events.append(event)
         else:

@@ -117,10 +117,14 @@ def describe(function: Any) -> str:
     try:
         name = qualified_name(function)
         if name is not None:
-            return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
+            return described(getattr(function, "__module__", None), name)
     except Exception:  # a callable object may raise anything when its name is read
         return type(function).__name__
     return type(function).__name__
+
+
+def described(module: str | None, qualname: str) -> str:
+    return f"{module or 'builtins'}.{qualname}"
 
 
 def lookup(module: str, qualname: str) -> Any:

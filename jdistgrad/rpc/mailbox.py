@@ -57,6 +57,8 @@ class Mailbox:
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       severed: whether this is the copy of a worker in a forked process.
+      in_trouble: called with the text of an error that ends a wait; returns what to add to that text. The flight
+        recorder sets it, to write what all workers wait for.
     """
 
     world: str
@@ -76,6 +78,7 @@ class Mailbox:
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = self.severed = False
+        self.in_trouble: Callable[[str], str] = lambda cause: ""
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 

@@ -122,7 +122,9 @@ class Worker(Mailbox):
 
     def fail(self, error: BaseException) -> None:
         """Break the world: everything that waits in it ends with this error."""
-        self.failure = self.failure or error
+        if self.failure is None:
+            self.failure = error
+            self.in_trouble(f"{self.info}: its world is broken: {error}")
         self.calls.fail_all(lambda call: error)
 
     def close(self, *, graceful: bool) -> None:

@@ -66,13 +66,20 @@ class Board:
             del self._taken[turn], self._rounds[turn]
 
 
-def missing_ranks(what: str, missing: list[int], seconds: float, places: Mapping[int, str]) -> MissingRanksError:
-    """Make the error for ranks that did not come. ``places``: where some of the missing ranks are, if known."""
+def missing_ranks(
+    what: str, missing: list[int], seconds: float, places: Mapping[int, str], told: str = ""
+) -> MissingRanksError:
+    """Make the error for ranks that did not come.
+
+    Arguments:
+      places: where some of the missing ranks are, if known.
+      told: what else to say.
+    """
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
     where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
     return MissingRanksError(
         f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
-        "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout.",
+        f"steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout.{told}",
         missing=missing,
         seconds=seconds,
     )

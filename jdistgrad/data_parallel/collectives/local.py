@@ -74,7 +74,7 @@ class Local(HostCollectives):
                 return self._board.collect(turn, timeout, check, what)
             except MissingRanksError as error:
                 places = together.places(error.missing)
-                raise missing_ranks(what, error.missing, timeout, places) from None
+                raise missing_ranks(what, error.missing, timeout, places, together.told(str(error))) from None
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)

@@ -127,7 +127,8 @@ class MPI(HostCollectives):
         with together:
             if not poll(request.Test, timeout, together.check):
                 missing = self._missing()
-                raise missing_ranks(what, missing, timeout, together.places(missing))
+                places, told = together.places(missing), together.told(f"{what}: ranks {missing} have not come")
+                raise missing_ranks(what, missing, timeout, places, told)
 
     def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
         refuse_forked_process(what)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -94,8 +95,9 @@ class Caller:
         mailbox = self._mailbox
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
-        now, future = time.monotonic(), CallFuture[Any](mailbox.wait_for)
-        return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now)
+        now, future, scope = time.monotonic(), CallFuture[Any](mailbox.wait_for), current_scope()
+        origin = None if scope is None else scope.id, threading.get_ident()
+        return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
@@ -124,10 +126,14 @@ class Caller:
 
     def expire(self, now: float) -> None:
         """Fail the calls whose deadline has passed."""
+        overdue = self._calls.overdue(now)
+        if not overdue:
+            return
+        told = self._mailbox.in_trouble(f"{overdue[0]}: no answer within {overdue[0].timeout:g} s")
         for pending in self._calls.expire(now):
             text = (
                 f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
-                "(init(timeout=)) more time if it may take that long."
+                f"(init(timeout=)) more time if it may take that long.{told}"
             )
             self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 
@@ -135,6 +141,10 @@ class Caller:
         """Fail every call, or every call to one peer."""
         for pending in self._calls.close_all(peer):
             self._fail(pending, make_error(pending))
+
+    def pending(self) -> list[Pending]:
+        """Return the calls that are not answered yet."""
+        return self._calls.now()
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose answers are awaited."""

@@ -12,7 +12,12 @@ from jdistgrad.rpc.functions import describe
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pending:
-    """A pending call: one that has been sent and not answered."""
+    """A pending call: one that has been sent and not answered.
+
+    Attributes:
+      context: the id of the scope it was made in, or None.
+      thread: the thread that made it.
+    """
 
     id: int
     peer: WorkerInfo
@@ -22,6 +27,8 @@ class Pending:
     deadline: float
     future: Any
     since: float = 0.0
+    context: int | None = None
+    thread: int = 0
 
     def __str__(self) -> str:
         return f"{describe(self.function)} on {self.peer}, called by {self.caller}"
@@ -54,6 +61,12 @@ class PendingCalls:
             call = self._by_id.get(identifier)
             return None if call is None else self._remove(call)
 
+    def overdue(self, now: float) -> list[Pending]:
+        """Return, of each timeout, the call whose deadline has passed longest ago."""
+        with self._lock:
+            first = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+        return [call for call in first if call.deadline <= now]
+
     def expire(self, now: float) -> list[Pending]:
         """Remove and return every call whose deadline has passed."""
         expired = []
@@ -70,6 +83,10 @@ class PendingCalls:
         with self._lock:
             calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
             return [self._remove(call) for call in calls]
+
+    def now(self) -> list[Pending]:
+        """Return all calls, without the lock: a thread that stands still may hold it."""
+        return list(self._by_id.values())
 
     def peers(self) -> set[int]:
         """Return the ranks of the peers that owe an answer."""

@@ -47,6 +47,10 @@ class Closing:
         """Return whether this worker is in ``shutdown``."""
         return self._wants_to_close
 
+    def waited(self, now: float) -> float | None:
+        """Return how long this worker has been in ``shutdown``, or None."""
+        return self._patience.waited(now) if self._wants_to_close else None
+
     def run(self, timeout: float, *, speaks: bool = True) -> None:
         """Return when the world is quiet, together with all other workers.
 
@@ -148,9 +152,11 @@ class Closing:
             raise self._too_late(timeout)
 
     def _too_late(self, timeout: float) -> errors.CallTimeoutError:
+        waited = f"shutdown of {self._mailbox.info}: waited {timeout:g} s"
+        told = self._mailbox.in_trouble(waited)
         return errors.CallTimeoutError(
-            f"shutdown of {self._mailbox.info}: waited {timeout:g} s {self._describe(self._reports())}. "
-            "Every worker must call shutdown(); shutdown(graceful=False) leaves without waiting.",
+            f"{waited} {self._describe(self._reports())}. Every worker must call shutdown(); shutdown(graceful=False) "
+            f"leaves without waiting.{told}",
             seconds=timeout,
         )
 

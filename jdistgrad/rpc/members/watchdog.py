@@ -9,11 +9,8 @@ job.
 
 import dataclasses
 import functools
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Collection, Hashable
-from types import FrameType
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -21,6 +18,7 @@ from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.places import where
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
@@ -107,6 +105,10 @@ class Watchdog:
             one.check()
         return one
 
+    def engaged(self) -> list[Participation]:
+        """Return the collectives that this worker is in."""
+        return list(self._engaged.values())
+
     def end(self, participation: Participation) -> None:
         self._engaged.pop(id(participation), None)
 
@@ -126,6 +128,7 @@ class Watchdog:
         if one.blocking:
             mailbox.process.end_job(text)
         elif one.error is None:
+            text += mailbox.in_trouble(text)
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
 
     def look(self, now: float) -> None:
@@ -226,22 +229,3 @@ def location(asker: int, entry: CollectiveEntry) -> Location:
 def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
     """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
     current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
-
-
-def where(thread: int) -> str:
-    """Return the innermost line of the user's program that a thread is in: neither this package nor installed code."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    innermost = frame
-    while frame is not None and _is_installed(frame):
-        frame = frame.f_back
-    found = frame or innermost
-    if found is None:
-        return "its end"
-    name = pathlib.Path(found.f_code.co_filename).name
-    return f"{name}:{found.f_lineno}, in {found.f_code.co_qualname}"
-
-
-def _is_installed(frame: FrameType) -> bool:
-    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-    library = "site-packages" in file or file.startswith((sys.base_prefix, "<frozen"))
-    return library or module.partition(".")[0] == "jdistgrad"

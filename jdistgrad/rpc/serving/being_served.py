@@ -37,13 +37,17 @@ class BeingServed:
     def leave(self, call: UnderWay) -> None:
         self._calls.pop(id(call), None)
 
+    def now(self) -> list[Any]:
+        """Return all calls being served, the oldest first."""
+        return list(self._calls.values())
+
     def shown(self) -> tuple[Serving, ...]:
         """Return all calls being served, the oldest first."""
         now = time.monotonic()
-        return tuple(Serving(_name(one), one.message.source, now - one.since) for one in list(self._calls.values()))
+        return tuple(Serving(name_of(one), one.message.source, now - one.since) for one in self.now())
 
 
-def _name(call: UnderWay) -> str:
+def name_of(call: UnderWay) -> str:
     try:
         return str(call)
     except Exception:  # the user's callable computes its name

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +42,20 @@ class Server:
 
 @dataclasses.dataclass(slots=True)
 class Served:
-    """A call being served."""
+    """A call being served.
+
+    Attributes:
+      context: the id of the scope it was made in, or None.
+      thread: the thread that runs the function; 0 once the function has returned a future.
+    """
 
     server: Server
     message: Message
     value: concurrent.futures.Future[Any] | None
     function: Any = None
     since: float = 0.0
+    context: int | None = None
+    thread: int = 0
 
     def serve(self) -> None:
         """Run the call and answer it. If the function returns a future, its callback answers, without a waiting thread.
@@ -57,7 +65,7 @@ class Served:
         counts only when nothing here refers to its values any more: references among them have then been dropped, and
         shutdown waits for the messages that this sends.
         """
-        self.since = time.monotonic()
+        self.since, self.thread = time.monotonic(), threading.get_ident()
         self.server.being_served.enter(self)
         self._finish(self._called)
 
@@ -66,6 +74,7 @@ class Served:
         try:
             result, error = compute(), None
             if isinstance(result, concurrent.futures.Future):
+                self.thread = 0
                 result.add_done_callback(lambda future: self._finish(lambda: _result_of(future)))
                 return
         except BaseException as raised:
@@ -80,6 +89,7 @@ class Served:
         mailbox, scopes = self.server.mailbox, self.server.scopes
         function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function
+        self.context = scope[0] if scope else None
         try:
             with within(scopes.enter(*scope) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):

@@ -10,6 +10,7 @@ from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
@@ -56,7 +57,8 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             _require_shutdown(rank)
         except BaseException as error:
             failures.append(error)
-            add_note(error, f"raised by the main of rank {rank} of spawn")
+            told = recorder.trouble(f"the main of rank {rank} failed: {in_short(error)}")
+            add_note(error, f"raised by the main of rank {rank} of spawn{told}")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]

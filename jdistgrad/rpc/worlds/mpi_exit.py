@@ -11,6 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire.mpi import abort_job
@@ -28,14 +29,19 @@ def guard(rank: int) -> None:
     _guarded = True
     previous = sys.excepthook
 
-    def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not _reported:
             previous(kind, error, trace)
         if _fork is None:
-            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
+            end_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
 
-    sys.excepthook = end_job
+    sys.excepthook = failed
     atexit.register(_check_end)
+
+
+def end_job(cause: str) -> None:
+    """End all ranks, after each has written what it waits for, if there is a flight recorder."""
+    abort_job(f"{cause}{recorder.trouble(cause, wait=True)}")
 
 
 def report(error: BaseException) -> None:
@@ -60,9 +66,9 @@ def _check_end() -> None:
     if not _latest.closed:
         gave_up = _latest.closing.gave_up
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
-        abort_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
+        end_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
     if _latest.peers.hung is not None:
-        abort_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
+        end_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
 
 
 class Fork:

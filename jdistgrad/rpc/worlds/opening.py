@@ -13,6 +13,7 @@ from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
+from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
@@ -36,6 +37,7 @@ def refuse_second_world(what: str) -> None:
 
 
 def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: bool) -> Worker:
+    recorder.start_if_asked()
     world = hub.next_world(rank)
     hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
     hellos = world.gather(rank, hello, timeout)
@@ -44,12 +46,13 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
 
 
 def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool) -> Worker:
+    recorder.start_if_asked()
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
     from jdistgrad.rpc.worlds import jax_processes, mpi_exit
     from jdistgrad.wire import mpi_rendezvous
-    from jdistgrad.wire.mpi import MPITransport, abort_job, require_threads
+    from jdistgrad.wire.mpi import MPITransport, require_threads
 
     require_threads()
     comm = MPI.COMM_WORLD
@@ -67,7 +70,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
     transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
-    process = Process(abort_job, mpi_exit.report)
+    process = Process(mpi_exit.end_job, mpi_exit.report)
     worker = _open(hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code)
     mpi_exit.joined(worker)
     return worker
@@ -122,5 +125,6 @@ def _open(
     codec = PickleCodec(allow_code=allow_code)
     worker = Worker(world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
     forks.watch(worker)
+    recorder.watch(worker)
     transport.start(worker)
     return worker

@@ -1,0 +1,96 @@
+"""The folder of a job, in which each of its processes announces itself and writes what it waits for.
+
+A process has three files, called after its rank: ``rank2.process.json`` (who it is, from the start),
+``rank2.waits.json`` (its latest snapshot) and ``rank2.stacks.txt`` (what faulthandler writes on SIGUSR1, also where
+Python stands still). Two more belong to all, and whoever writes them wants new snapshots: ``asked`` by ``jdistgrad
+stacks``, ``trouble`` by a rank that has found an error.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from jdistgrad.config import settings
+from jdistgrad.wire import launcher_env
+
+PROCESS, WAITS, STACKS = ".process.json", ".waits.json", ".stacks.txt"
+ASKED, TROUBLE = "asked", "trouble"
+
+# The variables in which launchers name a job, or a step of one.
+JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
+
+
+def root() -> pathlib.Path:
+    """Return the folder that has a folder for each job of this user on this machine."""
+    chosen = settings.debug_dir
+    return pathlib.Path(chosen or pathlib.Path(tempfile.gettempdir()) / f"jdistgrad-debug-{os.getuid()}").absolute()
+
+
+def of_this_process() -> tuple[pathlib.Path, str]:
+    """Return the folder of this job, and what this process's files are called after."""
+    if not launcher_env.launched():
+        return root() / f"process-{os.getpid()}", "process"
+    return root() / job_name(os.environ, os.getppid()), f"rank{launcher_env.rank()}"
+
+
+def job_name(environment: Mapping[str, str], launcher: int) -> str:
+    """Return a name for a job that its ranks on one machine agree on, fit for a folder."""
+    for variables in JOB_VARIABLES:
+        if all(name in environment for name in variables):
+            return re.sub(r"[^\w.@-]", "_", "-".join(environment[name] for name in variables))
+    return f"launcher-{launcher}"
+
+
+def make(folder: pathlib.Path) -> None:
+    """Make the folder of a job, which only this user can read. Raises OSError if it is another's."""
+    for one in (folder.parent, folder):
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+
+
+def write(path: pathlib.Path, value: Any) -> None:
+    """Write a file as a whole: a reader sees the old file or the new one."""
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.write_text(json.dumps(value), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read(folder: pathlib.Path, kind: str) -> dict[str, Any]:
+    """Return the processes' files of one kind, by what they are called after."""
+    found = {}
+    for path in sorted(folder.glob(f"*{kind}")):
+        with contextlib.suppress(OSError, ValueError):  # the process has just removed it
+            found[path.name.removesuffix(kind)] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def changed(path: pathlib.Path) -> int:
+    """Return when a file was last changed, in nanoseconds; 0 if there is none or it is empty."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_mtime_ns if status.st_size else 0
+
+
+def ask(folder: pathlib.Path, how: str = ASKED) -> int:
+    """Ask all processes of a job for new snapshots; return the time of asking, as ``changed`` does."""
+    (folder / how).write_text("now", encoding="utf-8")
+    return changed(folder / how)
+
+
+def remove(folder: pathlib.Path, label: str) -> None:
+    """Remove the files of a process, and the folder after its last one."""
+    for kind in (PROCESS, WAITS, STACKS):
+        (folder / f"{label}{kind}").unlink(missing_ok=True)
+    if not any(folder.glob(f"*{PROCESS}")):
+        for shared in (ASKED, TROUBLE):
+            (folder / shared).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process has just come, or other files are in it
+            folder.rmdir()

@@ -1,0 +1,53 @@
+"""Processes of this machine, as Linux describes them: when they started, who started them, what they run.
+
+A process is known by its id and its start, because ids are used again.
+"""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+PARENT, START = 1, 19  # fields of /proc/PID/stat behind the command's name
+
+
+def start_of(pid: int) -> int | None:
+    """Return when a process started, in ticks since the machine did; None if it has ended, or this is not Linux."""
+    return _field(pid, START)
+
+
+def parent_of(pid: int) -> int | None:
+    return _field(pid, PARENT)
+
+
+def is_running(pid: int, start: int | None) -> bool:
+    """Return whether a process that started then is still there."""
+    if start is not None:
+        return start_of(pid) == start
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def descends_from(pid: int, ancestor: int, parent: Callable[[int], int | None] = parent_of) -> bool:
+    """Return whether a process is another one, or was started by it, directly or not."""
+    one: int | None = pid
+    while one and one != ancestor:
+        one = parent(one)
+    return one == ancestor
+
+
+def _field(pid: int, number: int) -> int | None:
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+    return None if fields[0] in ("Z", "X") else int(fields[number])
+
+
+def uptime_ticks() -> float:
+    """Return the time since the machine started, in the ticks of ``start_of``."""
+    seconds = float(pathlib.Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    return seconds * os.sysconf("SC_CLK_TCK")

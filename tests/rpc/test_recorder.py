@@ -1,0 +1,167 @@
+"""The flight recorder: what it keeps, what it writes, and where."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import jdistgrad as jd
+from jdistgrad import events
+from jdistgrad.events import Event
+from jdistgrad.observe import waits
+from jdistgrad.observe.wait_report import render
+from jdistgrad.rpc.flight import folder, processes
+from jdistgrad.rpc.flight.recorder import EVENTS, Recorder
+from jdistgrad.rpc.worker import current_worker
+
+finished, entered = threading.Event(), threading.Semaphore(0)
+
+
+def result_of_step():
+    entered.release()
+    finished.wait()
+    return 1
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    """Return a recorder that is told of events, and writes its files when it is asked to."""
+    one = Recorder(tmp_path / "job", "process")
+    folder.make(one.folder)
+    events.listen(one._record)
+    yield one
+    events.stop_listening(one._record)
+
+
+def test_a_cycle_of_three_waiting_calls_is_named(recorder):
+    finished.clear()
+    written = threading.Event()
+
+    def main():
+        me = jd.init()
+        recorder.add(current_worker())
+        jd.barrier()
+        with jd.context() as ctx:
+            future = jd.rpc_async((me.rank + 1) % 3, result_of_step)
+            if me.rank == 0:
+                for _ in range(3):
+                    entered.acquire()
+                recorder.write("a test")
+                written.set()
+            written.wait()
+            finished.set()
+            assert future.result() == 1
+            context = ctx.id
+        jd.shutdown()
+        return context
+
+    jd.spawn(main, 3)
+    (snapshot,) = folder.read(recorder.folder, folder.WAITS).values()
+    found = waits.merge([snapshot])
+    assert [[found.names[node] for node in cycle] for cycle in waits.cycles(found.edges)] == [
+        ["worker0", "worker1", "worker2"]
+    ]
+    text = render("a job", [snapshot], [])
+    assert "cycle: worker0 -> worker1 -> worker2 -> worker0" in text
+    assert "in result_of_step" in text
+    for facts in snapshot["workers"]:
+        rank = facts["rank"]
+        (served,), (made,) = facts["serving"], facts["calls"]
+        assert (made["to"], served["caller"]) == ((rank + 1) % 3, (rank - 1) % 3)
+        assert made["context"].startswith(f"{rank}:")
+        assert served["context"].startswith(f"{(rank - 1) % 3}:")
+
+
+def ask_next(rank):
+    return jd.rpc_sync(rank, result_of_step)
+
+
+def test_a_call_names_the_call_that_is_being_served_where_it_was_made(recorder):
+    finished.clear()
+    with jd.local_workers(3) as world:
+        for worker in world._worker.transport.world._present():
+            recorder.add(worker)
+        future = jd.rpc_async("worker1", ask_next, args=(2,))
+        entered.acquire()
+        _, asking, _ = recorder.snapshot("a test")["workers"]
+        finished.set()
+        assert future.result() == 1
+    (made,), (served,) = asking["calls"], asking["serving"]
+    assert made["serving"] == served["id"]
+    assert served["id"].startswith("0:")
+
+
+def test_an_error_that_ends_a_wait_names_the_command_and_the_file_has_the_call(recorder):
+    finished.clear()
+    with jd.local_workers(3) as world:
+        recorder.add(world._worker)
+        with pytest.raises(jd.CallTimeoutError, match=r"\nwho waited for whom: jdistgrad stacks .*process.waits.json"):
+            jd.rpc_sync("worker2", result_of_step, timeout=0.2)
+        entered.acquire()
+        finished.set()
+    snapshot = json.loads((recorder.folder / "process.waits.json").read_text())
+    assert [one["to"] for one in snapshot["workers"][0]["calls"]] == [2]
+    assert "result_of_step on worker2" in snapshot["cause"]
+
+
+def test_the_last_events_are_kept_beside_a_timeline_and_no_arrays(recorder):
+    with jd.local_workers(3), jd.timeline() as recorded:
+        for k in range(EVENTS):
+            jd.rpc_sync("worker1", abs, args=(-k,))
+        array = jnp.ones(3)
+        events.pass_on(Event(events.PIECE, 0, "worker0", "piece 7", 1.0, 2.0, {}, [array]))
+    assert len(recorded.events) == 2 * EVENTS + 1
+    kept = recorder.snapshot("a test")["events"]
+    assert len(kept) == EVENTS
+    assert any(one["name"] == "piece 7" for one in kept)
+    assert all(told.arrays is None for told in recorder._events if isinstance(told, Event))
+    assert {one["name"] for one in kept} == {"piece 7", "builtins.abs"}
+
+
+def test_a_reader_sees_whole_files_only(tmp_path):
+    path = tmp_path / "rank1.waits.json"
+    folder.write(path, {"a": 1})
+    folder.write(path, {"b": [2]})
+    (tmp_path / "rank0.waits.json").write_text('{"cut o')
+    assert folder.read(tmp_path, folder.WAITS) == {"rank1": {"b": [2]}}
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["rank0.waits.json", "rank1.waits.json"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PMIX_NAMESPACE": "prterun-node-5@1", "SLURM_JOB_ID": "3"}, "prterun-node-5@1"),
+        ({"SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0"}, "3-0"),
+        ({"SLURM_JOB_ID": "3"}, "launcher-9"),
+        ({"PMI_JOBID": "../kvs 1"}, ".._kvs_1"),
+        ({}, "launcher-9"),
+    ],
+)
+def test_ranks_of_a_job_agree_on_its_folder(environment, expected):
+    assert folder.job_name(environment, 9) == expected
+
+
+def test_a_process_is_known_by_its_id_and_its_start():
+    me, start = os.getpid(), processes.start_of(os.getpid())
+    assert processes.is_running(me, start)
+    assert not processes.is_running(me, start - 1)  # another one had this id before
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        began = processes.start_of(child.pid)
+        assert processes.is_running(child.pid, began)
+        assert processes.descends_from(child.pid, me)
+        assert not processes.descends_from(me, child.pid)
+        child.kill()
+        child.wait()
+        assert not processes.is_running(child.pid, began)
+
+
+def test_settings_are_checked():
+    command = [sys.executable, "-c", "import jdistgrad.config"]
+    done = subprocess.run(
+        command, env={**os.environ, "JDISTGRAD_DEBUG": "yes"}, capture_output=True, text=True, check=False
+    )
+    assert "the environment variable JDISTGRAD_DEBUG must be 0 or 1, not 'yes'" in done.stderr
