@@ -1,4 +1,4 @@
-"""The command line: ``jdistgrad run``, ``doctor``, ``bench`` and ``trace``."""
+"""The command line: ``jdistgrad run``, ``stacks``, ``doctor``, ``bench`` and ``trace``."""
 
 import argparse
 import sys
@@ -27,6 +27,12 @@ def parser() -> argparse.ArgumentParser:
     )
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
     start.set_defaults(act=run)
+
+    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and who waits for whom")
+    look.add_argument("job", nargs="?", help="process id of `jdistgrad run` or mpirun, or a folder that an error names")
+    look.add_argument("--events", type=int, default=0, metavar="N", help="show the last N events of each rank too")
+    look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
+    look.set_defaults(act=stacks)
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
@@ -98,6 +104,12 @@ def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
     from jdistgrad.cli import bench
 
     return bench.main(options.n)
+
+
+def stacks(options: argparse.Namespace, program: Sequence[str]) -> int:
+    from jdistgrad.cli import stacks
+
+    return stacks.main(options.job, options.events, options.wait)
 
 
 def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
