@@ -1,13 +1,7 @@
 """The boxes of text that MPI and mpirun print when a rank ends the job, and their removal from a job's error output.
 
 A rank that ends the job says which worker failed, and why. MPI_ABORT and mpirun then add twenty lines that say neither.
-
-Run by its file, in a Python without any packages, this module copies its input to its output until the input ends,
-whatever signals ended the rest of the job.
 """
-
-import os
-import signal
 
 NAMED = b"; ending the job"  # what ``abort_job`` prints last
 BOXES = b"MPI_ABORT was invoked", b"has exited due to process", b"noticed that process", b"job aborted"
@@ -15,21 +9,25 @@ LONGEST = 30  # lines: more are no box
 
 
 class BoxFilter:
-    """A filter of a byte stream. Until the cause of the job's end has passed, everything passes unchanged."""
+    """A filter of a byte stream. Until the cause of the job's end has passed, everything passes unchanged.
+
+    Attributes:
+      named: whether the cause has passed, here or in the stream of another rank.
+    """
 
     def __init__(self) -> None:
-        self._named, self._seen = False, b""
+        self.named, self._seen = False, b""
         self._held: list[bytes] = []  # the lines of a box, from its upper rule on
         self._partial = b""
 
     def __call__(self, data: bytes) -> bytes:
         """Return what to print now."""
-        if self._named:
+        if self.named:
             return self._without_boxes(data)
         self._seen = self._seen[-len(NAMED) :] + data
         if NAMED not in self._seen:
             return data
-        self._named = True
+        self.named = True
         after = len(self._seen) - self._seen.index(NAMED) - len(NAMED)
         return data[: len(data) - after] + self._without_boxes(data[len(data) - after :])
 
@@ -59,17 +57,3 @@ class BoxFilter:
 
 def is_rule(line: bytes) -> bool:
     return len(line) > 20 and not line.strip().strip(b"-=")
-
-
-def copy(source: int, target: int) -> None:
-    """Copy a job's error output from one descriptor to another until it ends, without boxes."""
-    without = BoxFilter()
-    while data := os.read(source, 1 << 16):
-        os.write(target, without(data))
-    os.write(target, without.end())
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    copy(0, 1)

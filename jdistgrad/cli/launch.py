@@ -11,9 +11,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
-from jdistgrad.cli import boxes, leash
+from jdistgrad.cli import copier, leash
 from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError, TimelineError
@@ -22,8 +22,6 @@ from jdistgrad.observe import chrome
 RANKS_PER_CORE = 32
 
 ENDING = signal.SIGTERM, signal.SIGHUP
-
-LEFT_SECONDS = 5.0  # for the rest of a job's output, should a process outlast the job
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
@@ -142,31 +140,15 @@ def environment(n: int) -> dict[str, str]:
 def run(n: int, program: Sequence[str], restarts: int = 0) -> int:
     """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again."""
     check(program)
-    whole = command(n, program)
+    start = mpirun(n)
 
     def attempt(number: int) -> tuple[int, bool]:
-        with errors_without_boxes() as errors:
-            job = attend(whole, env=environment(n) | {RESTART: str(number)}, stderr=errors)
+        told = environment(n) | {RESTART: str(number)}
+        with copier.error_output(n) as (errors, to_its_pipe):
+            job = attend([*start, *to_its_pipe, sys.executable, *program], env=told, stderr=errors)
             return job.returncode, job.ended
 
     return attempts(attempt, restarts)
-
-
-@contextlib.contextmanager
-def errors_without_boxes() -> Iterator[IO[bytes]]:
-    """Yield a stream for the error output of a job, to be printed here without the boxes of MPI.
-
-    Another process prints it, since mpirun must be able to write as long as it lives: also when this process is killed.
-    """
-    sys.stderr.flush()
-    copier = subprocess.Popen([sys.executable, "-I", "-S", boxes.__file__], stdin=subprocess.PIPE, stdout=2)
-    assert copier.stdin is not None
-    try:
-        yield copier.stdin
-    finally:
-        copier.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            copier.wait(LEFT_SECONDS)
 
 
 class Attended(subprocess.CompletedProcess[Any]):
