@@ -88,11 +88,12 @@ class LocalWorld:
     def fail(self, error: BaseException) -> None:
         with self._changed:
             self._changed.notify_all()
-        for receiver in self._present():
+        for receiver in self._present().values():
             receiver.fail(error)
 
-    def _present(self) -> list[Receiver]:
-        return [receiver for receiver in list(self._receivers.values()) if receiver is not None]
+    def _present(self) -> dict[int, Receiver]:
+        """Return the workers that have come and not left, by rank."""
+        return {rank: receiver for rank, receiver in self._receivers.copy().items() if receiver is not None}
 
     def _wait_for_all(self, arrivals: dict[int, Any], timeout: float) -> None:
         complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, timeout)
@@ -108,11 +109,11 @@ class LocalWorld:
     def _tick(self) -> None:
         while present := self._present():
             now = time.monotonic()
-            for receiver in present:
+            for rank, receiver in present.items():
                 try:
                     receiver.tick(now)
                 except Exception:  # the other workers need this thread too
-                    log.exception("housekeeping of a local worker failed")
+                    log.exception("housekeeping of the local worker of rank %d failed", rank)
             time.sleep(TICK_SECONDS)
 
 

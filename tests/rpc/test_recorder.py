@@ -32,9 +32,9 @@ def recorder(tmp_path):
     """Return a recorder that is told of events, and writes its files when it is asked to."""
     one = Recorder(tmp_path / "job", "process")
     folder.make(one.folder)
-    events.listen(one._record)
+    events.listen(one.record)
     yield one
-    events.stop_listening(one._record)
+    events.stop_listening(one.record)
 
 
 def test_a_cycle_of_three_waiting_calls_is_named(recorder):
@@ -83,7 +83,7 @@ def ask_next(rank):
 def test_a_call_names_the_call_that_is_being_served_where_it_was_made(recorder):
     finished.clear()
     with jd.local_workers(3) as world:
-        for worker in world._worker.transport.world._present():
+        for worker in world._worker.transport.world._present().values():
             recorder.add(worker)
         future = jd.rpc_async("worker1", ask_next, args=(2,))
         entered.acquire()
@@ -129,6 +129,44 @@ def test_a_reader_sees_whole_files_only(tmp_path):
     (tmp_path / "rank0.waits.json").write_text('{"cut o')
     assert folder.read(tmp_path, folder.WAITS) == {"rank1": {"b": [2]}}
     assert [one.name for one in sorted(tmp_path.iterdir())] == ["rank0.waits.json", "rank1.waits.json"]
+
+
+def test_old_folders_go_unless_their_process_still_runs(tmp_path):
+    here = {"pid": os.getpid(), "start": processes.start_of(os.getpid())}
+    for name, process in (("over", {**here, "start": 1}), ("running", here)):
+        (tmp_path / name).mkdir()
+        folder.write(tmp_path / name / "process.process.json", process)
+    written = (tmp_path / "over").stat().st_mtime
+    folder.remove_old(tmp_path, written + 0.9 * folder.KEPT_SECONDS)
+    assert len(list(tmp_path.iterdir())) == 2
+    folder.remove_old(tmp_path, written + 1.1 * folder.KEPT_SECONDS)
+    assert [one.name for one in tmp_path.iterdir()] == ["running"]
+
+
+PROGRAM = """
+import os, pathlib, signal
+import jdistgrad as jd
+jd.init()
+(folder,) = pathlib.Path(os.environ["JDISTGRAD_DEBUG_DIR"]).iterdir()
+assert (folder / "process.process.json").exists()
+os.kill(os.getpid(), signal.SIGUSR1)  # which would end another process
+assert 'File "<string>"' in (folder / "process.stacks.txt").read_text()
+jd.shutdown()
+"""
+
+
+def test_a_program_that_ends_well_leaves_nothing_and_survives_the_signal(tmp_path):
+    environment = {**os.environ, "JDISTGRAD_DEBUG": "1", "JDISTGRAD_DEBUG_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_init(tmp_path):
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "JDISTGRAD_DEBUG": "1", "JDISTGRAD_DEBUG_DIR": str(tmp_path / "file")}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert "cannot be written" in done.stderr
+    assert "JDISTGRAD_DEBUG_DIR" in done.stderr
 
 
 @pytest.mark.parametrize(

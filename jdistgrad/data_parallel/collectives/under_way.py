@@ -18,6 +18,7 @@ import jax
 
 from jdistgrad.data_parallel.collectives.world import WatchedBlock
 from jdistgrad.threads import started
+from jdistgrad.wire import launcher_env
 
 LOOK_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
@@ -120,7 +121,8 @@ class UnderWay:
             try:
                 self._look()
             except Exception:  # a later program may still hang
-                log.exception("a look at the programs over all devices failed; the next one comes soon")
+                text = "rank %d: a look at the programs over all devices failed; the next one comes soon"
+                log.exception(text, launcher_env.rank())
 
     def _look(self) -> None:
         self._drop_ended()

@@ -11,15 +11,18 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from jdistgrad.config import settings
+from jdistgrad.rpc.flight import processes
 from jdistgrad.wire import launcher_env
 
 PROCESS, WAITS, STACKS = ".process.json", ".waits.json", ".stacks.txt"
 ASKED, TROUBLE = "asked", "trouble"
+KEPT_SECONDS = 7 * 86_400
 
 # The variables in which launchers name a job, or a step of one.
 JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
@@ -77,6 +80,14 @@ def changed(path: pathlib.Path) -> int:
     except OSError:
         return 0
     return status.st_mtime_ns if status.st_size else 0
+
+
+def remove_old(root: pathlib.Path, now: float) -> None:
+    """Remove the folders of jobs that ended long ago and left what an error wrote, or were killed."""
+    for folder in root.iterdir() if root.is_dir() else ():
+        old = folder.is_dir() and now - folder.stat().st_mtime > KEPT_SECONDS
+        if old and not any(processes.is_running(one["pid"], one["start"]) for one in read(folder, PROCESS).values()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def ask(folder: pathlib.Path, how: str = ASKED) -> int:

@@ -52,10 +52,13 @@ class Recorder:
         files.make(self.folder)
         files.remove(self.folder, self._label)  # of an earlier process with this name
         files.make(self.folder)
+        if not settings.debug_dir:  # else it may be another machine's, whose processes are not known here
+            with contextlib.suppress(OSError):
+                files.remove_old(self.folder.parent, time.time())
         self._stacks = open(self._path(files.STACKS), "a", encoding="utf-8")  # noqa: SIM115 as long as the process
         files.write(self._path(files.PROCESS), self._process())
         handle_signal(self._stacks)
-        events.listen(self._record)
+        events.listen(self.record)
         started(self._serve, "jdistgrad-recorder")
         atexit.register(self._end, os.getpid())
 
@@ -63,7 +66,7 @@ class Recorder:
         self._workers.add(worker)
         worker.in_trouble = self.trouble
 
-    def _record(self, told: events.Told) -> None:
+    def record(self, told: events.Told) -> None:
         if isinstance(told, events.Event) and told.arrays is not None:
             told = told._replace(arrays=None)
         self._events.append(told)
