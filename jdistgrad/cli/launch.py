@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jdistgrad.cli import copier, leash
@@ -18,6 +18,7 @@ from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError, TimelineError
 from jdistgrad.observe import chrome
+from jdistgrad.wire import launcher_env
 
 RANKS_PER_CORE = 32
 
@@ -143,12 +144,22 @@ def run(n: int, program: Sequence[str], restarts: int = 0) -> int:
     start = mpirun(n)
 
     def attempt(number: int) -> tuple[int, bool]:
-        told = environment(n) | {RESTART: str(number)}
-        with copier.error_output(n) as (errors, to_its_pipe):
-            job = attend([*start, *to_its_pipe, sys.executable, *program], env=told, stderr=errors)
-            return job.returncode, job.ended
+        with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as arrivals:
+            told = environment(n) | {RESTART: str(number), launcher_env.ARRIVALS: arrivals}
+            with copier.error_output(n) as (errors, to_its_pipe):
+                job = attend([*start, *to_its_pipe, sys.executable, *program], env=told, stderr=errors)
+            if job.returncode and not job.ended:
+                name_missing(n, {int(path.name) for path in pathlib.Path(arrivals).iterdir()})
+        return job.returncode, job.ended
 
     return attempts(attempt, restarts)
+
+
+def name_missing(n: int, arrived: Collection[int]) -> None:
+    """Say which ranks of a job that failed had not called ``init``, if others had: those may have waited for them."""
+    missing = sorted(set(range(n)) - set(arrived))
+    if arrived and missing:
+        print(f"jdistgrad: ranks {missing} of {n} had not called init when the job ended", file=sys.stderr, flush=True)
 
 
 class Attended(subprocess.CompletedProcess[Any]):

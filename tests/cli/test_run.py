@@ -103,6 +103,14 @@ def test_compiled_programs_are_kept_for_the_next_run(jdistgrad, tmp_path):
     assert kept[2] == kept[1], "the third run compiled something again"
 
 
+STOPS = """
+import os, signal
+import jdistgrad as jd
+if jd.rank() == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+jd.init(timeout=8)
+"""
+
 LONG = """
 import jdistgrad as jd
 
@@ -119,6 +127,14 @@ def test_a_long_error_is_printed_once_and_mpi_adds_nothing(jdistgrad, tmp_path):
     output = jdistgrad("run", "-n", "3", "long.py", status=None)
     assert output.count("line 49") == 1
     assert output.endswith("worker1 (rank 1) failed: AssertionError: line 0 ...; ending the job\n")
+
+
+def test_ranks_that_never_came_are_named(jdistgrad, tmp_path):
+    # Before MPI has started, ranks cannot tell each other: rank 2 is stopped, the others wait for it in C.
+    (tmp_path / "stops.py").write_text(STOPS)
+    output = jdistgrad("run", "-n", "3", "stops.py", status=None)
+    assert "mpi_starts_when_every_rank_has_called_init" in output
+    assert output.endswith("jdistgrad: ranks [2] of 3 had not called init when the job ended\n")
 
 
 def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):

@@ -47,6 +47,7 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
 
 def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool) -> Worker:
     recorder.start_if_asked()
+    launcher_env.arrive()
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
