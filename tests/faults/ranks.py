@@ -32,8 +32,9 @@ def standing_still(count: int, seed: int) -> Iterator[Outcome]:
 def ending(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks that raise, or end by ``sys.exit`` or ``os._exit``."""
     phases = [phase for phase in load.PHASES if phase != "init"]
-    yield from struck(("raise", "exit", "_exit"), phases, count, seed, within=DEAD_SECONDS)
-    yield from struck(("raise", "exit", "_exit"), ["init"], -(-count // 10), seed, within=STILL_SECONDS)
+    before_init = count // 10
+    yield from struck(("raise", "exit", "_exit"), phases, count - before_init, seed, within=DEAD_SECONDS)
+    yield from struck(("raise", "exit", "_exit"), ["init"], before_init, seed, within=STILL_SECONDS)
 
 
 def struck(acts, phases, count: int, seed: int, *, within: float) -> Iterator[Outcome]:

@@ -10,7 +10,7 @@ from faults.rows import ROWS
 NAMES_ONE = "prterun noticed that process rank 1 with PID 7 on node n exited on\nsignal 9 (Killed)."
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.short], ids=lambda row: row.name)
 def test_a_few_faults_of_each_row(row):
     outcomes = list(row.inject(row.short, 0))
     assert [one for one in outcomes if not one.good] == []
