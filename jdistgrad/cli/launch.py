@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jdistgrad.cli import copier, leash
@@ -138,12 +138,17 @@ def environment(n: int) -> dict[str, str]:
     return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
 
 
-def run(n: int, program: Sequence[str], restarts: int = 0) -> int:
-    """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again."""
+def run(n: int, program: Sequence[str], restarts: int = 0, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again.
+
+    Arguments:
+      prepare: called before each start.
+    """
     check(program)
     start = mpirun(n)
 
     def attempt(number: int) -> tuple[int, bool]:
+        prepare()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as arrivals:
             told = environment(n) | {RESTART: str(number), launcher_env.ARRIVALS: arrivals}
             with copier.error_output(n) as (errors, to_its_pipe):
@@ -218,7 +223,12 @@ def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0) -
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program], restarts)
+
+        def forget() -> None:
+            for part in parts.glob("*.json"):
+                part.unlink()
+
+        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program], restarts, forget)
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
         raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")

@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,8 @@ from jdistgrad.rpc.unpickling import refused
 
 Place = tuple[str, int, int]  # of code in its module: qualified name, line, and checksum
 Codes = dict[Place, types.CodeType]
+
+_incomplete: "weakref.WeakSet[types.FunctionType]" = weakref.WeakSet()  # functions made, but not yet completed
 
 
 class WithClosures:
@@ -53,11 +56,20 @@ def make(module: str, place: Place, cells: int) -> types.FunctionType:
             function=f"{module}.{place[0]}",
         )
     closure = tuple(types.CellType() for _ in range(cells))
-    return types.FunctionType(code, vars(sys.modules[module]), closure=closure)
+    function = types.FunctionType(code, vars(sys.modules[module]), closure=closure)
+    _incomplete.add(function)
+    return function
 
 
 def complete(function: types.FunctionType, state: Any) -> None:
-    """Fill in what a function closed over, its defaults and its attributes."""
+    """Fill in what a function closed over, its defaults and its attributes.
+
+    Raises:
+      FunctionError: it is not a function that ``make`` has just made, but one of the program.
+    """
+    if function not in _incomplete:
+        raise FunctionError(f"a message would change {function!r:.100}, which it has not made: it was forged")
+    _incomplete.discard(function)
     cells, names, (defaults, keyword_defaults, attributes) = state
     for cell, contents in zip(function.__closure__ or (), cells, strict=True):
         if contents:

@@ -1,6 +1,6 @@
 """What a message may name of Python's standard library and of this package, as lists; everything else is the program's.
 
-Of the standard library a message finds data types, and functions whose call changes nothing outside of their
+Of the standard library a message finds data types, and functions whose call changes nothing of note outside of their
 arguments: nothing that starts programs, writes files, runs text as code, or looks into the insides of objects.
 """
 
@@ -20,7 +20,9 @@ WHOLE = (
 REFUSED = {
     "collections": "namedtuple",  # runs text as code
     "enum": "global_enum",  # writes into modules
+    "decimal": "setcontext",
     "operator": "attrgetter methodcaller",  # read any attribute of anything
+    "random": "seed setstate",
     "time": "clock_settime clock_settime_ns tzset",
     "typing": "get_type_hints ForwardRef NamedTuple NamedTupleMeta",  # run text as code
     "zoneinfo": "reset_tzpath",
@@ -28,6 +30,7 @@ REFUSED = {
 
 # Names of modules that hold other things too, and private names that pickle uses.
 NAMED = {
+    "argparse": "Namespace",
     "array": "_array_reconstructor",
     "ast": "literal_eval",
     "builtins": "int float complex bool str bytes bytearray list tuple dict set frozenset range slice object type "
@@ -117,7 +120,6 @@ OWN = (
     "jdistgrad.errors",
     "jdistgrad.events",
     "jdistgrad.modules",
-    "jdistgrad.observe",
     "jdistgrad.optim",
     "jdistgrad.rpc.api",
     "jdistgrad.rpc.cached",
@@ -132,7 +134,11 @@ OWN = (
     "jdistgrad.rpc.serving.failures",
     "jdistgrad.rpc.work_count",
     "jdistgrad.rpc.worlds.worlds",
-    "jdistgrad.saving",
+    "jdistgrad.saving.desk",
+    "jdistgrad.saving.files",
+    "jdistgrad.saving.marks",
+    "jdistgrad.saving.owners",
+    "jdistgrad.saving.parts",
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )

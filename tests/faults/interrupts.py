@@ -1,4 +1,4 @@
-"""Ctrl-C at a random moment of a call, a gradient, a staged step or an average: the next of its kind is right."""
+"""Ctrl-C at a random moment of a call, a gradient, a staged step or a context: the next of its kind is right."""
 
 import os
 import random

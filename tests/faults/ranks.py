@@ -88,4 +88,5 @@ def names(victim: int, output: str) -> bool:
     """Return whether a job's output says which rank failed, in our words or in those of mpirun."""
     ours = rf"(\(rank {victim}\)|ranks? \[?{victim}\b|rank {victim}\b)"
     launchers = rf"Process name: \[[^\]]*@1,{victim}\]"
-    return re.search(f"{ours}|{launchers}", output) is not None
+    said = re.sub(r"^\[ranks [^\]]*\] ", "", output, flags=re.MULTILINE)  # who printed a line, not whom it names
+    return re.search(f"{ours}|{launchers}", said) is not None

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 
+from faults import jobs
 from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -81,14 +83,20 @@ def run(plan: list[tuple[int, int, float]], steps: int, compiled: str) -> Ended:
         folder = str(pathlib.Path(scratch, "checkpoints"))
         program.write_text(PROGRAM.format(examples=str(EXAMPLES), every=EVERY, folder=folder, plan=plan, steps=steps))
         options = ["-n", "3", "--restarts", str(len(plan)), "--cache", compiled]
-        done = subprocess.run(
-            [sys.executable, "-m", "jdistgrad", "run", *options, str(program)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TO_TRAIN + TO_START * len(plan),
-            check=False,
-        )
+        mark = uuid.uuid4().hex
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "jdistgrad", "run", *options, str(program)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=jobs.environment(mark, {}),
+                timeout=TO_TRAIN + TO_START * len(plan),
+                check=False,
+            )
+            assert jobs.outlived(mark) == []
+        finally:
+            jobs.end_all(mark)
     assert done.returncode == 0, done.stdout
     digests = [re.search(rf"worker{rank}: .* result (\w+)", done.stdout).group(1) for rank in range(3)]
     torn = sum(int(number) > 0 for number in re.findall(r"^torn (\d+)", done.stdout, re.MULTILINE))

@@ -48,6 +48,9 @@ def test_a_rank_that_ends_by_itself_must_end_the_job():
         ("worker1 (rank 1) failed", False),
         ("ranks [1] of 3 did not call init", False),
         ("rank 21 has", False),
+        ("[ranks 1-2] some warning", False),
+        ("[ranks 2] some warning", False),
+        ("[ranks 0-1] worker2 (rank 2) is lost", True),
     ],
 )
 def test_the_rank_that_failed_is_found_in_the_output(text, named):

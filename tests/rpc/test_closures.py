@@ -82,6 +82,17 @@ def test_a_module_that_differs_is_an_error():
         closures.make(__name__, (qualified, line, mark + 1), 1)
 
 
+def of_the_program(x, scale=1):
+    return x * scale
+
+
+def test_a_forged_pickle_changes_no_function_of_the_program():
+    state = (), ("of_the_program", "of_the_program", __name__), ((1000,), None, {})
+    with pytest.raises(jd.FunctionError, match="which it has not made"):
+        unpickling.loads(calling("jdistgrad.rpc.closures", "complete", of_the_program, state))
+    assert of_the_program(1) == 1
+
+
 def test_forged_closures_of_the_standard_library_are_refused():
     with pytest.raises(jd.FunctionError, match=r"os.system may not be named"):
         unpickling.loads(calling("jdistgrad.rpc.closures", "make", "os", ("system", 1, 2), 0))

@@ -1,5 +1,6 @@
 """The opening of pickles: what they find, what they do not, and that damage and forgery call nothing else."""
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 from helpers import imports_others
 from helpers.data import damaged
 from helpers.forgery import attribute_of, called, calling, named
@@ -135,6 +137,7 @@ PYTHON += [
     [].append,
 ]
 PYTHON += [dict.fromkeys, int.from_bytes, (5).__add__, int.__add__, os.getpid, os.path.join, getattr, print, type(None)]
+PYTHON += [scipy.special.erf, argparse.Namespace(rate=0.1)]
 PYTHON += [..., functools.partial(operator.add, 1), operator.itemgetter(1), types.SimpleNamespace(a=1), object()]
 
 
@@ -148,6 +151,7 @@ def test_methods_of_objects_that_travel_work():
     assert carried(Net(a=1, b=2).forward)() == 2
     assert carried(imports_others.holder.method)() == "method"
     assert carried(getattr)(Data(3), "x") == 3
+    assert carried(getattr)(Data(3), "y", 7) == 7
 
 
 @pytest.mark.parametrize("value", [os.system, subprocess.Popen, eval, pickle.loads, pathlib.Path("/x").unlink, setattr])
@@ -183,6 +187,9 @@ FORGED = [
     ("jdistgrad", "rpc.functions.lookup"),
     ("statistics", "namedtuple"),
     ("logging", "os.system"),
+    ("random", "seed"),
+    ("jdistgrad.saving.folders", "remove_all_but"),
+    ("jdistgrad.observe.chrome", "write"),
     ("test.support.script_helper", "assert_python_ok"),
 ]
 
