@@ -13,6 +13,7 @@ class Settings:
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
       devices: whether ``init`` starts ``jax.distributed`` where it is not told.
+      survive: whether ``init`` lets the others go on without a worker that is lost, where it is not told.
       host: the name or address by which other nodes find this process, where that is not the node's own name.
       debug: whether a recorder notes what each worker does, for ``jdistgrad stacks``.
       debug_dir: the folder for what it writes; "" for one in the system's temporary folder.
@@ -24,6 +25,7 @@ class Settings:
     silence_seconds: float = 60.0
     same_script: bool = True
     devices: bool = False
+    survive: bool = False
     collectives: str = ""
     host: str = ""
     debug: bool = False
@@ -37,6 +39,7 @@ def _read() -> Settings:
         silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
+        survive=_switch("JDISTGRAD_SURVIVE", default=defaults.survive),
         collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "mpi-on-device", "devices")),
         host=os.environ.get("JDISTGRAD_HOST", ""),
         debug=_switch("JDISTGRAD_DEBUG", default=defaults.debug),

@@ -67,6 +67,7 @@ from jdistgrad.rpc.worlds.worlds import (
     init as init,
     launched as launched,
     local_rank as local_rank,
+    on_lost as on_lost,
     rank as rank,
     shutdown as shutdown,
     worker_info as worker_info,

@@ -36,7 +36,15 @@ def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     if "error" in first["mpi"]:
         return [*findings, _no_mpi(first)]
     mpi = Finding("MPI", f"{first['mpi']['library']}, {first['mpi']['size']} ranks")
-    return [*findings, mpi, _threads(first), _mpi4jax(ranks), _on_device(ranks), *_disagreements(ranks)]
+    return [
+        *findings,
+        mpi,
+        _threads(first),
+        _survives(first),
+        _mpi4jax(ranks),
+        _on_device(ranks),
+        *_disagreements(ranks),
+    ]
 
 
 def _packages(facts: Facts) -> list[Finding]:
@@ -59,6 +67,13 @@ def _threads(facts: Facts) -> Finding:
     if facts["mpi"].get("threads"):
         return Finding("MPI thread level", "multiple")
     return Finding("MPI thread level", "below multiple", "use an MPI built with MPI_THREAD_MULTIPLE; check mpi4py.rc")
+
+
+def _survives(facts: Facts) -> Finding:
+    why = facts["mpi"].get("cannot_survive", "")
+    if why:
+        return Finding("going on without ranks", "no", why, fatal=False)
+    return Finding("going on without ranks", "possible: jdistgrad run --survive, or mpirun --with-ft ulfm")
 
 
 def _mpi4jax(ranks: Sequence[Facts]) -> Finding:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,11 @@ from jdistgrad.wire import launcher_env
 RANKS_PER_CORE = 32
 
 ENDING = signal.SIGTERM, signal.SIGHUP
+
+SURVIVING_OPEN_MPI = 5  # the first release with ULFM
+
+# Settings of a job that survives. Open MPI's default collectives on several machines (han), and those on GPUs, do not.
+SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda"}
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
@@ -72,6 +78,18 @@ def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
     return needed
 
 
+def surviving(mpirun: str) -> list[str]:
+    """Return the flags with which mpirun goes on without a rank that dies. Raise LauncherError if it cannot."""
+    shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"Open MPI\)? v?(\d+)", shown)
+    if version is None or int(version[1]) < SURVIVING_OPEN_MPI:
+        raise LauncherError(
+            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
+            f"dies (ULFM); {mpirun} is {shown.splitlines()[0] if shown else 'of another MPI'}."
+        )
+    return ["--with-ft", "ulfm"]
+
+
 def check_size(n: int, cores: int) -> None:
     """Raise LauncherError if this machine should not start a job of ``n`` ranks."""
     if n < 1:
@@ -84,19 +102,19 @@ def check_size(n: int, cores: int) -> None:
         )
 
 
-def mpirun(n: int) -> list[str]:
+def mpirun(n: int, *, survive: bool = False) -> list[str]:
     """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
     cores = len(os.sched_getaffinity(0))
     check_size(n, cores)
     check_mpi4py()
     found = find_mpirun()
     told = flags(n, open_mpi=is_open_mpi(found), root=os.geteuid() == 0, cores=cores)
-    return [found, *told, "-n", str(n)]
+    return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
 
 
-def command(n: int, program: Sequence[str]) -> list[str]:
+def command(n: int, program: Sequence[str], *, survive: bool = False) -> list[str]:
     """Return the command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
-    return [*mpirun(n), sys.executable, *program]
+    return [*mpirun(n, survive=survive), sys.executable, *program]
 
 
 def surroundings(n: int, cores: int) -> dict[str, str]:
@@ -138,24 +156,33 @@ def environment(n: int) -> dict[str, str]:
     return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
 
 
-def run(n: int, program: Sequence[str], restarts: int = 0, prepare: Callable[[], None] = lambda: None) -> int:
+def run(
+    n: int,
+    program: Sequence[str],
+    restarts: int = 0,
+    prepare: Callable[[], None] = lambda: None,
+    *,
+    survive: bool = False,
+) -> int:
     """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again.
 
     Arguments:
       prepare: called before each start.
+      survive: go on without ranks that die.
     """
     check(program)
-    start = mpirun(n)
+    start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
         prepare()
-        with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as arrivals:
-            told = environment(n) | {RESTART: str(number), launcher_env.ARRIVALS: arrivals}
+        with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
+            told = (SURVIVING if survive else {}) | environment(n)
             with copier.error_output(n) as (errors, to_its_pipe):
-                job = attend([*start, *to_its_pipe, sys.executable, *program], env=told, stderr=errors)
+                command = [*start, *to_its_pipe, sys.executable, *program]
+                job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
             if job.returncode and not job.ended:
-                name_missing(n, {int(path.name) for path in pathlib.Path(arrivals).iterdir()})
-        return job.returncode, job.ended
+                name_missing(n, launcher_env.notes(notes, launcher_env.CALLED))
+            return (1 if survive and none_ended(n, notes) else job.returncode), job.ended
 
     return attempts(attempt, restarts)
 
@@ -165,6 +192,14 @@ def name_missing(n: int, arrived: Collection[int]) -> None:
     missing = sorted(set(range(n)) - set(arrived))
     if arrived and missing:
         print(f"jdistgrad: ranks {missing} of {n} had not called init when the job ended", file=sys.stderr, flush=True)
+
+
+def none_ended(n: int, notes: str) -> bool:
+    """Return whether all ranks of a job that survives have died, and say so: mpirun's exit status does not tell."""
+    none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
+    if none:
+        print(f"jdistgrad: none of the {n} ranks came to its end", file=sys.stderr, flush=True)
+    return none
 
 
 class Attended(subprocess.CompletedProcess[Any]):
@@ -218,17 +253,18 @@ def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0) -> int:
+def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *, survive: bool = False) -> int:
     """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
+        recorded = ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program]
 
         def forget() -> None:
             for part in parts.glob("*.json"):
                 part.unlink()
 
-        status = run(n, ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program], restarts, forget)
+        status = run(n, recorded, restarts, forget, survive=survive)
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
         raise TimelineError(f"no rank came to its end (exit status {status}): there is no timeline to write")

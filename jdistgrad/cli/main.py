@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
     )
+    start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
     start.set_defaults(act=run)
 
@@ -66,8 +67,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown and options.command == "run":
         raise LauncherError(
             f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local, "
-            "--timeline, --cache and --restarts. To use several machines, or other options of mpirun or srun, start "
-            "the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
+            "--timeline, --cache, --restarts and --survive. To use several machines, or other options of mpirun or "
+            "srun, start the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
         )
     if unknown:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -81,9 +82,11 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
         launch.keep_compiled(options.cache)
     check_restarts(options)
     if not options.local and options.timeline is not None:
-        return launch.run_recorded(options.n, program, options.timeline, options.restarts)
+        return launch.run_recorded(options.n, program, options.timeline, options.restarts, survive=options.survive)
     if not options.local:
-        return launch.run(options.n, program, options.restarts)
+        return launch.run(options.n, program, options.restarts, survive=options.survive)
+    if options.survive:
+        raise LauncherError("--survive and --local: the workers are threads of one process, and die together")
     programs.check(program)
     if options.timeline is None:
         return programs.run_local(options.n, program)

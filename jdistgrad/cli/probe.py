@@ -37,7 +37,15 @@ def mpi() -> Facts:
         "threads": MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
         "rank": MPI.COMM_WORLD.rank,
         "size": MPI.COMM_WORLD.size,
+        "cannot_survive": cannot_survive(),
     }
+
+
+def cannot_survive() -> str:
+    """Return why a job of this MPI cannot go on without a rank that dies; "" if it can."""
+    from jdistgrad.wire import mpi_failures
+
+    return mpi_failures.missing(started=False)
 
 
 def devices() -> Facts:

@@ -37,12 +37,14 @@ class Hello:
     Attributes:
       facts: what must agree on all workers, see ``likeness``.
       devices: this worker's part of the start of jax.distributed; None if that is not asked for.
+      process: this worker's process, as its neighbours name it; None unless the others survive it.
     """
 
     name: str
     world: str
     facts: Mapping[str, str]
     devices: Any = None
+    process: Any = None
 
 
 class Directory:

@@ -15,7 +15,7 @@ from jdistgrad._version import __version__
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
 
-SCRIPT, X64, CODE, DEVICES = "the script", "jax_enable_x64", "allow_code", "devices"
+SCRIPT, X64, CODE, DEVICES, SURVIVE = "the script", "jax_enable_x64", "allow_code", "devices", "survive"
 COLLECTIVES = "JDISTGRAD_COLLECTIVES"
 REMEDIES = {
     SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
@@ -24,6 +24,7 @@ REMEDIES = {
     CODE: "Give init the same allow_code on every rank.",
     COLLECTIVES: "Set it on every rank, or on none; mpirun passes it on to other nodes with -x JDISTGRAD_COLLECTIVES.",
     DEVICES: "Give init the same devices on every rank.",
+    SURVIVE: "Give init the same survive on every rank, or set JDISTGRAD_SURVIVE alike.",
 }
 SAME_INSTALLATION = "Start every rank with the same installation."
 

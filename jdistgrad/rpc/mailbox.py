@@ -53,9 +53,11 @@ class Mailbox:
 
     Attributes:
       work: counts of the messages that carry work.
+      survives: whether the others go on when a worker is lost.
       home: the thread that opened the world.
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
+      note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
       severed: whether this is the copy of a worker in a forked process.
       in_trouble: called with the text of an error that ends a wait; returns what to add to that text. The flight
         recorder sets it, to write what all workers wait for.
@@ -70,15 +72,17 @@ class Mailbox:
     timeout: float
     process: Process
     device: jax.Device | None = None
+    survives: bool = False
 
     def __post_init__(self) -> None:
         self.info, self.size = self.directory.workers[self.rank], len(self.directory.workers)
         self.hands_over = self.transport.hands_over
-        self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(), current.Slots()
+        self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(self.rank, self.size), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = self.severed = False
         self.in_trouble: Callable[[str], str] = lambda cause: ""
+        self.note_gifts: Callable[[int, Parcel], None] | None = None
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 
@@ -102,17 +106,19 @@ class Mailbox:
         not change until the message has been sent, and large arrays are not copied.
         """
         with put_off_interrupt():
-            self.work.sending(message.kind)
+            self.work.sending(message.kind, peer)
             parcel: Parcel | None = None
             try:
                 if message.kind in ENCODED and self._wants_encoding(peer, message.body):
                     parcel = self.codec.encode(message.body, snapshot=snapshot)
                     message = Message(message.kind, message.source, message.id, parcel)
+                    if parcel.attached and self.note_gifts is not None:
+                        self.note_gifts(peer, parcel)
                 self.transport.send(peer, message)
             except BaseException:
                 if parcel is not None and parcel.undo is not None:
                     parcel.undo()
-                self.work.not_sent(message.kind)
+                self.work.not_sent(message.kind, peer)
                 raise
 
     def _wants_encoding(self, peer: int, body: Any) -> bool:

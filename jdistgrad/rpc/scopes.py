@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError
-from jdistgrad.wire.ids import IdSource, spell
+from jdistgrad.wire.ids import IdSource, spell, worker_of
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class Scope:
         self.closed = False
         self._peers: set[int] = set()
         self._contents: dict[Any, Any] = {}
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def content(self, make: Callable[[], T]) -> T:
@@ -33,6 +34,8 @@ class Scope:
             self._check()
             if make not in self._contents:
                 self._contents[make] = make()
+                if self._error is not None:
+                    self._contents[make].give_up(self._error)
             content: T = self._contents[make]
             return content
 
@@ -46,6 +49,19 @@ class Scope:
         """Return the ranks of the workers that were called from here."""
         with self._lock:
             return set(self._peers)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return why what is missing in the scope will never come, or None."""
+        return self._error
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail everything that waits in the scope, now and later: a worker that took part is lost."""
+        with self._lock:
+            self._error = self._error or error
+            contents = list(self._contents.values())
+        for content in contents:
+            content.give_up(self._error)
 
     def close(self) -> tuple[set[int], list[Any]]:
         """Close the scope; return the peers to tell, and the contents for the caller to close."""
@@ -67,6 +83,7 @@ class ScopeTable:
         self._ids = IdSource(rank)
         self._open: dict[int, Scope] = {}
         self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._lost: set[int] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -81,7 +98,7 @@ class ScopeTable:
         with self._lock:
             scope = self._open.get(identifier)
             if scope is None:
-                if identifier in self._closed:
+                if identifier in self._closed or worker_of(identifier) in self._lost:
                     raise closed_error(identifier)
                 scope = self._open[identifier] = Scope(identifier)
             return scope
@@ -100,6 +117,15 @@ class ScopeTable:
             if len(self._closed) > REMEMBERED:
                 self._closed.popitem(last=False)
             return self._open.pop(identifier, None)
+
+    def find_open(self, identifier: int) -> Scope | None:
+        """Return a scope, or None if it is not open here."""
+        return self._open.get(identifier)
+
+    def lose(self, opener: int) -> None:
+        """Let nobody enter a scope that a lost worker has opened."""
+        with self._lock:
+            self._lost.add(opener)
 
     def identifiers(self) -> list[int]:
         with self._lock:

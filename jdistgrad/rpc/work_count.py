@@ -1,46 +1,57 @@
 """Counts of the messages that carry work, by which a world decides when it may close."""
 
 import threading
+from collections.abc import Collection
 
 from jdistgrad.wire.message import WORK, Kind
 
 
 class WorkCount:
-    """The numbers of messages with work sent, received and being served. Safe from any thread."""
+    """The numbers of messages with work sent to each worker, received from each, and being served. For any thread.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent = self._received = self._serving = 0
+    They are counted by worker, so that those of lost workers can be left out.
+    """
 
-    def sending(self, kind: Kind) -> None:
+    def __init__(self, rank: int, size: int) -> None:
+        self._lock, self._rank = threading.Lock(), rank
+        self._sent, self._received, self._serving = [0] * size, [0] * size, [0] * size
+
+    def sending(self, kind: Kind, peer: int) -> None:
         if kind in WORK:
             with self._lock:
-                self._sent += 1
+                self._sent[peer] += 1
 
-    def not_sent(self, kind: Kind) -> None:
+    def not_sent(self, kind: Kind, peer: int) -> None:
         if kind in WORK:
             with self._lock:
-                self._sent -= 1
+                self._sent[peer] -= 1
 
-    def received(self) -> None:
+    def received(self, peer: int) -> None:
         with self._lock:
-            self._received += 1
+            self._received[peer] += 1
 
-    def serving(self) -> None:
+    def serving(self, peer: int) -> None:
         with self._lock:
-            self._received += 1
-            self._serving += 1
+            self._received[peer] += 1
+            self._serving[peer] += 1
 
     def started(self) -> None:
         """Count work that is no call as being served, until ``served``; it keeps this worker busy."""
         with self._lock:
-            self._serving += 1
+            self._serving[self._rank] += 1
 
-    def served(self) -> None:
+    def served(self, peer: int | None = None) -> None:
         with self._lock:
-            self._serving -= 1
+            self._serving[self._rank if peer is None else peer] -= 1
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers sent, received and being served, all at one moment."""
+    def serves(self, peer: int) -> bool:
+        """Return whether a call of this worker has arrived that has not been answered."""
+        return self._serving[peer] > 0
+
+    def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
+        """Return the numbers sent to and received from workers that are not lost, and being served, at one moment."""
         with self._lock:
-            return self._sent, self._received, self._serving
+            sent, received = (
+                sum(n for rank, n in enumerate(of) if rank not in lost) for of in (self._sent, self._received)
+            )
+            return sent, received, sum(self._serving)

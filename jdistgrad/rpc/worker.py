@@ -13,9 +13,9 @@ from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
+from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
-from jdistgrad.rpc.references.in_messages import claims_of
 from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import ScopeTable
@@ -23,6 +23,8 @@ from jdistgrad.rpc.serving.server import Server
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
+
+ABOUT_LOSSES = frozenset({Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -40,9 +42,11 @@ class Worker(Mailbox):
         self.peers = self.add(Peers(self, self._lost))
         self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))
-        self.releasing = self.add(Releasing(self, self.scopes, self.references.claims, self.peers.lost))
+        self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.server = self.add(Server(self, self.scopes))
-        self.closing = self.add(Closing(self, self.calls, self.peers, self.releasing, self.server.being_served))
+        self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
+        served = self.server.being_served
+        self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing, served))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, lambda: self.closing.wanted))
         self.rpc_sync, self.rpc_async, self.cast = self.calls.rpc_sync, self.calls.rpc_async, self.calls.cast
         self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
@@ -56,26 +60,38 @@ class Worker(Mailbox):
         self.peers.check(call)
 
     def _lost(self, peer: WorkerInfo, why: str) -> None:
-        """Fail the calls and collectives that wait for a lost worker."""
+        """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
         self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
         self.watchdog.lost(peer.rank, why)
+        self.closing.lose(peer.rank)
+        self.losses.lose(peer)
+
+    def lost(self, peer: int, why: str) -> None:
+        if self.survives and self.closing.told:
+            self.closing.gone(peer)
+        else:
+            self.peers.lose(peer, why)
 
     # Messages in.
 
     def receive(self, message: Message) -> Task | None:
-        kind, body = message.kind, message.body
+        kind, body, source = message.kind, message.body, message.source
+        if self.survives and source in self.peers.lost:
+            return None
         if isinstance(body, Parcel):
-            message.body = self._take_over(body)
-        self.peers.heard(message.source)
+            message.body = self._take_over(source, body)
+            if message.body is None:
+                return None
+        self.peers.heard(source)
         if kind in CALLS:
-            self.work.serving()
-            value = self.references.owned.announce(message.id).value if kind is Kind.REMOTE else None
+            self.work.serving(source)
+            value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
             return self.server.task(message, value)
         try:
             return self._take_note(message)
         finally:
             if kind in WORK:
-                self.work.received()
+                self.work.received(source)
 
     def _take_note(self, message: Message) -> Task | None:
         """Handle a message that is no call. If it is damaged and no answer either, it is logged and ignored."""
@@ -88,24 +104,45 @@ class Worker(Mailbox):
             self.work.started()
             return functools.partial(self.releasing.closed_elsewhere, message.id)
         elif kind is Kind.DROP:
-            self._returned(message.body)
+            self._returned(message.source, message.body)
         elif kind is Kind.PING:
             self.post(message.source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
-            self.peers.lose(message.source, message.body)
+            self.lost(message.source, message.body)
+        elif self.survives and kind in ABOUT_LOSSES:
+            return self._without_lost(message)
         else:
             self.closing.handle(message)
         return None
 
-    def _returned(self, weights: list[tuple[int, int, int]]) -> None:
-        freed = self.references.returned(weights)
+    def _without_lost(self, message: Message) -> Task | None:
+        """Handle a message by which survivors do without a lost worker."""
+        if message.kind is Kind.SETTLE and message.id == self.rank:
+            text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
+            self.fail(errors.WorkerLostError(text, worker=self.info))
+        elif message.kind is Kind.SETTLE:
+            self.losses.settled(message)
+        elif message.kind is Kind.PARTAKE:
+            return self.losses.takes_part(message)
+        elif message.kind is Kind.BREAK:
+            return self.losses.broken(message)
+        elif self.references.accounts is not None:
+            self.references.accounts.forget(message.body)
+        return None
+
+    def _returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> None:
+        freed = self.references.returned(source, dropped)
         if freed:
             self.work.started()
             self.run(functools.partial(self.releasing.destroy, freed))
 
-    def _take_over(self, parcel: Parcel) -> Parcel | errors.WireError:
+    def _take_over(self, source: int, parcel: Parcel) -> Parcel | errors.WireError | None:
+        """Take over a message's references; return None if it comes from a worker that is being lost."""
         try:
-            parcel.attached = claims_of(parcel, self.references.claims)
+            claims = self.references.arrived(source, parcel)
+            if claims is None:
+                return None
+            parcel.attached = claims
         except Exception as error:  # garbled bytes can do anything to pickle
             return errors.WireError(f"a message with garbled references arrived: {error}")
         return parcel
@@ -115,6 +152,7 @@ class Worker(Mailbox):
     def tick(self, now: float) -> None:
         self.releasing.flush()
         self.calls.expire(now)
+        self.losses.look()
         self.peers.look(self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited(), now)
         self.watchdog.look(now)
 

@@ -13,16 +13,24 @@ OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
 OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
 
 
-# A folder of `jdistgrad run`, in which each rank leaves a file when it calls ``init``.
-ARRIVALS = "JDISTGRAD_ARRIVALS"
+# Where ranks leave notes for `jdistgrad run`, and what the notes are called: before MPI starts, ranks cannot tell each
+# other that they have called ``init``; and mpirun's exit status does not tell whether any rank of a job that survives
+# came to its end.
+NOTES = "JDISTGRAD_NOTES"
+CALLED, JOINED, ENDED = "called", "joined", "ended"
 
 
-def arrive() -> None:
-    """Tell `jdistgrad run` that this rank has called ``init``: before MPI starts, ranks cannot tell each other."""
-    folder = os.environ.get(ARRIVALS)
+def leave_note(what: str) -> None:
+    """Leave a note for the launcher, if it wants notes."""
+    folder = os.environ.get(NOTES)
     if folder:
         with contextlib.suppress(OSError):
-            (pathlib.Path(folder) / str(rank())).touch()
+            pathlib.Path(folder, f"{what}-{rank()}").touch()
+
+
+def notes(folder: str, what: str) -> list[int]:
+    """Return the ranks that have left a note."""
+    return [int(path.name.rpartition("-")[2]) for path in pathlib.Path(folder).glob(f"{what}-*")]
 
 
 def outside_the_job() -> dict[str, str]:

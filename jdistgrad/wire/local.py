@@ -134,6 +134,9 @@ class LocalTransport:
         if task is not None:
             receiver.run(task)
 
+    def lose(self, peer: int) -> None:
+        """Do nothing: ``send`` knows which workers have left."""
+
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:

@@ -22,11 +22,15 @@ class Kind(enum.IntEnum):
     LEAVE = 11
     CAST = 12
     RELEASE = 13
+    SETTLE = 14
+    FORGET = 15
+    PARTAKE = 16
+    BREAK = 17
 
 
 CALLS = frozenset({Kind.CALL, Kind.REMOTE, Kind.CAST})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
-WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE}
+WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.PARTAKE, Kind.BREAK}
 ENCODED = CALLS | ANSWERS  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
 
 

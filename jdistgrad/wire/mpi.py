@@ -2,6 +2,9 @@
 
 Callers send on their own threads (``MPI_THREAD_MULTIPLE``); ``mpi_progress`` decides which thread looks for messages.
 Nothing waits inside MPI, because Ctrl-C has no effect there.
+
+In a job that survives, the thread that looks for messages also looks for ranks that have died. Nothing is sent to them
+from then on; what was half sent or half received is dropped, but its memory is kept, since MPI may still use it.
 """
 
 import collections
@@ -23,6 +26,7 @@ from jdistgrad import errors
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.message import ENCODED, Message, Parcel
+from jdistgrad.wire.mpi_failures import Failures, is_failure
 from jdistgrad.wire.mpi_pieces import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.numbering import Arrivals
@@ -32,6 +36,7 @@ from jdistgrad.wire.transport import Receiver, Task
 FRAME_TAG = 0
 PROBES = 8
 FLUSH_SECONDS = 5.0
+CHECK_SECONDS = 0.02  # how often to look for dead ranks where MPI raises no error of its own
 
 log = logging.getLogger("jdistgrad.wire")
 
@@ -45,7 +50,7 @@ class Transfer:
 
     requests: list[MPI.Request]
     memory: Any
-    source: int = -1
+    peer: int
     frame: frames.Frame | None = None
 
     def done(self) -> bool:
@@ -60,13 +65,19 @@ def _parcel(message: Message) -> Parcel | None:
 
 
 class MPITransport:
-    """A transport between the ranks of a communicator, which no other code may use."""
+    """A transport between the ranks of a communicator, which no other code may use.
+
+    Arguments:
+      failures: finds the ranks that die, if the others go on without them.
+    """
 
     hands_over = False
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, failures: Failures | None = None):
         self.rank, self.size = comm.rank, comm.size
-        self._comm = comm
+        self._comm, self._failures, self._next_check = comm, failures, 0.0
+        self._lost: set[int] = set()
+        self._dropped: list[Transfer] = []
         self._pool = BufferPool()
         self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._numbers = [itertools.count() for _ in range(comm.size)]
@@ -79,7 +90,7 @@ class MPITransport:
         self._receiver = receiver
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
-            self._look,
+            self._look if self._failures is None else self._look_beside_failures,
             run=receiver.run,
             enter=receiver.enter_thread,
             tick=receiver.tick,
@@ -101,21 +112,68 @@ class MPITransport:
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
+        if peer in self._lost:
+            raise self._is_lost(peer)
         parcel = _parcel(message)
         number = next(self._numbers[peer])
         frame, bulk = frames.pack(message.kind, message.id, number, parcel)
-        requests = [self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG)]
+        transfer = Transfer([], (frame, bulk), peer)
+        try:
+            self._begin(transfer, self._tag(number))
+        except MPI.Exception as error:
+            self._dropped.append(transfer)
+            if self._failures is None or not is_failure(error):
+                raise
+            raise self._is_lost(peer) from error
+        self._progress.active()
+
+    def _begin(self, transfer: Transfer, tag: int) -> None:
+        frame, bulk = transfer.memory
+        transfer.requests.append(self._comm.Isend([frame, MPI.BYTE], transfer.peer, FRAME_TAG))
         for piece in bulk:
-            requests += [self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)) for part in chunks(piece)]
-        transfer = Transfer(requests, (frame, bulk))
+            transfer.requests += [self._comm.Isend([part, MPI.BYTE], transfer.peer, tag) for part in chunks(piece)]
         if not transfer.done():
             self._outgoing.append(transfer)
-        self._progress.active()
+
+    def _is_lost(self, peer: int) -> errors.WorkerLostError:
+        return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)
 
     def _deliver_here(self, message: Message) -> None:
         task = self._receiver.receive(message)
         if task is not None:
             self._receiver.run(task)
+
+    # Ranks that have died. ``lose`` may be called on any thread, the rest on the thread that looks for messages.
+
+    def lose(self, peer: int) -> None:
+        """Send nothing more to a lost worker."""
+        self._lost.add(peer)
+
+    def _look_beside_failures(self) -> tuple[bool, Task | None]:
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            self._find_lost()
+        try:
+            return self._look()
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            self._find_lost()
+            if not self._lost:
+                raise
+            return False, None
+
+    def _find_lost(self) -> None:
+        assert self._failures is not None
+        for rank in self._failures.find():
+            self._lost.add(rank)
+            self._receiver.lost(rank, "it was killed or ended")
+        if self._lost:
+            for transfers in (self._outgoing, self._incoming):
+                for transfer in [one for one in transfers.copy() if one.peer in self._lost]:
+                    transfers.remove(transfer)
+                    self._dropped.append(transfer)
 
     # Receiving, on whichever thread looks for messages.
 
@@ -150,18 +208,18 @@ class MPITransport:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
         try:
             frame = frames.unpack(arrived.memory)
-            if not self._is_new(arrived.source, frame.number):
+            if not self._is_new(arrived.peer, frame.number):
                 return None
             for k in frame.missing():
                 frame.pieces[k] = self._room(frame, k)
         except errors.WireError as error:
-            return self._receive_broken(arrived.source, error)
+            return self._receive_broken(arrived.peer, error)
         bulk = [piece for piece, length in zip(frame.pieces, frame.lengths, strict=True) if frames.is_bulk(length)]
         if not bulk:
-            return self._receive(arrived.source, frame)
+            return self._receive(arrived.peer, frame)
         parts = [part for piece in bulk for part in chunks(piece)]
-        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.source, self._tag(frame.number)) for part in parts]
-        self._incoming.append(Transfer(requests, frame.pieces, arrived.source, frame))
+        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.peer, self._tag(frame.number)) for part in parts]
+        self._incoming.append(Transfer(requests, frame.pieces, arrived.peer, frame))
         return None
 
     def _tag(self, number: int) -> int:
@@ -229,7 +287,7 @@ class MPITransport:
                 self._incoming.remove(transfer)
                 if transfer.frame is None:
                     return self._frame_complete(transfer)
-                return self._receive(transfer.source, transfer.frame)
+                return self._receive(transfer.peer, transfer.frame)
         return None
 
     # The end.
@@ -240,9 +298,12 @@ class MPITransport:
             pause(100e-6)
         self._closed = True
         self._progress.stop()
-        if graceful:
+        if self._failures is not None:
+            self._failures.close()
+            _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI
+        elif graceful:
             self._comm.Free()
-        elif self._incoming or self._outgoing:
+        elif self._incoming or self._outgoing or self._dropped:
             _abandoned.append(self)
 
 

@@ -22,6 +22,9 @@ class Severed:
     def send(self, peer: int, message: Message) -> NoReturn:
         raise WorldClosedError(self._why)
 
+    def lose(self, peer: int) -> None:
+        """Do nothing: nothing is sent from here."""
+
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> NoReturn:
         raise WorldClosedError(self._why)
 

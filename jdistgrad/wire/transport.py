@@ -31,6 +31,9 @@ class Receiver(Protocol):
     def fail(self, error: BaseException) -> None:
         """Take note that the transport is broken."""
 
+    def lost(self, peer: int, why: str) -> None:
+        """Take note that a worker has died."""
+
 
 class Transport(Protocol):
     """A transport of messages between the workers of one world."""
@@ -52,8 +55,11 @@ class Transport(Protocol):
 
         Raises:
           WorldClosedError: the transport is closed (over MPI).
-          WorkerLostError: the peer has left (in a local world).
+          WorkerLostError: the peer has left (in a local world), or is lost (over MPI, in a world that survives).
         """
+
+    def lose(self, peer: int) -> None:
+        """Send nothing more to a worker that is lost, in a world that survives."""
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.

@@ -179,7 +179,7 @@ class Publishing(ServedFunction):
     def owned(self) -> Owned:
         """Announce the value on the first call; return the entry with the promise of the value."""
         if not self._announced:
-            self._announced.append(current_worker().references.owned.announce(self.id))
+            self._announced.append(current_worker().references.announce(self.id))
         return self._announced[0]
 
     def failed(self, error: BaseException) -> None:

@@ -96,7 +96,7 @@ class Publish(_Unbatched):
     id: int
 
     def start(self, operands: Sequence[Any]) -> Started:
-        owned = current_worker().references.owned.announce(self.id)
+        owned = current_worker().references.announce(self.id)
         owned.value.set_result(self.value.fill(operands))
         return done([HANDLE])
 

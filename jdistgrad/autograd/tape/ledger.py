@@ -125,7 +125,7 @@ def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
     return search(len(each) - 1, wanted)
 
 
-Completed = tuple[Waiting, "list[Contribution] | DifferentiationError"]
+Completed = tuple[Waiting, "list[Contribution] | BaseException"]
 
 
 class Ledger:
@@ -137,6 +137,7 @@ class Ledger:
         self._used: dict[tuple[Target, Marks], list[Contribution]] = {}
         self._kept: dict[Target, list[Contribution]] = {}  # what uses have found; others need not search there
         self._seen: set[tuple[Target, int]] = set()
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def put(self, target: Target, contribution: Contribution) -> None:
@@ -165,6 +166,9 @@ class Ledger:
             if before is None:
                 self._waiting.setdefault(target, []).append(waiting)
             ready: list[Completed] = [(waiting, before)] if before is not None else self._complete(target)
+            if self._error is not None and waiting in self._waiting.get(target, ()):
+                self._forget(target, waiting)
+                ready.append((waiting, self._error))
         _finish(ready)
         return waiting.future
 
@@ -187,9 +191,10 @@ class Ledger:
         with self._lock:
             return list({**self._kept, **self._found})
 
-    def give_up(self, error: BaseException) -> None:
-        """Fail everything that waits: no more contributions will come."""
+    def give_up(self, error: BaseException, *, later: bool = False) -> None:
+        """Fail everything that waits: no more contributions will come. ``later``: also what would wait later."""
         with self._lock:
+            self._error = error if later else self._error
             waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
         for one in waiting:
             one.future.set_exception(error)
@@ -227,7 +232,7 @@ class Ledger:
 
 def _finish(ready: list[Completed]) -> None:
     for waiting, found in ready:
-        if isinstance(found, DifferentiationError):
+        if isinstance(found, BaseException):
             waiting.future.set_exception(found)
         else:
             waiting.future.set_result(found)

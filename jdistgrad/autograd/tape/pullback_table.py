@@ -15,6 +15,7 @@ class PullbackTable:
     def __init__(self) -> None:
         self._found: dict[int, Any] = {}
         self._closed = False
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -27,9 +28,11 @@ class PullbackTable:
             self._changed.notify_all()
 
     def wait_for(self, message: int) -> None:
-        """Wait until a message has been recorded, or the context has been closed."""
+        """Wait until a message has been recorded, or the context has been closed. Raises if it never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: message in self._found or self._closed)
+            self._changed.wait_for(lambda: message in self._found or self._closed or self._error is not None)
+            if message not in self._found and self._error is not None:
+                raise self._error
 
     def find(self, message: int, *, last: bool) -> Any:
         """Wait for the recording of a message and return it. ``last``: it will not be requested again.
@@ -50,6 +53,12 @@ class PullbackTable:
                 "the whole computation again."
             )
         return found
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail the waits for what is not recorded yet, now and later."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Release all recordings and fail the pulls that wait for others."""

@@ -109,6 +109,8 @@ class Caller:
             self._calls.close(pending.id)
             if isinstance(error, CANNOT_BE_SENT):
                 raise cannot_call(pending, error) from error
+            if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # the transport does not know names
+                raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
             raise
 
     def answered(self, message: Message) -> None:

@@ -1,4 +1,9 @@
-"""The shutdown of a world, seen from one worker: serve until all workers want to close and nothing is under way."""
+"""The shutdown of a world, seen from one worker: serve until all workers want to close and nothing is under way.
+
+The worker of the lowest rank conducts. In a world that survives, another may have to go on in its place, even while it
+tells the others to close. So there each worker passes the word on to all, and leaves when it has heard it from all: a
+worker that is told to close is never alone with that, and nobody takes the exit of another for its death.
+"""
 
 import logging
 import math
@@ -8,18 +13,20 @@ import time
 from jdistgrad import errors
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.termination import Report, Survey
 from jdistgrad.rpc.members.waiting import Patience, describe
 from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.serving.being_served import BeingServed
 from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.polling import poll
 
-COORDINATOR = 0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
 LOOK_SECONDS = 0.05
 SPEAK_SECONDS = 10.0
 ASK_SECONDS = 2.0  # wait for reports that are only needed for a message
+TOGETHER_SECONDS = 5.0
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -31,16 +38,36 @@ class Closing:
       gave_up: the error text of the latest ``run``, if it timed out.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, releasing: Releasing, being_served: BeingServed):
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        caller: Caller,
+        peers: Peers,
+        losses: Losses,
+        releasing: Releasing,
+        being_served: BeingServed,
+    ):
+        self._losses = losses
         self._mailbox, self._caller, self._peers = mailbox, caller, peers
         self._releasing, self._being_served = releasing, being_served
         self._wants_to_close = False
         self._told_to_close = threading.Event()
+        self._gone: set[int] = set()  # after this worker was told to close: who has been told too, or has ended
         self._survey = Survey(mailbox.size)
         self._round = 0
         self._round_complete = threading.Event()
         self._patience = Patience(math.inf, 0.0)
         self.gave_up: str | None = None
+
+    @property
+    def told(self) -> bool:
+        """Return whether the world is closing: nobody needs a worker that ends from now on."""
+        return self._told_to_close.is_set()
+
+    @property
+    def conductor(self) -> int:
+        """Return the rank of the worker that finds out when the world is quiet."""
+        return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
 
     @property
     def wanted(self) -> bool:
@@ -69,9 +96,12 @@ class Closing:
         deadline = now + timeout
         self._want_to_close(wanted=True)
         try:
-            if self._mailbox.rank == COORDINATOR:
-                self._conduct(deadline, timeout)
-            self._wait(self._told_to_close, deadline, timeout)
+            while not self._told_to_close.is_set():
+                if self._mailbox.rank == self.conductor:
+                    self._conduct(deadline, timeout)
+                self._wait(self._told_to_close, deadline, timeout)
+            if self._mailbox.survives:
+                poll(self._all_gone, TOGETHER_SECONDS)
         except errors.CallTimeoutError as error:
             self._want_to_close(wanted=False)
             self.gave_up = str(error)
@@ -102,17 +132,23 @@ class Closing:
         self._tell_all(Kind.SURVEY)
 
     def _tell_all(self, kind: Kind) -> None:
-        for peer in range(self._mailbox.size):
+        for peer in sorted(
+            set(range(self._mailbox.size)) - (self._peers.lost.keys() if self._mailbox.survives else set())
+        ):
             try:
                 self._mailbox.post(peer, Message(kind, self._mailbox.rank, self._round))
             except errors.WorkerLostError:
                 self._check(math.inf, math.inf)  # its error gives the reason
-                if kind is not Kind.SURVEY or self._mailbox.rank == COORDINATOR:
+                if self._mailbox.survives:
+                    continue
+                if kind is not Kind.SURVEY or self._mailbox.rank == self.conductor:
                     raise
                 # Otherwise the peer has left because it was told to close; this worker will be told too.
 
     def _wait(self, event: threading.Event, deadline: float, timeout: float) -> None:
-        while not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        """Wait for an event, or until another worker has to conduct."""
+        conductor = self.conductor
+        while self.conductor == conductor and not event.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
             self._check(deadline, timeout)
             self._log_wait()
 
@@ -131,7 +167,7 @@ class Closing:
 
     def _reports(self) -> dict[int, Report]:
         """Return the latest report of each worker that has given one. The coordinator has asked for them already."""
-        if self._mailbox.rank != COORDINATOR:
+        if self._mailbox.rank != self.conductor:
             self._ask_everybody()
         end = time.monotonic() + ASK_SECONDS
         while not (self._told_to_close.is_set() or time.monotonic() > end):
@@ -140,13 +176,14 @@ class Closing:
         return self._survey.known()
 
     def _describe(self, reports: dict[int, Report]) -> str:
-        return describe(self._mailbox.directory.workers, reports)
+        lost = self._peers.lost
+        return describe([worker for worker in self._mailbox.directory.workers if worker.rank not in lost], reports)
 
     def _check(self, deadline: float, timeout: float) -> None:
         mailbox, lost = self._mailbox, self._peers.lost
         if mailbox.failure is not None:
             raise mailbox.failure
-        if lost:
+        if lost and not mailbox.survives:
             raise errors.WorkerLostError(f"shutdown of {mailbox.info}: " + "; ".join(lost.values()))
         if time.monotonic() >= deadline:
             raise self._too_late(timeout)
@@ -171,19 +208,41 @@ class Closing:
             if self._survey.complete:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self._wants_to_close:
-            self._told_to_close.set()
+            self._closes(message.source)
         elif message.kind is Kind.CLOSE:  # this worker timed out just as the others found the world quiet
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
+    def _closes(self, peer: int) -> None:
+        """Close, because a worker says so; pass the word on if the first one to say so may have died meanwhile."""
+        self.gone(peer)
+        if self._mailbox.survives and not self._told_to_close.is_set():
+            self._told_to_close.set()
+            self._tell_all(Kind.CLOSE)
+        self._told_to_close.set()
+
+    def gone(self, peer: int) -> None:
+        self._gone.add(peer)
+
+    def _all_gone(self) -> bool:
+        return self._gone | self._peers.lost.keys() | {self._mailbox.rank} >= set(range(self._mailbox.size))
+
+    def lose(self, peer: int) -> None:
+        """Do without a lost worker's reports."""
+        if self._mailbox.survives:
+            self._survey.leave_out(peer)
+            if self._survey.complete:
+                self._round_complete.set()
+
     def _report(self) -> Report:
         self._releasing.flush()
-        sent, received, serving = self._mailbox.work.counts()
-        busy = bool(serving or len(self._caller))
-        return Report(self._wants_to_close, busy, sent, received, self._being_served.shown())
+        lost = tuple(sorted(self._peers.lost))
+        sent, received, serving = self._mailbox.work.counts(lost)
+        busy = bool(serving or len(self._caller) or self._losses.busy())
+        return Report(self._wants_to_close, busy, sent, received, self._being_served.shown(), lost)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from closing."""
         if not self._wants_to_close or self._told_to_close.is_set():
             return set()
-        return {COORDINATOR} if self._mailbox.rank != COORDINATOR else set(range(self._mailbox.size))
+        return {self.conductor} if self._mailbox.rank != self.conductor else set(range(self._mailbox.size))

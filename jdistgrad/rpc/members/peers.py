@@ -21,7 +21,7 @@ class Peers:
       tell: called with each worker that is given up, and the reason.
 
     Attributes:
-      lost: the ranks that have been given up, each with the reason.
+      lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
       hung: the first worker that gave no sign of life.
     """
 
@@ -29,6 +29,7 @@ class Peers:
         self._mailbox, self._tell = mailbox, tell
         self._liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
         self.hung: WorkerInfo | None = None
 
     def heard(self, peer: int) -> None:
@@ -47,7 +48,7 @@ class Peers:
         mailbox = self._mailbox
         if mailbox.hands_over:
             return
-        ask, silent = self._liveness.look(awaited - {mailbox.rank}, now)
+        ask, silent = self._liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
             mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
         for peer in silent:
@@ -57,7 +58,8 @@ class Peers:
     def lose(self, peer: int, reason: str) -> None:
         """Give a peer up: present and later calls to it fail."""
         info = self._mailbox.directory.workers[peer]
-        self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {reason}"))
+        self.reasons.setdefault(peer, reason)
+        self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {self.reasons[peer]}"))
 
     def leave(self, why: str) -> None:
         """Tell all other workers that this worker leaves."""

@@ -1,9 +1,11 @@
 """References in messages. The weight they give away travels beside the pickle stream."""
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.errors import EncodingError
+from jdistgrad.rpc.references.accounts import Gift
 from jdistgrad.rpc.references.claims import Claim, ClaimTable
 from jdistgrad.rpc.references.weights import Weight
 from jdistgrad.wire import plain
@@ -81,9 +83,13 @@ def decoding(claims: Any) -> _Holding:
     return _Holding(_decoding, claims)
 
 
-def claims_of(parcel: Parcel, table: ClaimTable) -> list[Claim]:
-    """Take over the weight of the references in a message that has arrived; return their claims."""
+def gifts_in(parcel: Parcel) -> list[Gift]:
+    """Return the weight that a message carries."""
     if not parcel.attached:
         return []
-    arrivals = plain.unpack(parcel.attached)
-    return [table.add(identifier, owner, Weight(units, scale)) for identifier, owner, units, scale in arrivals]
+    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in plain.unpack(parcel.attached)]
+
+
+def claims_of(gifts: Iterable[Gift], table: ClaimTable) -> list[Claim]:
+    """Take over the weight that has come with a message; return the claims."""
+    return [table.add(identifier, owner, weight) for identifier, owner, weight in gifts]

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.rpc.futures import Promise
-from jdistgrad.rpc.references.weights import WHOLE, Weight
+from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.wire.ids import worker_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,22 +34,31 @@ class OwnerTable:
     def __init__(self) -> None:
         self._entries: dict[int, Owned] = {}
         self._lock = threading.Lock()
+        self._held = False
+        self._settled: dict[int, Weight] = {}  # settlements for ids that are not here: freed, or not yet announced
+        self._orphans: dict[int, BaseException] = {}  # by lost creator: the error of values that will never be made
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def announce(self, identifier: int) -> Owned:
-        """Note that the value is being created, and that its creator holds the whole weight; return the entry."""
+    def announce(self, identifier: int, returned: Weight = NOTHING) -> Owned:
+        """Note that the value is being created, and that its creator holds the whole weight; return the entry.
+
+        Arguments:
+          returned: the part of the weight that has come back already: all of it, if the creator is lost.
+        """
         with self._lock:
             entry = self._entry(identifier)
             entry.announced = True
+            entry.outstanding = entry.outstanding - returned - self._settled.pop(identifier, NOTHING)
             self._drop_if_free(identifier, entry)
             return entry
 
     def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
-            return self._entry(identifier).value
+            error = None if identifier in self._entries else self._orphans.get(worker_of(identifier))
+            return self._entry(identifier).value if error is None else _failed(error)
 
     def share(self, identifier: int) -> bool:
         """Add a whole weight for a new reference; return False if the value is gone."""
@@ -76,13 +86,51 @@ class OwnerTable:
             entry.lock = entry.lock or threading.RLock()
             return entry.lock
 
-    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
-        """Take back weights of references; return the entries that are now free, for the caller to destroy.
+    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> dict[int, Owned]:
+        """Take back weights of references; return the entries that are now free, by id, for the caller to destroy.
 
         Values may have destructors that use this table, so they must not die under the lock.
         """
         with self._lock:
-            return [entry for identifier, weight in returned if (entry := self._release(identifier, weight)).freed]
+            entries = [(identifier, self._release(identifier, weight)) for identifier, weight in returned]
+            return {identifier: entry for identifier, entry in entries if entry.freed}
+
+    # What a lost worker held.
+
+    def hold(self) -> None:
+        """Free nothing until ``sweep``: settlements of accounts come, in any order."""
+        with self._lock:
+            self._held = True
+
+    def settle(self, balances: Iterable[tuple[int, Weight]]) -> None:
+        """Take back weight, which may be negative, in the place of a lost worker. Only while values are held."""
+        with self._lock:
+            for identifier, weight in balances:
+                entry = self._entries.get(identifier)
+                if entry is not None:
+                    entry.outstanding = entry.outstanding - weight
+                elif worker_of(identifier) not in self._orphans:
+                    self._settled[identifier] = self._settled.get(identifier, NOTHING) + weight
+
+    def sweep(self) -> dict[int, Owned]:
+        """End the hold; return the entries that are free, for the caller to destroy."""
+        with self._lock:
+            self._held = False
+            free = {one: entry for one, entry in self._entries.items() if entry.announced and not entry.outstanding}
+            for identifier, entry in free.items():
+                self._drop_if_free(identifier, entry)
+            return free
+
+    def give_up(self, creator: int, error: BaseException) -> list[Owned]:
+        """Return the values that a lost creator was to make and never will, for the caller to fail them.
+
+        Whoever asks for such a value later gets the error.
+        """
+        with self._lock:
+            self._orphans[creator] = error
+            self._settled = {one: weight for one, weight in self._settled.items() if worker_of(one) != creator}
+            never = [one for one, entry in self._entries.items() if not entry.announced and worker_of(one) == creator]
+            return [self._entries.pop(identifier) for identifier in never]
 
     def identifiers(self) -> list[int]:
         with self._lock:
@@ -94,6 +142,8 @@ class OwnerTable:
         entries.clear()
 
     def _release(self, identifier: int, weight: Weight) -> Owned:
+        if identifier not in self._entries and worker_of(identifier) in self._orphans:
+            return Owned()
         entry = self._entry(identifier)
         entry.outstanding = entry.outstanding - weight
         self._drop_if_free(identifier, entry)
@@ -106,6 +156,12 @@ class OwnerTable:
         return entry
 
     def _drop_if_free(self, identifier: int, entry: Owned) -> None:
-        if entry.announced and not entry.outstanding:
+        if entry.announced and not entry.outstanding and not self._held:
             del self._entries[identifier]
             entry.freed = True
+
+
+def _failed(error: BaseException) -> concurrent.futures.Future[Any]:
+    promise = Promise()
+    promise.set_exception(error)
+    return promise

@@ -7,7 +7,7 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.references.claims import ClaimTable
+from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.message import Kind, Message
 
@@ -21,8 +21,8 @@ class Releasing:
       lost: the lost workers, which are not notified.
     """
 
-    def __init__(self, mailbox: Mailbox, scopes: ScopeTable, claims: ClaimTable, lost: Collection[int]):
-        self._mailbox, self._scopes, self._claims, self._lost = mailbox, scopes, claims, lost
+    def __init__(self, mailbox: Mailbox, scopes: ScopeTable, references: References, lost: Collection[int]):
+        self._mailbox, self._scopes, self._references, self._lost = mailbox, scopes, references, lost
         self._abandoned = collections.deque[int]()
 
     def abandon_scope(self, identifier: int) -> None:
@@ -36,7 +36,7 @@ class Releasing:
             return
         peers, contents = scope.close()
         for peer in peers - {mailbox.rank, *self._lost}:
-            self._tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
+            self.tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
         for content in contents:
             content.close()
 
@@ -56,11 +56,13 @@ class Releasing:
         """Close abandoned scopes, and return dropped weights to their owners."""
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
-        for owner, dropped in self._claims.dropped().items():
-            home = [(identifier, weight.units, weight.scale) for identifier, weight in dropped]
-            self._tell(owner, Message(Kind.DROP, self._mailbox.rank, 0, home))
+        for owner, dropped in self._references.dropped().items():
+            self.tell(owner, Message(Kind.DROP, self._mailbox.rank, 0, dropped))
+        for peer, forgotten in self._references.to_forget().items():
+            self.tell(peer, Message(Kind.FORGET, self._mailbox.rank, 0, forgotten))
 
-    def _tell(self, peer: int, message: Message) -> None:
+    def tell(self, peer: int, message: Message) -> None:
+        """Send a message to a worker, if it is still there."""
         try:
             self._mailbox.post(peer, message)
         except (errors.WorkerLostError, errors.WorldClosedError):

@@ -1,25 +1,39 @@
 """The references of one worker: the claims it holds, and the values it owns for others."""
 
+import collections
 import concurrent.futures
 from typing import Any
 
+from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.mailbox import Mailbox, current_part
+from jdistgrad.rpc.references.accounts import Accounts
 from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key
-from jdistgrad.rpc.references.owned import OwnerTable
+from jdistgrad.rpc.references.in_messages import claims_of, gifts_in
+from jdistgrad.rpc.references.owned import Owned, OwnerTable
 from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import Kind, Parcel
 
 
 class References:
-    """The part of a worker that makes references, finds them and fetches their values."""
+    """The part of a worker that makes references, finds them and fetches their values.
+
+    Attributes:
+      accounts: the weight that went to each worker and came from it, in a world that survives.
+    """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
+        self.accounts = Accounts(mailbox.rank) if mailbox.survives else None
+        self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
+        self._to_forget = collections.deque[tuple[int, int]]()
+        if self.accounts is not None:
+            mailbox.note_gifts = self._note_gifts
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
@@ -35,9 +49,20 @@ class References:
         """Keep a value here; return the claim to it."""
         with put_off_interrupt():
             claim = self.claim_new(self._mailbox.rank)
-            self.owned.announce(claim.id).value.set_result(value)
+            self.announce(claim.id).value.set_result(value)
             claim.add(WHOLE)
             return claim
+
+    def announce(self, identifier: int) -> Owned:
+        """Note that a value is being created here; return its entry."""
+        creator, accounts = worker_of(identifier), self.accounts
+        if accounts is None or creator == self._mailbox.rank:
+            return self.owned.announce(identifier)
+        noted = accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
+        entry = self.owned.announce(identifier, NOTHING if noted else WHOLE)
+        if entry.freed:
+            accounts.forget([identifier])
+        return entry
 
     def share(self, identifier: int) -> Claim | None:
         """Return a claim to a value that this worker owns, or None if the value is gone."""
@@ -70,9 +95,86 @@ class References:
         with within(None):
             return self._caller.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
 
-    def returned(self, weights: list[tuple[int, int, int]]) -> list[Any]:
-        """Take back weights of references; return the entries of values without references."""
-        return self.owned.release_all([(identifier, Weight(units, scale)) for identifier, units, scale in weights])
+    def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
+        """Take back weights that a worker has dropped; return the entries of values without references."""
+        weights = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in dropped]
+        here, accounts = self._mailbox.rank, self.accounts
+        if accounts is not None and source != here:
+            if not accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
+                return []
+            for identifier, *_, noted in dropped:
+                if noted:
+                    self._noted_by.setdefault(identifier, set()).add(source)
+        return self._freed(self.owned.release_all(weights))
+
+    def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
+        """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
+        has = self.accounts.has if self.accounts is not None else lambda identifier: False
+        return {
+            owner: [(identifier, weight.units, weight.scale, has(identifier)) for identifier, weight in weights]
+            for owner, weights in self.claims.dropped().items()
+        }
+
+    # Accounts.
+
+    def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
+        """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
+        gifts = gifts_in(parcel)
+        if (
+            self.accounts is not None
+            and gifts
+            and source != self._mailbox.rank
+            and not self.accounts.take(source, gifts)
+        ):
+            return None
+        return claims_of(gifts, self.claims)
+
+    def _note_gifts(self, peer: int, parcel: Parcel) -> None:
+        accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
+        assert accounts is not None
+        assert undo is not None
+        if not accounts.give(peer, gifts):
+            raise WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
+
+        def take_back() -> None:
+            if accounts.take(peer, gifts):  # else the account was settled: the weight has gone to its owner
+                undo()
+
+        parcel.undo = take_back
+
+    def settle(self, lost: int) -> dict[int, list[tuple[int, Weight]]]:
+        """Hold what is owned here, settle the account with a lost worker, and return the balances of other owners."""
+        assert self.accounts is not None
+        self.owned.hold()
+        balances = self.accounts.settle(lost)
+        self.owned.settle(balances.pop(self._mailbox.rank, []))
+        return balances
+
+    def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
+        """Take back weight that a survivor returns in the place of a lost worker."""
+        assert self.accounts is not None
+        weights = [(identifier, Weight(units, scale)) for identifier, units, scale in balances]
+        if self.accounts.take(source, [(identifier, self._mailbox.rank, weight) for identifier, weight in weights]):
+            self.owned.settle(weights)
+
+    def sweep(self) -> list[Any]:
+        """Return the entries of values that only lost workers held: all accounts with these are settled."""
+        return self._freed(self.owned.sweep())
+
+    def to_forget(self) -> dict[int, list[int]]:
+        """Return the references that other workers may forget since the last call, by worker."""
+        forget: dict[int, list[int]] = {}
+        while self._to_forget:
+            peer, identifier = self._to_forget.popleft()
+            forget.setdefault(peer, []).append(identifier)
+        return forget
+
+    def _freed(self, entries: dict[int, Owned]) -> list[Any]:
+        if self.accounts is not None and entries:
+            self.accounts.forget(entries)
+            for identifier in entries:
+                self._to_forget.extend((peer, identifier) for peer in self._noted_by.pop(identifier, ()))
+        return list(entries.values())
 
 
 # Functions that every worker serves for the references of other workers.

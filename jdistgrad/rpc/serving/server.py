@@ -82,7 +82,7 @@ class Served:
         self._end(result, error)
         del result, error
         self.server.being_served.leave(self)
-        self.server.mailbox.work.served()
+        self.server.mailbox.work.served(self.message.source)
 
     def _called(self) -> Any:
         """Call the function and return its result."""
@@ -120,6 +120,8 @@ class Served:
             self._answer(result, failure)
             worker = self.server.mailbox.info
             call_served(self.message.id, self.function, worker, self.since, failed=failure is not None)
+        except errors.WorkerLostError as gone:
+            log.debug("%s: nobody waits for the answer to %s any more: %s", self.server.mailbox.info, self, gone)
         except BaseException as unsent:
             log.warning("%s: the answer to %s was lost: %s", self.server.mailbox.info, self, spelled(unsent))
         finally:

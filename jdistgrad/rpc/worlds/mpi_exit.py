@@ -1,12 +1,17 @@
 """The exit of processes under mpirun: a rank that fails ends the job, so that no other rank waits for it for ever.
 
 A process that was forked from a rank never ends the job, however it exits.
+
+In a world that survives, a rank that fails tells the others and then dies by a signal: mpirun takes that for a loss and
+goes on, whereas it ends the job before its time when a rank exits with a status other than 0.
 """
 
 import atexit
 import contextlib
 import os
+import signal
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -14,7 +19,10 @@ from typing import Any
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
+from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi import abort_job
+
+TOLD_SECONDS = 0.1  # for the others to receive the reason, before MPI tells them of the death
 
 _latest: Worker | None = None
 _guarded = False
@@ -32,7 +40,9 @@ def guard(rank: int) -> None:
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not _reported:
             previous(kind, error, trace)
-        if _fork is None:
+        if _fork is None and _latest is not None and _latest.survives:
+            _die(_latest, f"it failed: {in_short(error)}")
+        elif _fork is None:
             end_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
 
     sys.excepthook = failed
@@ -58,17 +68,39 @@ def joined(worker: Worker) -> None:
     if _latest is None:
         atexit.register(_end_fork)
     _latest = worker
+    if worker.survives:
+        launcher_env.leave_note(launcher_env.JOINED)
 
 
 def _check_end() -> None:
     if _latest is None:
         return
+    if not _latest.closed and _latest.survives:
+        why = "it ended without calling jdistgrad.shutdown()"
+        print(f"jdistgrad: {_latest.info} is lost: {why}. Every rank must call it at its end", file=sys.stderr)
+        _die(_latest, why)
     if not _latest.closed:
         gave_up = _latest.closing.gave_up
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
         end_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
+    if _latest.survives:
+        launcher_env.leave_note(launcher_env.ENDED)
     if _latest.peers.hung is not None:
         end_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
+
+
+def _die(worker: Worker, why: str) -> None:
+    """Tell the other workers that this one leaves, and why; then end this process like one that is killed."""
+    try:
+        if not worker.closed:
+            worker.peers.leave(why)
+            worker.close(graceful=False)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or None
+                stream.flush()
+        time.sleep(TOLD_SECONDS)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Fork:

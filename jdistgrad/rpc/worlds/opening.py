@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import math
 import sys
 import uuid
@@ -45,23 +46,28 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
     return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device, allow_code=allow_code)
 
 
-def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool) -> Worker:
+def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool) -> Worker:
     recorder.start_if_asked()
-    launcher_env.arrive()
+    if survive:
+        refuse_what_cannot_survive(with_devices=with_devices)
+    launcher_env.leave_note(launcher_env.CALLED)
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
     from jdistgrad.rpc.worlds import jax_processes, mpi_exit
-    from jdistgrad.wire import mpi_rendezvous
+    from jdistgrad.wire import mpi_failures, mpi_rendezvous
     from jdistgrad.wire.mpi import MPITransport, require_threads
 
     require_threads()
+    if survive:
+        mpi_failures.require()
     comm = MPI.COMM_WORLD
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
-    hello = _hello(name_of(name, comm.rank, comm.size), facts)
+    facts[likeness.SURVIVE] = str(survive)
+    hello = _hello(name_of(name, comm.rank, comm.size), facts, mpi_failures.this_process() if survive else None)
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
@@ -70,9 +76,13 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         directory = agree(hellos)
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
-    transport = MPITransport(mpi_rendezvous.duplicate(comm, timeout))
+    own = mpi_rendezvous.duplicate(comm, timeout)
+    failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
+    transport = MPITransport(own, failures)
     process = Process(mpi_exit.end_job, mpi_exit.report)
-    worker = _open(hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code)
+    worker = _open(
+        hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
+    )
     mpi_exit.joined(worker)
     return worker
 
@@ -108,8 +118,24 @@ def ends_when_stuck(timeout: float) -> Iterator[None]:
         yield
 
 
-def _hello(name: str, facts: dict[str, str]) -> Hello:
-    return Hello(name, uuid.uuid4().hex, facts)
+def refuse_what_cannot_survive(*, with_devices: bool) -> None:
+    """Raise WorldError if this process could not go on when another dies; else let MPI start in a way that it can."""
+    if with_devices:
+        raise errors.WorldError(
+            "init(survive=True, devices=True): jax.distributed ends all processes when one dies, and XLA's collectives "
+            "cannot go on without it. Leave one of the two out."
+        )
+    mpi4py = importlib.import_module("mpi4py")
+    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False:
+        raise errors.WorldError(
+            "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
+            "process. Call init first, or set mpi4py.rc.finalize = False before that import."
+        )
+    mpi4py.rc.finalize = False  # the end of MPI would wait for dead ranks
+
+
+def _hello(name: str, facts: dict[str, str], process: Any = None) -> Hello:
+    return Hello(name, uuid.uuid4().hex, facts, process=process)
 
 
 def _open(
@@ -122,9 +148,12 @@ def _open(
     device: Any = None,
     *,
     allow_code: bool,
+    survive: bool = False,
 ) -> Worker:
     codec = PickleCodec(allow_code=allow_code)
-    worker = Worker(world, rank, directory, transport, codec, timeout=timeout, process=process, device=device)
+    worker = Worker(
+        world, rank, directory, transport, codec, timeout=timeout, process=process, device=device, survives=survive
+    )
     forks.watch(worker)
     recorder.watch(worker)
     transport.start(worker)

@@ -12,6 +12,7 @@ from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
+from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
@@ -34,7 +35,12 @@ def take_seat(hub: Hub, rank: int) -> None:
 
 
 def init(
-    name: Names = None, *, timeout: float = 60.0, allow_code: bool = False, devices: bool | None = None
+    name: Names = None,
+    *,
+    timeout: float = 60.0,
+    allow_code: bool = False,
+    devices: bool | None = None,
+    survive: bool | None = None,
 ) -> WorkerInfo:
     """Join the world this program runs in.
 
@@ -54,6 +60,10 @@ def init(
         (``collectives.Devices``); the first ``init`` with it must come before the program's first array. Every worker
         must give the same value; the default is the environment variable ``JDISTGRAD_DEVICES``, 0 or 1. In a world
         within one process there is nothing to start.
+      survive: go on without a worker that dies or fails, instead of ending the job. What needs the lost worker raises
+        WorkerLostError. Needs Open MPI 5 and a job started by ``jdistgrad run --survive`` or ``mpirun --with-ft ulfm``;
+        must come before ``mpi4py.MPI`` is imported. Every worker must give the same value; the default is the
+        environment variable ``JDISTGRAD_SURVIVE``, 0 or 1. The workers of a world within one process die together.
 
     Returns:
       This worker's rank and name.
@@ -61,7 +71,7 @@ def init(
     Raises:
       AlreadyInitializedError: a world is already open here.
       WorldError: a worker is missing, two have the same name, or they run different versions or scripts; or
-        ``jax.distributed`` cannot be started.
+        ``jax.distributed`` cannot be started; or the job cannot survive.
 
     Example:
       >>> me = jd.init()
@@ -84,7 +94,8 @@ def init(
         current.bind_thread(worker)
     elif launcher_env.launched():
         with_devices = settings.devices if devices is None else devices
-        worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices)
+        survives = settings.survive if survive is None else survive
+        worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices, survive=survives)
         current.bind_process(worker)
     else:
         worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
@@ -115,7 +126,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       NotInitializedError: there is no world.
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
-      WorkerLostError: a worker was lost meanwhile.
+      WorkerLostError: a worker was lost, and the world does not survive that.
     """
     worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
@@ -138,6 +149,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     found = leftovers(worker)
     if found:
         log.info("shutdown: %s", describe_leftovers(found))
+    if graceful and worker.peers.lost and worker.rank == worker.closing.conductor:
+        log.warning("the world went on without lost workers: %s", "; ".join(worker.peers.lost.values()))
     _close(worker, graceful=graceful)
     return found
 
@@ -153,6 +166,25 @@ def why_it_leaves(failed: BaseException | None) -> str:
     if failed is None:
         return "it left with shutdown(graceful=False)"
     return f"it left with shutdown() because of {in_short(failed)}"
+
+
+def on_lost(callback: Callback) -> Callback:
+    """Have a function called for each worker that is lost: ``callback(worker, why)``, on this worker.
+
+    It is called once for each lost worker, also for those lost before, on a thread that may wait and call other
+    workers; ``shutdown`` waits for it. An exception that it raises is logged. Where the job ends with the lost worker
+    (without ``init(survive=True)``), it may be called before that; in a world within one process it never is.
+
+    Returns:
+      The callback.
+
+    Example:
+      >>> @jd.on_lost
+      ... def forget(worker, why):
+      ...     trainers.discard(worker.name)
+    """
+    current_worker().losses.on_lost(callback)
+    return callback
 
 
 def worker_info(name: str | None = None) -> WorkerInfo:

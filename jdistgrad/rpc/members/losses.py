@@ -1,0 +1,189 @@
+"""What a worker does when another is lost, so that the world can go on without it.
+
+The calls that wait for the lost worker fail first (``worker``). Here its account of references is settled
+(``references/accounts``), the contexts that it opened are let go, those that it took part in fail what still waits in
+them, and the callbacks of ``on_lost`` run. The survivors tell each other whom they have lost, so that all give up the
+same workers.
+
+A context may have reached this worker through the lost one alone, which would have told of its end. So each survivor
+tells the opener of each context that it still takes part; the opener answers if the context has ended, or if it fails.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+
+from jdistgrad import errors
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.references.releasing import Releasing
+from jdistgrad.rpc.references.settling import Settling
+from jdistgrad.rpc.references.table import References
+from jdistgrad.rpc.scopes import Scope, ScopeTable
+from jdistgrad.wire.ids import spell, worker_of
+from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.transport import Task
+
+Callback = Callable[[WorkerInfo, str], object]
+
+log = logging.getLogger("jdistgrad.rpc")
+
+
+class Losses:
+    """The lost workers, as one worker deals with them."""
+
+    def __init__(
+        self, mailbox: Mailbox, peers: Peers, references: References, releasing: Releasing, scopes: ScopeTable
+    ):
+        self._mailbox, self._peers, self._references = mailbox, peers, references
+        self._releasing, self._scopes = releasing, scopes
+        self._settling = Settling(mailbox.rank, mailbox.size)
+        self._lost: dict[int, WorkerInfo] = {}
+        self._leaving_calls: set[int] = set()  # lost workers whose calls may still be served here
+        self._callbacks: list[Callback] = []
+        self._lock = threading.RLock()
+
+    def on_lost(self, callback: Callback) -> None:
+        with self._lock:
+            self._callbacks.append(callback)
+            before = list(self._lost.values())
+        for info in before:
+            self._start(functools.partial(self._call, callback, info))
+
+    def busy(self) -> bool:
+        """Return whether settlements of accounts are still to come."""
+        return bool(self._settling.open())
+
+    def lose(self, info: WorkerInfo) -> None:
+        """Take note that a worker is lost; what takes time runs on another thread."""
+        with self._lock:
+            if info.rank in self._lost:
+                return
+            self._lost[info.rank] = info
+            callbacks = list(self._callbacks)
+            if self._mailbox.survives:
+                self._settle(info.rank)
+        for callback in callbacks:
+            self._start(functools.partial(self._call, callback, info))
+
+    def _start(self, task: Task) -> None:
+        """Run a task on a thread that may wait; this worker is busy until it has ended."""
+        self._mailbox.work.started()
+        self._mailbox.run(functools.partial(self._finish, task))
+
+    def _finish(self, task: Task) -> None:
+        try:
+            task()
+        finally:
+            self._mailbox.work.served()
+
+    def _call(self, callback: Callback, info: WorkerInfo) -> None:
+        try:
+            callback(info, self._peers.reasons[info.rank])
+        except Exception:
+            log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
+
+    # References.
+
+    def _settle(self, lost: int) -> None:
+        mailbox, why = self._mailbox, self._peers.reasons[lost]
+        self._settling.lose(lost)
+        self._releasing.tell(lost, Message(Kind.SETTLE, mailbox.rank, lost, (why, [])))  # it may only stand still
+        mailbox.transport.lose(lost)
+        balances = self._references.settle(lost)
+        for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
+            part = [(identifier, weight.units, weight.scale) for identifier, weight in balances.get(peer, ())]
+            self._releasing.tell(peer, Message(Kind.SETTLE, mailbox.rank, lost, (why, part)))
+        self._leaving_calls.add(lost)
+        self._scopes.lose(lost)
+        self._start(functools.partial(self._let_go_of_contexts, lost))
+        self._sweep()
+
+    def settled(self, message: Message) -> None:
+        """Take a survivor's settlement with a lost worker, which is thereby lost here too."""
+        lost, (why, balances) = message.id, message.body
+        self._peers.lose(lost, why)
+        with self._lock:
+            self._references.settled(message.source, balances)
+            self._settling.settled(message.source, lost)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        if not self._settling.open():
+            freed = self._references.sweep()
+            self._mailbox.work.started()
+            self._mailbox.run(functools.partial(self._releasing.destroy, freed))
+
+    def look(self) -> None:
+        """Give up the values that a lost worker was to make here, once no call of its own is being served."""
+        for lost in [one for one in self._leaving_calls if not self._mailbox.work.serves(one)]:
+            self._leaving_calls.discard(lost)
+            error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
+            for entry in self._references.owned.give_up(lost, error):
+                self._start(functools.partial(entry.value.set_exception, error))
+
+    # Contexts.
+
+    def _let_go_of_contexts(self, lost: int) -> None:
+        taking_part: dict[int, list[tuple[int, bool]]] = {}
+        for identifier in self._scopes.identifiers():
+            scope, opener = self._scopes.find_open(identifier), worker_of(identifier)
+            if opener == lost:
+                self._releasing.close_scope(identifier)
+            elif scope is not None and opener == self._mailbox.rank:
+                self._fail_if_lost(scope, lost, reached=lost in scope.peers())
+            elif scope is not None:
+                taking_part.setdefault(opener, []).append((identifier, lost in scope.peers()))
+        for opener, contexts in taking_part.items():
+            self._releasing.tell(opener, Message(Kind.PARTAKE, self._mailbox.rank, lost, contexts))
+
+    def takes_part(self, message: Message) -> Task:
+        """Return the task that answers a worker that takes part in contexts which were opened here."""
+        return self._counted(functools.partial(self._takes_part, message.source, message.id, message.body))
+
+    def _takes_part(self, peer: int, lost: int, contexts: list[tuple[int, bool]]) -> None:
+        for identifier, reached in contexts:
+            scope = self._scopes.find_open(identifier)
+            try:
+                if scope is None:
+                    raise errors.ContextError("closed")
+                scope.includes(peer)
+            except errors.ContextError:
+                self._releasing.tell(peer, Message(Kind.RELEASE, self._mailbox.rank, identifier))
+                continue
+            if scope.error is not None:
+                self._tell_failed(peer, scope, lost)
+            self._fail_if_lost(scope, lost, reached=reached)
+
+    def _fail_if_lost(self, scope: Scope, lost: int, *, reached: bool) -> None:
+        """Fail a context that was opened here, and that a lost worker took part in, on all that take part."""
+        if reached and scope.error is None:
+            scope.give_up(self._error(scope.id, lost))
+            for peer in scope.peers():
+                self._tell_failed(peer, scope, lost)
+
+    def _tell_failed(self, peer: int, scope: Scope, lost: int) -> None:
+        if peer not in self._lost and peer != self._mailbox.rank:
+            self._releasing.tell(
+                peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._peers.reasons[lost]))
+            )
+
+    def broken(self, message: Message) -> Task:
+        """Return the task that fails a context, as its opener tells."""
+        lost, why = message.body
+        self._peers.lose(lost, why)
+        scope, error = self._scopes.find_open(message.id), self._error(message.id, lost)
+        return self._counted(lambda: None if scope is None else scope.give_up(error))
+
+    def _error(self, context: int, lost: int) -> errors.WorkerLostError:
+        text = (
+            f"what is missing in context {spell(context)} will not come, since a worker that took part in it is lost: "
+            f"{self._peers.lost[lost]}. Compute it again in a new context, without this worker."
+        )
+        return errors.WorkerLostError(text, worker=self._mailbox.directory.workers[lost], context=context)
+
+    def _counted(self, task: Task) -> Task:
+        self._mailbox.work.started()
+        return functools.partial(self._finish, task)

@@ -1,0 +1,96 @@
+"""The accounts between one worker and each other, by which the weight that a lost worker held can be returned.
+
+Every worker notes, for each other worker, the weight of references that it has given to that worker, less the weight
+that came from there; both in messages that carry references. An owner also notes the whole weight that a creator
+begins with, and the weight that comes back. Gifts to the owner itself are not noted, since with the owner the value is
+gone.
+
+When a worker dies, each survivor refuses its messages from then on, and so its own account with the dead is final. The
+weight that the dead held, or that was on its way to or from it, is the sum of the survivors' accounts with it: what
+they gave it, less what came back. So each survivor *settles*: it returns the balance of its account, which may be
+negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do not
+matter, only that the owner frees nothing until it has all of them (``settling``). No message on its way between
+survivors matters either: no survivor's weight is counted, only weight that left for the dead.
+
+If a survivor dies before or after it has settled, the same sum holds for all that are dead together: what they gave
+each other cancels out, and a settlement counts as weight that came from the worker that settled.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+
+from jdistgrad.rpc.references.weights import NOTHING, Weight
+
+Gift = tuple[int, int, Weight]  # id, owner, weight
+
+
+class Accounts:
+    """The accounts of one worker with all others. Safe from any thread."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._owners: dict[int, int] = {}  # by reference
+        self._balances: dict[int, dict[int, Weight]] = {}  # by reference, by worker
+        self._settled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._balances)
+
+    def give(self, peer: int, gifts: Iterable[Gift]) -> bool:
+        """Note weight that goes to a worker; return False, and note nothing, if the account has been settled."""
+        with self._lock:
+            return self._note(peer, gifts)
+
+    def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
+        """Note weight that came from a worker; return False, and note nothing, if the account has been settled."""
+        with self._lock:
+            return self._note(peer, [(identifier, owner, -weight) for identifier, owner, weight in gifts])
+
+    def settle(self, lost: int) -> dict[int, list[tuple[int, Weight]]]:
+        """Close the account with a lost worker; return its balances by owner. It takes no more entries."""
+        with self._lock:
+            self._settled.add(lost)
+            balances: dict[int, list[tuple[int, Weight]]] = {}
+            for identifier, owner in list(self._owners.items()):
+                weight = self._balances[identifier].get(lost)
+                if owner == lost:
+                    self._forget(identifier)
+                elif weight is not None:
+                    balances.setdefault(owner, []).append((identifier, weight))
+                    self._change(identifier, lost, -weight)
+            return balances
+
+    def has(self, identifier: int) -> bool:
+        return identifier in self._balances
+
+    def forget(self, identifiers: Iterable[int]) -> None:
+        """Forget references whose values are gone."""
+        with self._lock:
+            for identifier in identifiers:
+                self._forget(identifier)
+
+    def shown(self) -> Mapping[int, Mapping[int, Weight]]:
+        with self._lock:
+            return {identifier: dict(balances) for identifier, balances in self._balances.items()}
+
+    def _note(self, peer: int, gifts: Iterable[Gift]) -> bool:
+        if peer in self._settled:
+            return False
+        for identifier, owner, weight in gifts:
+            if owner not in (peer, *self._settled):
+                self._owners[identifier] = owner
+                self._change(identifier, peer, weight)
+        return True
+
+    def _change(self, identifier: int, peer: int, weight: Weight) -> None:
+        balances = self._balances.setdefault(identifier, {})
+        balances[peer] = balances.get(peer, NOTHING) + weight
+        if not balances[peer]:
+            del balances[peer]
+        if not balances:
+            self._forget(identifier)
+
+    def _forget(self, identifier: int) -> None:
+        self._balances.pop(identifier, None)
+        self._owners.pop(identifier, None)

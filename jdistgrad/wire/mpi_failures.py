@@ -1,0 +1,113 @@
+"""The ranks of a communicator that have died, as MPI and the kernel tell: MPI must run with ULFM's fault tolerance.
+
+MPI learns of processes that were killed, on any machine. It does not learn of a process that ended by itself with an
+exit status other than 0; for ranks of one machine the kernel tells that too.
+"""
+
+import contextlib
+import os
+import pathlib
+import select
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from jdistgrad.errors import WorldError
+
+ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
+OF_FAILURES = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_IN_STATUS})
+
+Process = tuple[str, int]  # the machine, and the number of the process there
+
+
+def require() -> None:
+    """Raise WorldError unless MPI can go on without a rank that dies."""
+    why = missing(started=True)
+    if why:
+        raise WorldError(f"init(survive=True): {why}")
+
+
+def missing(*, started: bool) -> str:
+    """Return why a job cannot go on without a rank that dies, and what to do; "" if it can.
+
+    Arguments:
+      started: ask for this job, as it was started, and not for any job of this MPI.
+    """
+    if not hasattr(MPI.Comm, "Get_failed") or "Open MPI v5" not in MPI.Get_library_version():
+        return (
+            "this MPI cannot go on without a rank that dies: that takes Open MPI 5 (with ULFM) and mpi4py 4.1 for it. "
+            "Leave survive out, or load such an MPI."
+        )
+    if started and os.environ.get(ENABLED, "0").lower() not in ("1", "true"):
+        return (
+            "mpirun was not told that the job goes on without a rank that dies: start it by `jdistgrad run --survive`, "
+            "or by `mpirun --with-ft ulfm` (srun cannot do that)."
+        )
+    return ""
+
+
+def this_process() -> Process:
+    """Return a name for this process that its neighbours can use."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text().strip()} {pathlib.Path('/proc/self/ns/pid').readlink()}", os.getpid()
+    except OSError:  # no Linux: MPI alone must tell
+        return "", os.getpid()
+
+
+def is_failure(error: MPI.Exception) -> bool:
+    """Return whether an error may come from the death of a rank."""
+    return error.Get_error_class() in OF_FAILURES
+
+
+class Failures:
+    """The search for ranks that have died.
+
+    Arguments:
+      processes: the processes of all ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, processes: Sequence[Process]):
+        self._comm, self._group, self._acknowledged = comm, comm.Get_group(), 0
+        self._found: set[int] = set()
+        self._poll, self._watched = select.poll(), dict[int, int]()
+        machine, own = processes[comm.rank]
+        for rank, (other, number) in enumerate(processes):
+            if machine and other == machine and number != own:
+                self._watch(rank, number)
+
+    def _watch(self, rank: int, process: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # gone already, or an old kernel: MPI tells
+            descriptor = os.pidfd_open(process)
+            self._watched[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+
+    def find(self) -> list[int]:
+        """Return the ranks that have died since the last call. MPI serves wildcards again from then on."""
+        found = self._told_by_mpi() | self._told_by_kernel()
+        new, self._found = found - self._found, self._found | found
+        return sorted(new)
+
+    def _told_by_mpi(self) -> set[int]:
+        failed: Any = self._comm.Get_failed()
+        try:
+            if failed.size <= self._acknowledged:
+                return set()
+            self._acknowledged = self._comm.Ack_failed(failed.size)
+            return set(MPI.Group.Translate_ranks(failed, range(failed.size), self._group))
+        finally:
+            failed.Free()
+
+    def _told_by_kernel(self) -> set[int]:
+        ended = [descriptor for descriptor, _ in self._poll.poll(0)] if self._watched else []
+        for descriptor in ended:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        return {self._watched.pop(descriptor) for descriptor in ended}
+
+    def close(self) -> None:
+        for descriptor in self._watched:
+            os.close(descriptor)
+        self._watched.clear()
+        self._poll = select.poll()
