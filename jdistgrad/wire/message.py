@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
 
 CALLS = frozenset({Kind.CALL, Kind.REMOTE, Kind.CAST})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
-WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.PARTAKE, Kind.BREAK}
+WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK}
 ENCODED = CALLS | ANSWERS  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
 
 

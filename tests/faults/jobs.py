@@ -37,12 +37,19 @@ class Ended:
     left: Sequence[int]
 
 
-def run(n: int, arguments: Sequence[str], *, limit: float, settings: Mapping[str, str]) -> Ended:
-    """Run a program on ``n`` ranks, of which one is struck; give it ``limit`` seconds from the strike on."""
+def run(
+    n: int, arguments: Sequence[str], *, limit: float, settings: Mapping[str, str], options: Sequence[str] = ()
+) -> Ended:
+    """Run a program on ``n`` ranks, of which one is struck; give it ``limit`` seconds from the strike on.
+
+    Arguments:
+      options: of `jdistgrad run`, beside the number of ranks.
+    """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        command = [sys.executable, "-m", "jdistgrad", "run", "-n", str(n), *arguments, "--note", str(folder / "note")]
+        start = [sys.executable, "-m", "jdistgrad", "run", "-n", str(n), *options]
+        command = [*start, *arguments, "--note", str(folder / "note")]
         with (folder / "output").open("w") as output:
             job = subprocess.Popen(
                 command, env=environment(mark, settings), stdout=output, stderr=output, start_new_session=True

@@ -239,3 +239,19 @@ def test_a_value_that_its_lost_creator_never_made_is_given_up():
     assert table.value(identifier).exception() is error
     table.release_all([(identifier, WHOLE)])
     assert len(table) == 0
+
+
+def test_a_sum_that_passes_zero_between_settlements_frees_nothing():
+    """Two survivors hold parts. One drops its part after its settlement, before that of the other has come."""
+    table, identifier = OwnerTable(), 1 << COUNTER_BITS
+    table.announce(identifier)
+    rest, first = WHOLE.split()
+    rest, second = rest.split()
+    table.hold()
+    table.settle([(identifier, WHOLE)])
+    table.settle([(identifier, -first)])
+    assert table.release_all([(identifier, first)]) == {}
+    table.settle([(identifier, -second)])
+    assert table.sweep() == {}
+    assert list(table.release_all([(identifier, second)])) == [identifier]
+    assert rest

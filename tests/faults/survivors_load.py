@@ -1,0 +1,175 @@
+"""The program of jobs that survive: ranks call, pass references on and differentiate, and some are killed meanwhile.
+
+Each survivor checks every number, and that only what needs the dead fails. At its end it prints a line of JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire import launcher_env
+
+STRUCK, SURVIVOR = "STRUCK ", "SURVIVOR "
+KEPT = 8
+
+kept: list[jd.RRef] = []
+keeping = threading.Event()
+
+
+def strike() -> None:
+    print(f"{STRUCK}{json.dumps([launcher_env.rank(), time.time()])}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def square(x):
+    return x * x
+
+
+def slow_square(x):
+    time.sleep(0.01)
+    return x * x
+
+
+def make(size):
+    return jnp.arange(float(size))
+
+
+def weigh(params, x):
+    return params * x
+
+
+def keep(reference):
+    """Keep a reference that another worker owns, as long as this one's load runs, and let go of the oldest."""
+    kept.append(reference)
+    del kept[: -KEPT if keeping.is_set() else None]
+
+
+def relay(worker, x):
+    return jd.rpc_sync(worker, square, args=(x,))
+
+
+@dataclasses.dataclass
+class Report:
+    """What a survivor has seen. ``known``: when it was told of each lost worker."""
+
+    known: dict[str, float] = dataclasses.field(default_factory=dict)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    done: int = 0
+    failed: int = 0
+    slowest: float = 0.0
+    left: list[str] = dataclasses.field(default_factory=list)
+
+
+class Load:
+    """The load of one rank."""
+
+    def __init__(self, rank: int, size: int, chance: random.Random):
+        self.rank, self.size, self.chance, self.report = rank, size, chance, Report()
+        jd.on_lost(lambda worker, why: self.report.known.setdefault(str(worker.rank), time.time()))
+
+        self.acts = [self.call, self.slow_call, self.relayed, self.fetch, self.pass_on, self.differentiate]
+
+    def warm_up(self) -> None:
+        """Do everything once, so that nothing needs to be compiled later."""
+        for act in self.acts:
+            act((self.rank + 1) % self.size, (self.rank + 2) % self.size)
+
+    def run(self, seconds: float) -> Report:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            others = self.chance.sample([rank for rank in range(self.size) if rank != self.rank], 2)
+            self.attempt(self.chance.choice(self.acts), *others)
+        return self.report
+
+    def attempt(self, act: Callable[[int, int], None], first: int, second: int) -> None:
+        """Do something that needs two other workers, or the first of them; it may fail only if one of them is lost."""
+        start = time.monotonic()
+        try:
+            act(first, second)
+            self.report.done += 1
+        except jd.WorkerLostError as error:
+            self.report.failed += 1
+            if error.worker is None or error.worker.rank not in (first, second) or error.worker.name not in str(error):
+                self.report.wrong.append(f"{act.__name__} with {first} and {second}: {error}")
+        except jd.DistgradError as error:
+            self.report.wrong.append(f"{act.__name__} with {first} and {second}: {type(error).__name__}: {error}")
+        self.report.slowest = max(self.report.slowest, time.monotonic() - start)
+
+    def right(self, what: str, found: object, expected: object) -> None:
+        if not np.array_equal(np.asarray(found), np.asarray(expected)):
+            self.report.wrong.append(f"{what}: {found}, not {expected}")
+
+    def call(self, first: int, second: int) -> None:
+        self.right("call", jd.rpc_sync(first, square, args=(3.0,)), 9.0)
+
+    def slow_call(self, first: int, second: int) -> None:
+        self.right("slow call", jd.rpc_sync(first, slow_square, args=(3.0,)), 9.0)
+
+    def relayed(self, first: int, second: int) -> None:
+        self.right("relayed call", jd.rpc_sync(first, relay, args=(second, 2.0)), 4.0)
+
+    def fetch(self, first: int, second: int) -> None:
+        size = self.chance.choice([4, 50_000])
+        self.right("fetch", jd.remote(first, make, args=(size,)).to_here(), np.arange(float(size)))
+
+    def pass_on(self, first: int, second: int) -> None:
+        reference = jd.remote(first, make, args=(4,))
+        jd.rpc_sync(second, keep, args=(jd.by_reference(reference),))
+        own = jd.RRef(jnp.ones(3))
+        jd.rpc_sync(first, keep, args=(jd.by_reference(own),))
+
+    def differentiate(self, first: int, second: int) -> None:
+        params = jd.remote(first, make, args=(4,))
+        x = jnp.ones(4) * 2
+
+        def loss(params):
+            there = jd.rpc_sync(first, weigh, args=(params, x))
+            return there.sum() + jd.rpc_sync(second, weigh, args=(params, x)).sum()
+
+        value, gradient = jd.value_and_grad(loss)(params)
+        self.right("loss", value, 24.0)
+        self.right("gradient", gradient.to_here(), np.full(4, 4.0))
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--victims", type=int, nargs="+", required=True)
+    parser.add_argument("--after", type=float, nargs="+", required=True, help="seconds of load, for each victim")
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--note", help="not used: victims say when they are struck")
+    return parser.parse_args(arguments)
+
+
+def main(chosen: argparse.Namespace) -> None:
+    me = jd.init("peer{rank}")
+    load = Load(me.rank, jd.world_size(), random.Random(f"{chosen.seed} {me.rank}"))
+    references = current_worker().references
+    keeping.set()
+    load.warm_up()
+    for victim, after in zip(chosen.victims, chosen.after, strict=True):
+        if victim == me.rank:
+            threading.Timer(after, strike).start()
+    report = load.run(chosen.seconds)
+    keeping.clear()
+    kept.clear()
+    report.left = jd.shutdown(timeout=20)
+    report.left += [f"{len(references.accounts)} accounts"] * bool(references.accounts)
+    print(f"{SURVIVOR}{json.dumps([me.rank, dataclasses.asdict(report)])}", flush=True)
+
+
+if __name__ == "__main__":
+    import faults.survivors_load  # the module that other ranks find functions in
+
+    faults.survivors_load.main(options())
