@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import jdistgrad as jd
-from faults.outcomes import HUNG, Outcome
+from faults.outcomes import HUNG, Outcome, patience
 from faults.program import judged
 
 PROMPT_SECONDS = 0.5
@@ -106,7 +106,7 @@ def interrupted(work: Callable[[], float], delay: float, expected: float) -> Out
         time.sleep(0.001)
     except KeyboardInterrupt:
         named = True
-    if named and back > SLACK * PROMPT_SECONDS:
+    if named and back > SLACK * PROMPT_SECONDS * patience():
         return Outcome(HUNG, fault, f"the prompt was back after {back:.1f} s", back)
     found = work()
     return judged(fault, "" if found == expected else f"then {found}, not {expected}", named=named)

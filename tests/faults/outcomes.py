@@ -2,12 +2,15 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
 
 # What may happen. Named: whoever the fault concerns got the clear error that is promised. Survived: the fault changed
 # nothing, as promised.
 NAMED, SURVIVED, HUNG, WRONG = "named", "survived", "hung", "wrong"
 GOOD = NAMED, SURVIVED
+
+PATIENCE = "JDISTGRAD_FAULT_PATIENCE"  # by how much promised times are stretched, on machines that are busy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Outcome:
     @property
     def good(self) -> bool:
         return self.kind in GOOD
+
+
+def patience() -> float:
+    return float(os.environ.get(PATIENCE, "1"))
 
 
 def counted(outcomes: Iterable[Outcome]) -> dict[str, int]:

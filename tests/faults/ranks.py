@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from faults import jobs, load
-from faults.outcomes import HUNG, NAMED, SURVIVED, WRONG, Outcome
+from faults.outcomes import HUNG, NAMED, SURVIVED, WRONG, Outcome, patience
 
 SIZE = 3
 SILENCE, TIMEOUT = 4.0, 10.0
@@ -79,7 +79,7 @@ def broken_promise(act: str, victim: int, ended: jobs.Ended, within: float) -> s
         return "" if act in ("kill", "stop") else "its exit status was 0"  # the rank's program had ended before
     if not names(victim, ended.output):
         return f"no message names rank {victim}"
-    if ended.seconds > within:
+    if ended.seconds > within * patience():
         return f"it took {ended.seconds:.1f} s"
     return ""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from faults import jobs, survivors_load
-from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome
+from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
 
 SIZE = 4
 SECONDS = 1.5
@@ -70,4 +70,4 @@ def broken_promise(victims: set[int], ended: jobs.Ended, struck: Any, reports: A
             return f"rank {rank}: {report['wrong'][:3]} {report['left'][:3]}"
         if set(map(int, report["known"])) != victims:
             return f"rank {rank} knows of {sorted(report['known'])}"
-    return f"it took {max(known):.2f} s to know" if max(known) > KNOWN_SECONDS else ""
+    return f"it took {max(known):.2f} s to know" if max(known) > KNOWN_SECONDS * patience() else ""

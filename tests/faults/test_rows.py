@@ -4,14 +4,15 @@ import pytest
 
 from faults import load, program, ranks, steps
 from faults.jobs import Ended
-from faults.outcomes import HUNG, NAMED, SURVIVED, WRONG, Outcome, counted, table
+from faults.outcomes import HUNG, NAMED, PATIENCE, SURVIVED, WRONG, Outcome, counted, table
 from faults.rows import ROWS
 
 NAMES_ONE = "prterun noticed that process rank 1 with PID 7 on node n exited on\nsignal 9 (Killed)."
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if row.short], ids=lambda row: row.name)
-def test_a_few_faults_of_each_row(row):
+def test_a_few_faults_of_each_row(row, monkeypatch):
+    monkeypatch.setenv(PATIENCE, "10")
     outcomes = list(row.inject(row.short, 0))
     assert [one for one in outcomes if not one.good] == []
     assert len(outcomes) == row.short
