@@ -37,7 +37,7 @@ def save(
       step: the number of steps that have been made.
       trees: any tree of arrays, random keys, numbers, strings, references, remote modules and marks.
       optimizers: any tree of ``DistributedOptimizer``. It need not be in ``trees`` what they optimize.
-      keep: how many checkpoints to keep; older ones are removed.
+      keep: how many steps' checkpoints to keep, those saved last, whatever their steps; the others are removed.
       workers: the ranks of the workers that save together, if they are not those that have not called ``shutdown``.
 
     Raises:
@@ -74,7 +74,7 @@ def restore(
     step: int | None = None,
     workers: Sequence[int] | None = None,
 ) -> tuple[int, Any]:
-    """Restore the last complete checkpoint: return its step, and the trees with the values that were saved.
+    """Restore the checkpoint that was saved last: return its step, and the trees with the values that were saved.
 
     The callers are those of ``save``, with trees and optimizers of the same structure, as freshly initialized. The job
     may have another number of workers, and references other owners: what belongs together is found by its place in the
@@ -86,7 +86,7 @@ def restore(
 
     Arguments:
       path, trees, optimizers, workers: as for ``save``.
-      step: the step to restore; default the last one that is there.
+      step: the step to restore; default that of the checkpoint that was saved last.
 
     Raises:
       CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Nothing was restored on

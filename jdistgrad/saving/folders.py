@@ -1,7 +1,8 @@
 """The folders of checkpoints: a checkpoint appears under its name when it is complete, by one rename.
 
 ``path/120`` is the checkpoint of step 120; ``path/120-1`` the next one of the same step, which was saved again before
-the first was removed. Names that begin with a point are of checkpoints that are being written or removed.
+the first was removed. Their manifests number them in the order in which they were published: the last one counts, since
+a job may go back to an earlier step. Names that begin with a point are of checkpoints that are being written or removed.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import shutil
 import uuid
 from typing import Any
 
+from jdistgrad.errors import CheckpointError
+
 MANIFEST = "manifest.json"
 
 COMPLETE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -22,12 +25,22 @@ Folder = pathlib.Path
 
 
 def complete(path: Folder) -> list[tuple[int, Folder]]:
-    """Return the complete checkpoints with their steps, the last one last."""
+    """Return the complete checkpoints with their steps, the last published one last."""
+    found = [(_turn(one), *named, one) for named, one in _named(path) if (one / MANIFEST).is_file()]
+    return [(step, one) for _, step, _, one in sorted(found)]
+
+
+def _named(path: Folder) -> list[tuple[tuple[int, int], Folder]]:
+    """Return the folders that have the name of a checkpoint, each with its step and its number among those of it."""
     if not path.is_dir():
         return []
     found = [(match, one) for one in path.iterdir() if (match := COMPLETE.fullmatch(one.name))]
-    ordered = sorted((int(match[1]), int(match[2] or 0), one) for match, one in found)
-    return [(step, one) for step, _, one in ordered if (one / MANIFEST).is_file()]
+    return [((int(match[1]), int(match[2] or 0)), one) for match, one in found]
+
+
+def _turn(folder: Folder) -> int:
+    """Return the number of a checkpoint in the order of publishing; 0 for one from before there were numbers."""
+    return int(read_manifest(folder).get("turn", 0))
 
 
 def begin(path: Folder, step: int) -> Folder:
@@ -41,28 +54,36 @@ def begin(path: Folder, step: int) -> Folder:
 
 
 def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
-    """Write the manifest and give the folder its name: from here on the checkpoint is complete."""
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    """Write the manifest and give the folder its name: from here on the checkpoint is complete, and the last one."""
+    path = folder.parent
+    turn = 1 + max((_turn(one) for _, one in complete(path)), default=0)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "turn": turn}))
     synchronize(folder / MANIFEST)
     synchronize(folder)
-    taken = {one.name for one in folder.parent.iterdir()}
-    names = (str(step) if again == 0 else f"{step}-{again}" for again in range(len(taken) + 1))
-    final = folder.with_name(next(name for name in names if name not in taken))
+    again = 1 + max((number for (other, number), _ in _named(path) if other == step), default=-1)
+    final = path / (f"{step}-{again}" if again else str(step))
     folder.rename(final)
-    synchronize(final.parent)
+    synchronize(path)
     return final
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    try:
+        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}. Remove that folder.") from error
     return found
 
 
 def remove_all_but(path: Folder, keep: int) -> None:
-    """Remove all complete checkpoints but the last ones. Each is renamed first: half of one must not look whole."""
+    """Remove all complete checkpoints but those published last; of one step, the last counts.
+
+    Each is renamed first: half of one must not look whole.
+    """
     found = complete(path)
-    latest = dict(found)  # of several of one step the last
-    kept = set(list(latest.values())[-keep:])
+    last = dict(found)
+    latest = [one for step, one in reversed(found) if one == last[step]]
+    kept = set(latest[:keep])
     for _, one in found:
         if one not in kept:
             hidden = one.with_name(f"{REMOVING}{one.name}")

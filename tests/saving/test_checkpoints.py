@@ -189,6 +189,16 @@ def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path
             jd.restore(tmp_path, jnp.float32(0), step=7)
 
 
+def test_a_job_that_goes_back_goes_on_from_what_it_saved_last(tmp_path):
+    with jd.local_workers(3):
+        for step in (100, 200, 300):
+            jd.save(tmp_path, step, jnp.float32(step), keep=2)
+        assert jd.restore(tmp_path, jnp.float32(0), step=200) == (200, 200)
+        jd.save(tmp_path, 250, jnp.float32(250), keep=2)
+        assert jd.restore(tmp_path, jnp.float32(0)) == (250, 250)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["250", "300"]
+
+
 @contextlib.contextmanager
 def no_file_larger_than(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

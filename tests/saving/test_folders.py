@@ -1,0 +1,53 @@
+"""The folders of checkpoints: their names, their order, which are kept."""
+
+import json
+
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.saving import folders
+
+
+def save(path, step, text, keep=3):
+    """Publish a checkpoint as a save does."""
+    folder = folders.begin(path, step)
+    (folder / "data").write_text(text)
+    folders.publish(folder, step, {"step": step})
+    folders.remove_all_but(path, keep)
+
+
+def there(path):
+    return [(step, (one / "data").read_text()) for step, one in folders.complete(path)]
+
+
+def test_a_step_that_is_saved_again_and_again(tmp_path):
+    for text in ("first", "second", "third", "fourth", "fifth"):
+        save(tmp_path, 120, text)
+        assert there(tmp_path) == [(120, text)]
+    save(tmp_path, 7, "another")
+    save(tmp_path, 120, "sixth")
+    assert there(tmp_path) == [(7, "another"), (120, "sixth")]
+
+
+def test_a_new_run_among_later_steps_keeps_what_it_saved(tmp_path):
+    for step in (1000, 2000, 3000):
+        save(tmp_path, step, "old")
+    save(tmp_path, 100, "new")
+    assert there(tmp_path) == [(2000, "old"), (3000, "old"), (100, "new")]
+    save(tmp_path, 200, "new", keep=2)
+    assert there(tmp_path) == [(100, "new"), (200, "new")]
+
+
+def test_checkpoints_without_a_number_are_the_oldest(tmp_path):
+    for step in (9, 30):
+        save(tmp_path, step, "unnumbered")
+        (tmp_path / str(step) / folders.MANIFEST).write_text(json.dumps({"step": step}))
+    save(tmp_path, 5, "numbered")
+    assert there(tmp_path) == [(9, "unnumbered"), (30, "unnumbered"), (5, "numbered")]
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / folders.MANIFEST).write_text("{")
+    with pytest.raises(jd.CheckpointError, match=r"3/manifest\.json is damaged: .*Remove that folder"):
+        save(tmp_path, 4, "next")
