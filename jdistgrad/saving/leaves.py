@@ -34,6 +34,7 @@ def described(leaf: Any, where: str) -> Description:
         raise CheckpointError(f"{where} is a traced value: save outside jax.jit and jax.grad")
     if isinstance(leaf, jax.Array):
         return _described_jax(leaf, where)
+    _check_numpy(leaf, where)
     if isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extension(leaf.dtype)):
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return {"kind": kind, "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
@@ -46,6 +47,20 @@ def described(leaf: Any, where: str) -> Description:
         f"{where} is a {name}, which cannot be saved. Arrays, random keys, numbers and strings can, and references to "
         "trees of them; functions stay as they are. Register the class as a pytree, or leave it out."
     )
+
+
+def _check_numpy(leaf: Any, where: str) -> None:
+    """Raise for what NumPy has and files have not."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise CheckpointError(
+            f"{where} is a masked array, whose mask would be lost. Save both: (x.data, numpy.ma.getmaskarray(x))."
+        )
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.char in "gG":
+        narrower = "float64" if leaf.dtype.char == "g" else "complex128"
+        raise CheckpointError(
+            f"{where} is {leaf.dtype.name}{list(leaf.shape)}, numpy's {leaf.dtype.type.__name__}, which files cannot "
+            f"hold. Save it as {narrower}."
+        )
 
 
 def _described_jax(leaf: jax.Array, where: str) -> Description:
@@ -80,14 +95,23 @@ def rebuilt(description: Mapping[str, Any], stored: np.ndarray | None, like: Any
         return PLAIN[kind][1](description["value"])
     shape = tuple(description["shape"])
     if kind == "key":
-        return _key(description["dtype"], shape, stored)
+        return _placed(_key(description["dtype"], shape, stored), like)
     found = host(named_dtype(description["dtype"]), shape, stored)
     if kind in ("numpy", "scalar"):
         return found if kind == "numpy" else found[()]
-    several = isinstance(like, jax.Array) and like.is_fully_addressable and len(like.sharding.device_set) > 1
-    array = jax.device_put(found, like.sharding) if several else jnp.array(found)
+    array = _placed(found, like)
     check_kept(found.dtype, array.dtype)
     return weakly_typed(array) if kind == "weak" else array
+
+
+def _placed(found: Any, like: Any) -> jax.Array:
+    """Return the array where another one is; committed to these devices if that one is."""
+    if not isinstance(like, jax.Array) or not like.is_fully_addressable:
+        return jnp.array(found)
+    if like.committed:
+        return jax.device_put(found, like.sharding)
+    with jax.default_device(next(iter(like.sharding.device_set))):
+        return jnp.array(found)
 
 
 def host(dtype: np.dtype, shape: tuple[int, ...], stored: np.ndarray | None) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""Single leaves of checkpoints: on which devices they come back, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistgrad as jd
+from jdistgrad._compat import weakly_typed
+from jdistgrad.saving import leaves
+
+
+def back(leaf):
+    return leaves.rebuilt(leaves.described(leaf, "x"), leaves.data(leaf), leaf)
+
+
+def on(number, array):
+    return jax.device_put(array, jax.devices()[number])
+
+
+def uncommitted():
+    with jax.default_device(jax.devices()[-1]):
+        return jnp.arange(3.0)
+
+
+PLACED = {
+    "committed": lambda: on(-1, jnp.arange(3.0)),
+    "committed to the first": lambda: on(0, jnp.arange(3.0)),
+    "uncommitted": uncommitted,
+    "weak": lambda: weakly_typed(on(-1, jnp.arange(3.0))),
+    "key": lambda: on(-1, jax.random.key(3)),
+    "keys": lambda: on(-1, jax.random.split(jax.random.key(3), 2)),
+    "empty": lambda: on(-1, jnp.zeros((0, 2))),
+    "default": lambda: jnp.arange(3.0),
+}
+
+
+@pytest.mark.parametrize("what", PLACED)
+def test_a_leaf_comes_back_on_its_device(what):
+    leaf = PLACED[what]()
+    found = back(leaf)
+    assert (found.sharding, found.committed) == (leaf.sharding, leaf.committed)
+    assert jax.typeof(found) == jax.typeof(leaf)
+    assert jnp.all(found == leaf)
+
+
+REFUSED = {
+    "masked": (np.ma.masked_array([1.0, 2.0], [0, 1]), r"trees\['x'\] is a masked array.*mask would be lost"),
+    "wide": (np.arange(2, dtype=np.longdouble), r"trees\['x'\] is float\d+\[2\].*Save it as float64"),
+    "wide scalar": (np.clongdouble(1), r"trees\['x'\] is complex\d+\[\].*Save it as complex128"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_files_cannot_hold_is_refused_by_name(what):
+    leaf, said = REFUSED[what]
+    with pytest.raises(jd.CheckpointError, match=said):
+        leaves.described(leaf, "trees['x']")
