@@ -32,12 +32,18 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """One worker's part of a flattened array."""
+    """One worker's part of a flattened array.
+
+    Attributes:
+      rank, count: its place in the group that divides the array, and how many these are.
+      group: the world ranks of the group; None: all workers that save together.
+    """
 
     part: Any
     shape: tuple[int, ...]
     rank: int
     count: int
+    group: tuple[int, ...] | None = None
 
 
 def per_worker(tree: Any) -> Any:
@@ -72,8 +78,9 @@ def sharded(tx: optax.GradientTransformation, state: Any, params: Any, collectiv
 
 def with_slices(mark: Sharded, rank: int, count: int) -> Any:
     """Return the marked state with a ``Slice`` in place of each array that is divided."""
+    group = None
     if mark.collectives is not None:
-        rank, count = mark.collectives.rank, mark.collectives.size
+        rank, count, group = mark.collectives.rank, mark.collectives.size, mark.collectives.world_ranks
 
     def slice_of(part: Any, like: Any) -> Any:
         if isinstance(part, optax.MaskedNode):
@@ -85,7 +92,7 @@ def with_slices(mark: Sharded, rank: int, count: int) -> Any:
                 f"{list(shape)} for {count} workers. It takes this worker's state of jd.shard_state, the parameters, "
                 "and the collectives that shard_state was given."
             )
-        return Slice(part, shape, rank, count)
+        return Slice(part, shape, rank, count, group)
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)

@@ -132,7 +132,8 @@ def _entry(folder: str, work: Work, arrays: files.Arrays) -> dict[str, Any]:
 def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
     of_slice = {}
     if isinstance(leaf, Slice):
-        of_slice = {"slice": {"shape": list(leaf.shape), "rank": leaf.rank, "count": leaf.count}}
+        group = leaf.group and [int(rank) for rank in leaf.group]
+        of_slice = {"slice": {"shape": list(leaf.shape), "rank": leaf.rank, "count": leaf.count, "group": group}}
         leaf = leaf.part
     description = leaves.described(leaf, where)
     stored = leaves.data(leaf) if "shape" in description else None

@@ -7,6 +7,7 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
 from jdistgrad.saving.callers import Job
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
@@ -23,7 +24,7 @@ def read(job: Job, told: Mapping[int, Told], folder: str) -> tuple[Prepared, lis
     _check_places(reader, here, whole=job.optimizers is not None)
     before: list[int] = reader.manifest["workers"]
     was = before[job.number] if job.number < len(before) else None  # the rank of the worker of this number
-    found = _local(reader, here, was)
+    found = _local(reader, here, was, job.callers)
     of_leader = [] if job.leads else [work for works in told[job.leader].asked.values() for work in works]
     done = {work.identifier for work in of_leader}
     prepared: Prepared = []
@@ -56,7 +57,7 @@ def _check_places(reader: Reader, here: Sequence[Leaf], *, whole: bool) -> None:
         )
 
 
-def _local(reader: Reader, here: Sequence[Leaf], was: int | None) -> dict[str, Any]:
+def _local(reader: Reader, here: Sequence[Leaf], was: int | None, callers: list[int]) -> dict[str, Any]:
     """Return the leaves that are the callers', by place."""
     local = [leaf for leaf in here if not isinstance(leaf.value, RRef | DistributedOptimizer)]
     shared = {leaf.place: leaf.value for leaf in local if not leaf.own}
@@ -65,12 +66,12 @@ def _local(reader: Reader, here: Sequence[Leaf], was: int | None) -> dict[str, A
     if was is not None:
         mine = {place: one for place, one in reader.part(own_part(was)).items() if "slice" not in one}
         found |= reader.fitting(mine, own, "")
-    return found | {leaf.place: _slice(reader, leaf) for leaf in local if isinstance(leaf.value, Slice)}
+    return found | {leaf.place: _slice(reader, leaf, callers) for leaf in local if isinstance(leaf.value, Slice)}
 
 
-def _slice(reader: Reader, leaf: Leaf) -> Any:
+def _slice(reader: Reader, leaf: Leaf, callers: list[int]) -> Any:
     """Return this worker's slice of an array, cut anew from the slices that were saved."""
-    saved = [one for rank in reader.manifest["workers"] if (one := reader.part(own_part(rank)).get(leaf.place))]
+    saved = _slices_of_group(reader, leaf, callers)
     by_rank = {one["slice"]["rank"]: one for one in saved}
     expected = leaves.described(leaf.value.part, leaf.place)
     before = _check_slices(reader, leaf, by_rank, expected)
@@ -80,6 +81,23 @@ def _slice(reader: Reader, leaf: Leaf) -> Any:
     parts = {rank: leaves.host(dtype, tuple(by_rank[rank]["shape"]), part) for rank, part in data.items()}
     made = regrouped(parts, leaf.value, before, dtype)
     return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, leaf.value.part)
+
+
+def _slices_of_group(reader: Reader, leaf: Leaf, callers: list[int]) -> list[leaves.Description]:
+    """Return the slices that one group saved: that of the worker of the same number as the first of our group."""
+    before: list[int] = reader.manifest["workers"]
+    found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(leaf.place, {}))]
+    group_of = [tuple(one["slice"].get("group") or before) for one in found]
+    number = min(callers.index(rank) for rank in leaf.value.group or callers if rank in callers)
+    groups = {rank: group for group in group_of for rank in group}
+    if len(set(group_of)) > 1 and (number >= len(before) or before[number] not in groups):
+        raise CheckpointError(
+            f"restore of {reader.folder}: {leaf.place} was divided in each of the groups {sorted(set(group_of))}, none "
+            f"of which has a worker number {number}, the first of the group of {current_worker().info}. Restore with "
+            "no more groups than there were. Nothing was restored on any worker."
+        )
+    chosen = groups[before[number]] if len(set(group_of)) > 1 else None
+    return [one for one, group in zip(found, group_of, strict=True) if chosen in (None, group)]
 
 
 def _check_slices(reader: Reader, leaf: Leaf, by_rank: Mapping[int, Any], expected: leaves.Description) -> int:

@@ -143,6 +143,36 @@ def test_ranks_that_do_the_same_go_on_on_other_numbers_of_ranks(tmp_path):
     same(resumed[3][2], jax.random.split(jax.random.split(jax.random.key(103))[0])[0])
 
 
+def in_groups(size, groups, folder, seed, *, saves=False):
+    """Save, or restore, momenta that are divided in each of some groups; return each worker's, gathered in its group."""
+    tx, mine = optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(5), "b": jnp.zeros((3, 1))}
+
+    def main():
+        me = jd.init()
+        group = jd.collectives.of_this_world(next(group for group in groups if me.rank in group))
+        state = jax.tree.map(lambda x: x + seed + me.rank, jd.shard_state(tx, collectives=group).init(mine))
+        if saves:
+            jd.save(folder, 1, jd.sharded(tx, state, mine, group))
+        else:
+            _, state = jd.restore(folder, jd.sharded(tx, state, mine, group))
+        found = jd.gather_state(tx, state, mine, collectives=group)
+        jd.shutdown()
+        return found
+
+    return jd.spawn(main, size)
+
+
+def test_each_group_gets_the_slices_of_its_own(tmp_path):
+    saved = in_groups(4, [(0, 2), (3, 1)], tmp_path, 1, saves=True)
+    assert float(saved[1][0].trace["w"][0]) == 4  # of worker 3, the first of its group
+    for found, expected in zip(in_groups(4, [(0, 2), (3, 1)], tmp_path, 50), saved, strict=True):
+        same(found, expected)
+    for found in in_groups(3, [(1, 0, 2)], tmp_path, 50):
+        same(found, saved[0])
+    with pytest.raises(jd.CheckpointError, match=r"groups \[\(0, 2\), \(3, 1\)\], none of which has a worker number 4"):
+        in_groups(6, [(0, 1), (2, 3), (4, 5)], tmp_path, 50)
+
+
 def test_an_optimizer_of_each_worker_and_values_of_its_own(tmp_path):
     def main(seed, restores):
         me = jd.init()

@@ -29,6 +29,7 @@ class Collectives(abc.ABC):
 
     rank: Any
     size: int
+    world_ranks: tuple[int, ...] | None = None  # of the group's workers, in its order; None on a mesh
     has_room: bool = True  # whether overlap pays here
 
     def allreduce(self, tree: Any, op: AnyOp = "sum") -> Any:

@@ -35,7 +35,7 @@ class Local(HostCollectives):
         self._sit(place, tuple(range(place.size) if workers is None else workers))
 
     def _sit(self, place: Seat, workers: tuple[int, ...]) -> None:
-        self._seat, self._workers = place, workers
+        self._seat, self.world_ranks = place, workers
         self.rank, self.size = workers.index(place.rank), len(workers)
         with _lock:
             turns = _made.setdefault(place.owner, collections.Counter())
@@ -49,7 +49,7 @@ class Local(HostCollectives):
     def twin(self) -> "Local":
         other = object.__new__(Local)
         other.timeout = self.timeout
-        other._sit(self._seat, self._workers)
+        other._sit(self._seat, self.world_ranks)
         return other
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
@@ -64,7 +64,7 @@ class Local(HostCollectives):
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
         """Return the values of all ranks in a round."""
         entry = CollectiveEntry(what, self._group, turn)
-        with WatchedBlock(self._seat.owner, entry, self._workers, blocking=False) as together:
+        with WatchedBlock(self._seat.owner, entry, self.world_ranks, blocking=False) as together:
 
             def check() -> None:
                 self._seat.check()

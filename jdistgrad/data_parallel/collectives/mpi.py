@@ -69,7 +69,7 @@ class MPI(HostCollectives):
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         self.comm, self._name = self._duplicate(whole)
         self.rank, self.size = self.comm.rank, self.comm.size
-        self._ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
+        self.world_ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
         self.has_room = has_room(_neighbours_cores(self.comm), self.size)
         self._of_programs = self.duplicate()
 
@@ -134,7 +134,7 @@ class MPI(HostCollectives):
         refuse_forked_process(what)
         self.turn += 1
         entry = CollectiveEntry(what, self._name, self.turn, may_leave)
-        return WatchedBlock(find_worker(), entry, self._ranks, blocking=blocking)
+        return WatchedBlock(find_worker(), entry, self.world_ranks, blocking=blocking)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
