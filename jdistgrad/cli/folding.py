@@ -2,21 +2,29 @@
 
 A line waits for its equals for a fraction of a second. Each rank's lines keep their order: a line is only folded into
 one that came after the rank's line before. So a traceback that three ranks print is printed once, however the ranks'
-lines mix.
+lines mix. The ranks must not wait for this: where they print much at once, their output passes as it is for a while.
 """
 
+import bisect
+import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 HOLD_SECONDS = 0.2
-MOST = 1000  # lines that are held
+MOST = 1000  # lines that are held; where there are more, all passes unfolded for HOLD_SECONDS
+BURST = 10_000  # lines taken in HOLD_SECONDS; the same where there are more
+LONGEST = 1 << 16  # bytes of a line that are held
+
+NUMBER = operator.attrgetter("number")
 
 
 @dataclasses.dataclass(slots=True)
 class Held:
     """Text that is to be printed. ``ranks``: those that printed it, if others may join them; else none."""
 
+    number: int
     text: bytes
     since: float
     ranks: list[int]
@@ -27,33 +35,62 @@ class Folding:
 
     def __init__(self, size: int):
         self._size = size
-        self._held: list[Held] = []
+        self._held: collections.deque[Held] = collections.deque()
+        self._numbers = itertools.count()
+        self._latest: dict[int | None, int] = {}  # of each rank, the number of what it printed last
+        self._equal: dict[bytes, list[Held]] = {}  # the lines that are held and others may join, in order
         self._partial: dict[int, tuple[bytes, float]] = {}  # beginnings of lines, and since when
         self._begun: set[int] = set()  # ranks whose line has been printed in part
+        self._passing_until = 0.0
+        self._taken, self._counted_from = 0, 0.0
 
     def take(self, rank: int | None, data: bytes, now: float) -> None:
         """Take output of a rank, or of mpirun itself (None)."""
         if rank is None:
-            self._held.append(Held(data, now, []))
+            self._hold(rank, data, now)
             return
         before, since = self._partial.pop(rank, (b"", now))
-        *lines, rest = (before + data).split(b"\n")
-        for line in lines:
-            self._take_line(rank, line + b"\n", now)
+        whole, end, rest = (before + data).rpartition(b"\n")
+        if end:
+            self._take_lines(rank, whole + end, now)
         if rest:
-            self._partial[rank] = rest, now if lines else since
+            self._partial[rank] = rest, now if end else since
+        if len(rest) > LONGEST:
+            self._release(rank, rest, now)
 
-    def _take_line(self, rank: int, line: bytes, now: float) -> None:
+    def _take_lines(self, rank: int, text: bytes, now: float) -> None:
+        if now - self._counted_from >= HOLD_SECONDS:
+            self._taken, self._counted_from = 0, now
+        position = 0
         if rank in self._begun:
             self._begun.remove(rank)
-            self._held.append(Held(line, now, []))
+            position = text.index(b"\n") + 1
+            self._hold(rank, text[:position], now)
+        while position < len(text) and now >= self._passing_until:
+            end = text.index(b"\n", position) + 1
+            self._fold(rank, text[position:end], now)
+            position = end
+        if position < len(text):
+            self._hold(rank, text[position:], now)
+
+    def _fold(self, rank: int, line: bytes, now: float) -> None:
+        self._taken += 1
+        if self._taken > BURST or len(self._held) >= MOST:
+            self._passing_until = now + HOLD_SECONDS
+        equal = self._equal.setdefault(line, [])
+        k = bisect.bisect(equal, self._latest.get(rank, -1), key=NUMBER)
+        if k < len(equal):
+            equal[k].ranks.append(rank)
+            self._latest[rank] = equal[k].number
             return
-        latest = next((k for k in range(len(self._held) - 1, -1, -1) if rank in self._held[k].ranks), -1)
-        same = next((one for one in self._held[latest + 1 :] if one.ranks and one.text == line), None)
-        if same is None:
-            self._held.append(Held(line, now, [rank]))
-        else:
-            same.ranks.append(rank)
+        equal.append(self._hold(rank, line, now))
+        equal[-1].ranks.append(rank)
+
+    def _hold(self, rank: int | None, text: bytes, now: float) -> Held:
+        one = Held(next(self._numbers), text, now, [])
+        self._held.append(one)
+        self._latest[rank] = one.number
+        return one
 
     def due(self) -> float | None:
         """Return when there will be something to print even if nothing more comes; None: never."""
@@ -65,26 +102,33 @@ class Folding:
         for rank, (text, since) in list(self._partial.items()):
             if now - since >= HOLD_SECONDS:
                 self._release(rank, text, now)
-        count = len(list(itertools.takewhile(lambda one: self._is_ready(one, now), self._held)))
-        count = max(count, len(self._held) - MOST)
-        printed, self._held = self._held[:count], self._held[count:]
-        return b"".join(map(shown, printed))
+        printed = []
+        while self._held and self._is_ready(self._held[0], now):
+            printed.append(self._printed())
+        return b"".join(printed)
 
     def end(self) -> bytes:
         """Return all that is left."""
         for rank, (text, since) in list(self._partial.items()):
             self._release(rank, text, since)
-        printed, self._held = self._held, []
-        return b"".join(map(shown, printed))
+        return b"".join([self._printed() for _ in range(len(self._held))])
+
+    def _printed(self) -> bytes:
+        one = self._held.popleft()
+        if one.ranks:
+            del self._equal[one.text][0]
+            if not self._equal[one.text]:
+                del self._equal[one.text]
+        return shown(one)
 
     def _release(self, rank: int, text: bytes, now: float) -> None:
         """Let the beginning of a line be printed: it is a prompt or a progress bar, whose end may be far."""
         del self._partial[rank]
         self._begun.add(rank)
-        self._held.append(Held(text, now, []))
+        self._hold(rank, text, now)
 
     def _is_ready(self, one: Held, now: float) -> bool:
-        return len(one.ranks) in (0, self._size) or now - one.since >= HOLD_SECONDS
+        return len(one.ranks) in (0, self._size) or now - one.since >= HOLD_SECONDS or now < self._passing_until
 
 
 def shown(one: Held) -> bytes:
