@@ -1,7 +1,8 @@
 """The process that prints a job's error output: without MPI's boxes, and with the ranks' equal lines folded.
 
 It is a process of its own because mpirun and the ranks must be able to write as long as they live, whatever signals
-ended the rest of the job. Each rank writes to a pipe of its own, mpirun to this process's input.
+ended the rest of the job. Each rank writes to a pipe of its own, mpirun to this process's input. Should this process end
+before the job, `jdistgrad run` itself goes on with the copying: a rank whose pipe nobody reads would stand still.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import IO
@@ -19,6 +21,7 @@ from typing import IO
 from jdistgrad.cli.boxes import BoxFilter
 from jdistgrad.cli.folding import HOLD_SECONDS, Folding
 
+MOST_PIPES = 64  # ranks: each takes two descriptors here, and of more ranks the equal lines are not folded
 LEFT_SECONDS = 5.0  # for the rest of a job's output, should a process outlast the job
 
 # Gives a rank its own pipe for errors, where mpirun would mix all ranks' lines. $0 is the folder of the pipes.
@@ -41,7 +44,7 @@ def copy(sources: Mapping[int, int | None], target: int) -> None:
     Arguments:
       sources: descriptors, with the rank that writes to each; None for mpirun.
     """
-    folding = Folding(len(sources) - 1)
+    folding, printer = Folding(len(sources) - 1), Printer(target)
     filters = {source: BoxFilter() for source in sources}
     waiting = select.poll()
     for source in sources:
@@ -57,8 +60,9 @@ def copy(sources: Mapping[int, int | None], target: int) -> None:
             elif filters[source].named:
                 for other in filters.values():
                     other.named = True
-        write(target, folding.ready(time.monotonic()))
-    write(target, folding.end())
+            printer.write(folding.ready(time.monotonic()))
+        printer.write(folding.ready(time.monotonic()))
+    printer.write(folding.end())
 
 
 def pause(due: float | None, now: float) -> int | None:
@@ -66,29 +70,47 @@ def pause(due: float | None, now: float) -> int | None:
     return None if due is None else max(0, round(1000 * (due + HOLD_SECONDS - now)) + 1)
 
 
-def write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
+class Printer:
+    """A descriptor to print to.
+
+    Once nobody reads it (the terminal has gone, or a program such as ``head``), all is thrown away: the ranks go on.
+    """
+
+    def __init__(self, target: int):
+        self._target, self._broken = target, False
+
+    def write(self, data: bytes) -> None:
+        while data and not self._broken:
+            try:
+                data = data[os.write(self._target, data) :]
+            except BlockingIOError:  # a terminal that another program has told not to block
+                wait_for_room(self._target)
+            except OSError:
+                self._broken = True
+
+
+def wait_for_room(target: int) -> None:
+    room = select.poll()
+    room.register(target, select.POLLOUT)
+    room.poll()
 
 
 @contextlib.contextmanager
 def error_output(n: int) -> Iterator[tuple[IO[bytes], list[str]]]:
     """Yield the stream for mpirun's errors, and the command that goes before a rank's own: it takes the rank's pipe."""
     sys.stderr.flush()
+    ranks = range(n) if 1 < n <= MOST_PIPES else range(0)
     with tempfile.TemporaryDirectory(prefix="jdistgrad-") as folder, contextlib.ExitStack() as until_job_ends:
-        pipes = [make_pipe(pathlib.Path(folder) / str(rank)) for rank in range(n)] if n > 1 else []
-        process = start([reader for reader, _ in pipes])
-        for reader, writer in pipes:
-            os.close(reader)
-            until_job_ends.callback(os.close, writer)  # a rank's pipe does not end before the job
-        assert process.stdin is not None
+        pipes = [os.pipe(), *(make_pipe(pathlib.Path(folder) / str(rank)) for rank in ranks)]
+        readers = [reader for reader, _ in pipes]
+        errors, *writers = [until_job_ends.enter_context(open(writer, "wb", 0)) for _, writer in pipes]
+        copying = threading.Thread(target=attend, args=(start(readers), readers), daemon=True)
+        copying.start()
         try:
-            yield process.stdin, ["sh", "-c", TO_ITS_PIPE, folder] if pipes else []
+            yield errors, ["sh", "-c", TO_ITS_PIPE, folder] if writers else []
         finally:
-            until_job_ends.close()
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LEFT_SECONDS)
+            until_job_ends.close()  # a rank's pipe does not end before the job
+            copying.join(LEFT_SECONDS)
 
 
 def make_pipe(path: pathlib.Path) -> tuple[int, int]:
@@ -98,13 +120,22 @@ def make_pipe(path: pathlib.Path) -> tuple[int, int]:
     return reader, os.open(path, os.O_WRONLY)
 
 
-def start(pipes: list[int]) -> subprocess.Popen[bytes]:
+def start(readers: list[int]) -> subprocess.Popen[bytes]:
     """Start the copying process, in a Python without any packages: it must be there before the ranks are."""
     package = str(pathlib.Path(__file__).parents[2])
+    errors, *pipes = readers
     code = f"import sys; sys.path.insert(0, {package!r}); from jdistgrad.cli import copier; copier.main(*{pipes})"
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=2, pass_fds=pipes, env=plain()
+        [sys.executable, "-I", "-S", "-c", code], stdin=errors, stdout=2, pass_fds=pipes, env=plain()
     )
+
+
+def attend(process: subprocess.Popen[bytes], readers: list[int]) -> None:
+    """Wait until the copying process has ended, and copy what it has left: nothing, unless it failed or was killed."""
+    process.wait()
+    copy({reader: rank for rank, reader in zip([None, *range(len(readers) - 1)], readers, strict=True)}, 2)
+    for reader in readers:
+        os.close(reader)
 
 
 def plain() -> dict[str, str]:

@@ -1,8 +1,11 @@
 """Equal lines of several ranks, folded into one."""
 
+import concurrent.futures
+import contextlib
 import os
 import random
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -154,20 +157,62 @@ def test_ranks_are_spelled_in_short(ranks, expected):
     assert spelled(ranks) == expected
 
 
-def test_the_copier_prints_all_until_the_last_rank_has_ended():
-    """Ranks find their pipes by their number; one without a pipe writes to mpirun's."""
-    read, write = os.pipe()
+@contextlib.contextmanager
+def stderr_to(descriptor):
+    """Let this process's stderr be another descriptor, which is closed at the end."""
     before = os.dup(2)
-    os.dup2(write, 2)
+    os.dup2(descriptor, 2)
     try:
-        with copier.error_output(3) as (errors, to_its_pipe):
-            for rank in ("0", "1", "2", "9"):
-                program = ["sh", "-c", "echo only $PMI_RANK >&2"]
-                environment = {"PATH": os.environ["PATH"], "PMI_RANK": rank}
-                subprocess.run([*to_its_pipe, *program], env=environment, stderr=errors, check=True)
+        yield
     finally:
         os.dup2(before, 2)
-        os.close(write)
-    with open(read, encoding="utf-8") as printed:
-        lines = printed.read().splitlines()
-    assert sorted(lines) == ["only 0", "only 1", "only 2", "only 9"]
+        os.close(before)
+        os.close(descriptor)
+
+
+def read_all(descriptor):
+    with open(descriptor, encoding="utf-8") as printed:
+        return printed.read()
+
+
+def run_as(rank, to_its_pipe, script, errors):
+    """Run a shell script as a rank does."""
+    environment = {"PATH": os.environ["PATH"], "PMI_RANK": str(rank)}
+    subprocess.run([*to_its_pipe, "sh", "-c", script], env=environment, stderr=errors, check=True, timeout=20)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_all_is_printed_until_the_last_rank_has_ended(failing, monkeypatch):
+    """Ranks find their pipes by their number; one without a pipe writes to mpirun's. The copier may fail to start."""
+    if failing:
+        monkeypatch.setattr(copier.sys, "executable", shutil.which("false"))
+    read, write = os.pipe()
+    with stderr_to(write), copier.error_output(3) as (errors, to_its_pipe):
+        for rank in (0, 1, 2, 9):
+            run_as(rank, to_its_pipe, "echo only $PMI_RANK >&2", errors)
+    assert sorted(read_all(read).splitlines()) == ["only 0", "only 1", "only 2", "only 9"]
+
+
+def test_ranks_go_on_when_nobody_reads_what_is_printed():
+    read, write = os.pipe()
+    os.close(read)
+    with stderr_to(write), copier.error_output(3) as (errors, to_its_pipe):
+        for rank in (0, 1, 2, 9):
+            run_as(rank, to_its_pipe, "set -e; head -c 200000 /dev/zero >&2; head -c 200000 /dev/zero >&2", errors)
+
+
+def test_a_terminal_that_does_not_block_gets_all():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with concurrent.futures.ThreadPoolExecutor(1) as reading:
+        with stderr_to(write), copier.error_output(3) as (errors, to_its_pipe):
+            run_as(1, to_its_pipe, "yes | head -c 100000 >&2", errors)  # more than a pipe holds
+            printed = reading.submit(read_all, read)
+        assert printed.result() == "y\n" * 50_000
+
+
+def test_a_job_of_many_ranks_takes_few_descriptors():
+    with copier.error_output(copier.MOST_PIPES) as (_, to_its_pipe):
+        assert to_its_pipe
+    with copier.error_output(512) as (_, to_its_pipe):
+        assert to_its_pipe == []
