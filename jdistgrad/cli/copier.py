@@ -1,8 +1,8 @@
 """The process that prints a job's error output: without MPI's boxes, and with the ranks' equal lines folded.
 
 It is a process of its own because mpirun and the ranks must be able to write as long as they live, whatever signals
-ended the rest of the job. Each rank writes to a pipe of its own, mpirun to this process's input. Should this process end
-before the job, `jdistgrad run` itself goes on with the copying: a rank whose pipe nobody reads would stand still.
+ended the rest of the job. Each rank writes to a pipe of its own, mpirun to this process's input. Should this process
+end before the job, `jdistgrad run` itself goes on with the copying: a rank whose pipe nobody reads would stand still.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ def main(job: str | None, events: int, seconds: float) -> int:
 
 def jobs(root: pathlib.Path) -> list[Job]:
     folders = sorted(root.iterdir()) if root.is_dir() else []
-    return [Job(folder, read) for folder in folders if (read := files.read(folder, files.PROCESS))]
+    return [Job(folder, read) for folder in folders if (read := files.read_processes(folder))]
 
 
 def choose(job: str | None, known: Sequence[Job]) -> Job | None:
@@ -75,7 +75,7 @@ def choose(job: str | None, known: Sequence[Job]) -> Job | None:
         raise LauncherError(f"no job that is running here records what it does. {HOW}.")
     if pathlib.Path(job).is_dir():
         folder = pathlib.Path(job).absolute()
-        read = files.read(folder, files.PROCESS)
+        read = files.read_processes(folder)
         if read:
             return Job(folder, read)
         raise LauncherError(f"{folder} is not the folder of a job: no process has announced itself there.")

@@ -1,7 +1,9 @@
 """The flight recorder: what it keeps, what it writes, and where."""
 
+import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -131,16 +133,53 @@ def test_a_reader_sees_whole_files_only(tmp_path):
     assert [one.name for one in sorted(tmp_path.iterdir())] == ["rank0.waits.json", "rank1.waits.json"]
 
 
-def test_old_folders_go_unless_their_process_still_runs(tmp_path):
-    here = {"pid": os.getpid(), "start": processes.start_of(os.getpid())}
-    for name, process in (("over", {**here, "start": 1}), ("running", here)):
+def test_old_folders_go_unless_their_process_still_runs_or_is_not_known_here(tmp_path):
+    here = {"rank": 0, "pid": os.getpid(), "start": processes.start_of(os.getpid()), "command": ["train.py"]}
+    here["host"] = socket.gethostname()
+    jobs = {"over": {**here, "start": 1}, "running": here, "elsewhere": {**here, "start": 1, "host": "another"}}
+    for name, process in {"broken": {"pid": 1}, "no process": 7, **jobs}.items():
         (tmp_path / name).mkdir()
         folder.write(tmp_path / name / "process.process.json", process)
     written = (tmp_path / "over").stat().st_mtime
     folder.remove_old(tmp_path, written + 0.9 * folder.KEPT_SECONDS)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 5
     folder.remove_old(tmp_path, written + 1.1 * folder.KEPT_SECONDS)
-    assert [one.name for one in tmp_path.iterdir()] == ["running"]
+    assert {one.name for one in tmp_path.iterdir()} == {"running", "elsewhere"}
+
+
+def test_a_rank_that_starts_removes_its_own_files_only(tmp_path):
+    """Another rank may have made the folder, and be about to open a file in it."""
+    folder.make(tmp_path / "job")
+    (tmp_path / "job" / "rank1.process.json").write_text("of an earlier process")
+    folder.unlink(tmp_path / "job", "rank1")
+    assert (tmp_path / "job").is_dir()
+    (tmp_path / "job" / "rank0.stacks.txt").write_text("of an earlier process")
+    (tmp_path / "job" / "rank10.waits.json").touch()
+    with folder.entered(tmp_path / "job", "rank0") as stacks:
+        assert stacks.tell() == 0
+    assert {one.name for one in (tmp_path / "job").iterdir()} == {"rank0.stacks.txt", "rank10.waits.json"}
+
+
+def test_a_rank_starts_although_another_that_ends_removes_the_folder_meanwhile(tmp_path, monkeypatch):
+    others = [tmp_path / "job"] * 3
+
+    def unlink(job, label):
+        if others:
+            others.pop().rmdir()
+
+    monkeypatch.setattr(folder, "unlink", unlink)
+    folder.entered(tmp_path / "job", "rank0").close()
+    assert not others
+    assert (tmp_path / "job" / "rank0.stacks.txt").exists()
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "settings", dataclasses.replace(folder.settings, debug_dir=""))
+    folder.make(tmp_path / "jdistgrad-debug-5" / "job")
+    owner = os.lstat(tmp_path).st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match="jdistgrad-debug-5 belongs to another user"):
+        folder.make(tmp_path / "jdistgrad-debug-5" / "job")
 
 
 PROGRAM = """

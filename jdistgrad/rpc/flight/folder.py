@@ -12,17 +12,20 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 from jdistgrad.config import settings
 from jdistgrad.rpc.flight import processes
 from jdistgrad.wire import launcher_env
 
 PROCESS, WAITS, STACKS = ".process.json", ".waits.json", ".stacks.txt"
+NEEDED = {"rank", "pid", "start", "host", "command"}  # what a process says of itself, at least
 ASKED, TROUBLE = "asked", "trouble"
 KEPT_SECONDS = 7 * 86_400
+ATTEMPTS = 10
 
 # The variables in which launchers name a job, or a step of one.
 JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
@@ -53,8 +56,19 @@ def make(folder: pathlib.Path) -> None:
     """Make the folder of a job, which only this user can read. Raises OSError if it is another's."""
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    for one in (folder,) if settings.debug_dir else (folder.parent, folder):  # a folder that the user chose is trusted
+        if one.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{one} belongs to another user")
+
+
+def entered(folder: pathlib.Path, label: str) -> IO[str]:
+    """Make the folder of a job, without an earlier process's files of this name; return the file for stacks, open."""
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # a rank that ended has just removed the folder
+            make(folder)
+            unlink(folder, label)
+            return (folder / f"{label}{STACKS}").open("a", encoding="utf-8")
+    raise FileNotFoundError(f"{folder} is removed each time it has been made")
 
 
 def write(path: pathlib.Path, value: Any) -> None:
@@ -82,12 +96,25 @@ def changed(path: pathlib.Path) -> int:
     return status.st_mtime_ns if status.st_size else 0
 
 
+def read_processes(folder: pathlib.Path) -> dict[str, Any]:
+    """Return the processes that have announced themselves, by what their files are called after."""
+    found = read(folder, PROCESS)
+    return {label: one for label, one in found.items() if isinstance(one, dict) and one.keys() >= NEEDED}
+
+
 def remove_old(root: pathlib.Path, now: float) -> None:
     """Remove the folders of jobs that ended long ago and left what an error wrote, or were killed."""
     for folder in root.iterdir() if root.is_dir() else ():
-        old = folder.is_dir() and now - folder.stat().st_mtime > KEPT_SECONDS
-        if old and not any(processes.is_running(one["pid"], one["start"]) for one in read(folder, PROCESS).values()):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process removes the same
+            old = folder.is_dir() and now - folder.stat().st_mtime > KEPT_SECONDS
+            if old and not any(map(may_run, read_processes(folder).values())):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def may_run(process: Mapping[str, Any]) -> bool:
+    """Return whether a process runs, as far as is known here."""
+    elsewhere = process["host"] != socket.gethostname()
+    return elsewhere or processes.is_running(process["pid"], process["start"])
 
 
 def ask(folder: pathlib.Path, how: str = ASKED) -> int:
@@ -96,10 +123,15 @@ def ask(folder: pathlib.Path, how: str = ASKED) -> int:
     return changed(folder / how)
 
 
-def remove(folder: pathlib.Path, label: str) -> None:
-    """Remove the files of a process, and the folder after its last one."""
+def unlink(folder: pathlib.Path, label: str) -> None:
+    """Remove the files of a process."""
     for kind in (PROCESS, WAITS, STACKS):
         (folder / f"{label}{kind}").unlink(missing_ok=True)
+
+
+def remove(folder: pathlib.Path, label: str) -> None:
+    """Remove the files of a process, and the folder after its last one."""
+    unlink(folder, label)
     if not any(folder.glob(f"*{PROCESS}")):
         for shared in (ASKED, TROUBLE):
             (folder / shared).unlink(missing_ok=True)

@@ -49,15 +49,12 @@ class Recorder:
         self._in_trouble = False
 
     def start(self) -> None:
-        files.make(self.folder)
-        files.remove(self.folder, self._label)  # of an earlier process with this name
-        files.make(self.folder)
+        self._stacks = files.entered(self.folder, self._label)
         if not settings.debug_dir:  # else it may be another machine's, whose processes are not known here
             with contextlib.suppress(OSError):
                 files.remove_old(self.folder.parent, time.time())
-        self._stacks = open(self._path(files.STACKS), "a", encoding="utf-8")  # noqa: SIM115 as long as the process
-        files.write(self._path(files.PROCESS), self._process())
         handle_signal(self._stacks)
+        files.write(self._path(files.PROCESS), self._process())  # not before: the signal would end the process
         events.listen(self.record)
         started(self._serve, "jdistgrad-recorder")
         atexit.register(self._end, os.getpid())
