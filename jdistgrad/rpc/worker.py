@@ -38,6 +38,7 @@ class Worker(Mailbox):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
         self.calls = self.add(Caller(self, self._check))
@@ -119,6 +120,7 @@ class Worker(Mailbox):
         """Handle a message by which survivors do without a lost worker."""
         if message.kind is Kind.SETTLE and message.id == self.rank:
             text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
+            self.given_up_by.add(message.source)
             self.fail(errors.WorkerLostError(text, worker=self.info))
         elif message.kind is Kind.SETTLE:
             self.losses.settled(message)

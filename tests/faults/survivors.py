@@ -39,7 +39,8 @@ def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:
     if ended.status is None:
         return Outcome(HUNG, fault, f"it stood still\n{ended.output[-4000:]}")
     struck, reports = found_in(ended.output)
-    known = [at - struck[int(lost)] for report in reports.values() for lost, at in report["known"].items()]
+    told = [(int(lost), at) for report in reports.values() for lost, at in report["known"].items()]
+    known = [at - struck[lost] for lost, at in told if lost in struck]
     problem = broken_promise(victims, ended, struck, reports, known)
     slowest = max(known, default=None)
     return Outcome(

@@ -22,13 +22,16 @@ from jdistgrad.wire import launcher_env
 
 STRUCK, SURVIVOR = "STRUCK ", "SURVIVOR "
 KEPT = 8
+TO_PRINT = 0.05  # seconds, for mpirun to read what a victim says
 
 kept: list[jd.RRef] = []
 keeping = threading.Event()
 
 
 def strike() -> None:
-    print(f"{STRUCK}{json.dumps([launcher_env.rank(), time.time()])}", flush=True)
+    moment = time.time() + TO_PRINT
+    print(f"{STRUCK}{json.dumps([launcher_env.rank(), moment])}", flush=True)
+    time.sleep(max(0.0, moment - time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

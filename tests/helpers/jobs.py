@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import jdistgrad
 from jdistgrad.cli import launch
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -40,6 +41,9 @@ def as_job(n, name):
     return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
 
 
+# For scripts elsewhere: ``helpers``, and the jdistgrad that is being tested, which may not be the installed one.
+PATH = os.pathsep.join(str(pathlib.Path(file).parents[1]) for file in (__file__, jdistgrad.__file__))
+
 SOONER = {"OMPI_MCA_btl": "^ofi"}  # a second sooner, as `jdistgrad run` explains
 
 
@@ -61,7 +65,7 @@ def finished_job(n, script, timeout, environment):
     """Run a script on ``n`` ranks as by a plain mpirun; return the finished job. The script may import ``helpers``."""
     process = subprocess.run(
         launch.command(n, [str(script)]),
-        env={**SOONER, **os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1]), **environment},
+        env={**SOONER, **os.environ, "PYTHONPATH": PATH, **environment},
         timeout=timeout,
         text=True,
         stdout=subprocess.PIPE,

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import jax
@@ -18,7 +18,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
-from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, refuse_forked_process
+from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Deferred
@@ -112,20 +112,31 @@ class MPI(HostCollectives):
     def announce(self, word: bytes, what: str) -> Meeting:
         refuse_forked_process(what)
         everybody = bytearray(len(word) * self.size)
-        request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
+        try:
+            request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
+        except Exception as error:
+            raise_lost(error, self._ranks, what)
+            raise
         _begun[id(request)] = (word, everybody, request)
 
+        def has_ended() -> bool:
+            try:
+                return bool(request.Test())
+            except Exception as error:
+                raise_lost(error, self._ranks, what)
+                raise
+
         def wait(timeout: float) -> list[bytes]:
-            if not request.Test():
-                self._wait_for(request, what, timeout, together)
+            if not has_ended():
+                self._wait_for(has_ended, what, timeout, together)
             _begun.pop(id(request))
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
-        return Meeting(wait, request.Test)
+        return Meeting(wait, has_ended)
 
-    def _wait_for(self, request: Any, what: str, timeout: float, together: WatchedBlock) -> None:
+    def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
         with together:
-            if not poll(request.Test, timeout, together.check):
+            if not poll(has_ended, timeout, together.check):
                 missing = self._missing()
                 places, told = together.places(missing), together.told(f"{what}: ranks {missing} have not come")
                 raise missing_ranks(what, missing, timeout, places, told)

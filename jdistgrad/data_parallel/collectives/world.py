@@ -8,7 +8,10 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
-from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worker import current_worker, find_worker
+from jdistgrad.wire.polling import poll
+
+TOLD_SECONDS = 1.0
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
@@ -45,9 +48,11 @@ class WatchedBlock:
             self._participation = self._worker.watchdog.begin(self._entry, self._ranks, blocking=self._blocking)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
         if self._participation is not None:
             self._worker.watchdog.end(self._participation)
+        if isinstance(error, Exception):
+            raise_lost(error, self._ranks, self._entry.what)
 
     def check(self) -> None:
         """Raise if a participant will never come."""
@@ -94,6 +99,17 @@ class WatchedBlock:
             return {}
         found = self._worker.watchdog.ask([self._ranks[one] for one in missing], self._entry)
         return {one: found[self._ranks[one]].place for one in missing if self._ranks[one] in found}
+
+
+def raise_lost(error: Exception, ranks: Sequence[int], what: str) -> None:
+    """Raise WorkerLostError if an error of MPI comes from the loss of a worker among these ranks; else return."""
+    worker = find_worker()
+    if worker is None or not worker.survives or not type(error).__module__.startswith("mpi4py"):
+        return
+    poll(lambda: worker.peers.lost.keys() & set(ranks), TOLD_SECONDS)  # another thread is about to find out
+    for rank in sorted(worker.peers.lost.keys() & set(ranks)):
+        text = f"{worker.info} ({what}): {worker.peers.lost[rank]}. Collectives do not go on without it."
+        raise errors.WorkerLostError(text, worker=worker.directory.workers[rank]) from error
 
 
 def seat() -> Seat:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -21,8 +20,9 @@ from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi import abort_job
+from jdistgrad.wire.polling import poll
 
-TOLD_SECONDS = 0.1  # for the others to receive the reason, before MPI tells them of the death
+TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
 
 _latest: Worker | None = None
 _guarded = False
@@ -94,11 +94,12 @@ def _die(worker: Worker, why: str) -> None:
     try:
         if not worker.closed:
             worker.peers.leave(why)
+            others = set(range(worker.size)) - {worker.rank, *worker.peers.lost}
+            poll(lambda: worker.given_up_by >= others - worker.peers.lost.keys(), TOLD_SECONDS)
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None
                 stream.flush()
-        time.sleep(TOLD_SECONDS)
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,0 +1,218 @@
+"""Jobs that go on without ranks that die or fail: what the others compute, know and hold at the end."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers.jobs import PATH, Job
+
+PREFACE = """
+    import os
+    import signal
+    import sys
+    import threading
+    import time
+
+    import jax.numpy as jnp
+
+    import jdistgrad as jd
+
+    def square(x):
+        return x * x
+
+    def slow_square(x):
+        time.sleep(1)
+        return x * x
+
+    def make(size):
+        return jnp.arange(float(size))
+
+    def weigh(params, x):
+        return params * x
+
+    kept = []
+
+    def keep(reference):
+        kept.append(reference)
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def owned():
+        from jdistgrad.rpc.worker import current_worker
+        return len(current_worker().references.owned)
+
+    def until(condition):
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def lost_error(do):
+        try:
+            do()
+        except jd.WorkerLostError as error:
+            return str(error)
+        raise AssertionError("no WorkerLostError")
+
+    told = {}
+"""
+
+
+@pytest.fixture
+def surviving_job(tmp_path):
+    """Return a function that runs a program by `jdistgrad run --survive`."""
+
+    def run(n, source, *options):
+        script = tmp_path / "program.py"
+        script.write_text(textwrap.dedent(PREFACE) + textwrap.dedent(source))
+        done = subprocess.run(
+            [sys.executable, "-m", "jdistgrad", "run", "--survive", "-n", str(n), str(script), *options],
+            env={**os.environ, "PYTHONPATH": PATH},
+            text=True,
+            timeout=100,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        return Job(done)
+
+    return run
+
+
+SERVER = """
+    me = jd.init(["server", "first", "second"])
+    jd.on_lost(lambda worker, why: told.update({worker.name: why}))
+    params = jd.remote("server", make, args=(3,))
+    if me.name == "second":
+        jd.rpc_sync("first", keep, args=(jd.by_reference(params),))
+        more = [jd.remote("server", make, args=(4,)) for _ in range(5)]
+        del params
+        END
+    elif me.name == "first":
+        until(lambda: kept)
+        until(lambda: told)
+        waiting = lost_error(lambda: jd.rpc_sync("second", square, args=(2,)))
+        assert "second (rank 2) is lost" in waiting and "square" in waiting, waiting
+        gradient = jd.grad(lambda p: jd.rpc_sync("server", weigh, args=(p, jnp.ones(3))).sum())(params)
+        assert gradient.to_here().tolist() == [1, 1, 1]
+        assert kept[0].to_here().tolist() == [0, 1, 2]
+        del gradient
+        until(lambda: jd.rpc_sync("server", owned) == 2)  # this trainer's, and the one that was passed on to it
+        kept.clear()
+        until(lambda: jd.rpc_sync("server", owned) == 1)
+    else:
+        until(lambda: told)
+    del params
+    print(me.name, told, jd.shutdown(timeout=20))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("die()", "it was killed or ended"),
+        ("raise ValueError('no more data')", "it failed: ValueError: no more data"),
+        ("sys.exit()", "it ended without calling jdistgrad.shutdown()"),
+    ],
+    ids=["killed", "raises", "exits"],
+)
+def test_a_trainer_is_lost_and_the_others_go_on(surviving_job, end, why):
+    job = surviving_job(3, SERVER.replace("END", end))
+    for name in ("server", "first"):
+        job.expect(f"{name} {{'second': {why!r}}} []")
+    job.expect(f"the world went on without lost workers: second (rank 2) is lost: {why}")
+
+
+def test_rank_0_and_another_are_killed_while_calls_go_both_ways(surviving_job):
+    """Rank 0 owned values, had opened a context and would have conducted the end; a third rank waits for it."""
+    surviving_job(
+        4,
+        """
+        me = jd.init()
+        jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
+        theirs = jd.remote(0, make, args=(3,))
+        mine = jd.RRef(jnp.ones(2))
+        jd.rpc_sync(1, keep, args=(jd.by_reference(mine),))
+        if me.rank == 0:
+            threading.Timer(1.5, die).start()
+            with jd.context() as ctx:
+                jd.value_and_grad(lambda p: jd.rpc_sync(2, weigh, args=(p, jnp.ones(3))).sum())(theirs)
+                jd.rpc_sync(2, slow_square, args=(2.0,))
+                jd.rpc_sync(2, slow_square, args=(2.0,))
+                time.sleep(9)
+        text = lost_error(lambda: jd.rpc_sync(0, time.sleep, args=(20,)))
+        assert "sleep on worker0 (rank 0), called by" in text, text
+        text = lost_error(theirs.to_here)
+        assert "worker0 (rank 0) is lost" in text, text
+        if me.rank == 1:
+            die()
+        until(lambda: len(told) == 2)
+        assert jd.rpc_sync(5 - me.rank, square, args=(3,)) == 9
+        del theirs, mine
+        print(me.name, sorted(told), jd.shutdown(timeout=20))
+        """,
+    ).expect("worker2 [0, 1] []", "worker3 [0, 1] []")
+
+
+def test_what_a_context_misses_from_a_lost_worker_fails_by_name(surviving_job):
+    """The worker that waits has no call to the dead one; its opener has."""
+    surviving_job(
+        3,
+        """
+        from jdistgrad.autograd.tape.ledger import REFERENCE, Target
+        from jdistgrad.autograd.tape.tape import current_tape
+
+        def wait_for_a_contribution():
+            return current_tape(lambda: "a gradient").ledger.take(Target(REFERENCE, 7), (1.0, 2.0, 3.0, 4.0, 5.0))
+
+        me = jd.init()
+        if me.rank == 0:
+            with jd.context() as ctx:
+                waits = jd.rpc_async(2, wait_for_a_contribution)
+                jd.rpc_sync(1, square, args=(2,))
+                jd.rpc_async(1, die)
+                text = lost_error(waits.result)
+                assert "context 0:" in text and "worker1 (rank 1) is lost" in text, text
+        if me.rank == 1:
+            time.sleep(60)
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 []", "worker2 []")
+
+
+def test_averages_in_which_a_lost_rank_takes_part_fail_by_name(surviving_job):
+    surviving_job(
+        3,
+        """
+        import jax
+
+        me = jd.init()
+        dp = jd.DataParallel(timeout=20)
+        dp.average({"x": jnp.ones(3)})
+        if me.rank == 1:
+            die()
+        for _ in range(2):
+            text = lost_error(lambda: [dp.average({"x": jnp.ones(3)}) for _ in range(2)])
+            assert "worker1 (rank 1) is lost" in text, text
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 []", "worker2 []")
+
+
+def test_a_job_of_which_no_rank_is_left_has_failed(surviving_job):
+    surviving_job(2, "jd.init()\nraise ValueError('all of us')").expect("none of the 2 ranks came to its end", status=1)
+
+
+def test_a_job_that_was_not_started_to_survive_says_so(mpi_job):
+    mpi_job(2, "import jdistgrad as jd\njd.init(survive=True)").expect(
+        "init(survive=True): mpirun was not told that the job goes on without a rank that dies", status=None
+    )
+
+
+def test_xlas_collectives_do_not_survive(mpi_job):
+    mpi_job(2, "import jdistgrad as jd\njd.init(survive=True, devices=True)").expect(
+        "jax.distributed ends all processes when one dies", status=None
+    )
