@@ -30,6 +30,8 @@ class Local(HostCollectives):
       workers: the world ranks of the participants; default all.
     """
 
+    world_ranks: tuple[int, ...]
+
     def __init__(self, workers: Sequence[int] | None = None) -> None:
         place = seat()
         self._sit(place, tuple(range(place.size) if workers is None else workers))

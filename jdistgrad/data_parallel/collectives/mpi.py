@@ -50,6 +50,7 @@ class MPI(HostCollectives):
         its own, and refused with the reason. Otherwise arrays of GPUs go through pinned host memory.
     """
 
+    world_ranks: tuple[int, ...]
     kind_on_device: "ClassVar[type[MPI]]"  # set by mpi_on_device, which needs this class
 
     def __new__(cls, comm: Any = None, *, on_device: bool = False) -> "MPI":
@@ -115,7 +116,7 @@ class MPI(HostCollectives):
         try:
             request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
         except Exception as error:
-            raise_lost(error, self._ranks, what)
+            raise_lost(error, self.world_ranks, what)
             raise
         _begun[id(request)] = (word, everybody, request)
 
@@ -123,7 +124,7 @@ class MPI(HostCollectives):
             try:
                 return bool(request.Test())
             except Exception as error:
-                raise_lost(error, self._ranks, what)
+                raise_lost(error, self.world_ranks, what)
                 raise
 
         def wait(timeout: float) -> list[bytes]:
