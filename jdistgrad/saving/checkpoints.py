@@ -45,6 +45,7 @@ def save(
         still there, and will be restored.
       DisagreementError: the callers have different trees.
       MissingRanksError: a worker did not come to save within five minutes.
+      WorkerLostError: a worker died or stands still.
 
     Example:
       >>> step, params = jd.restore(folder, params, optimizer)    # 0 and the given ones if there is no checkpoint

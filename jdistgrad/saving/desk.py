@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.collectives import world
-from jdistgrad.errors import DisagreementError, MissingRanksError
+from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import api
 from jdistgrad.rpc.worker import current_worker
 
@@ -34,6 +34,12 @@ class Meeting:
         self.came = threading.Event()
         self.disagreement: str | None = None
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of the workers that have not come; of those, some may merely serve."""
+        workers = range(current_worker().size) if self.workers is None else self.workers
+        return [rank for rank in workers if rank not in self.said]
 
 
 class Desk:
@@ -72,7 +78,15 @@ class Desk:
 def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
     """Wait for the other workers that do this together; return what each of them says, by rank.
 
+    So it is a barrier with values, among workers that need not be known beforehand.
+
+    Arguments:
+      what: the name of the meeting, the same on all of them.
+      said: what this worker says.
+      workers: the ranks of those that come; default all that have not called ``shutdown``.
+
     Raises:
+      WorkerLostError: some worker is lost, or gives no sign of life.
       MissingRanksError: some worker neither came nor called ``shutdown``.
       DisagreementError: some worker is in another meeting instead.
     """
@@ -85,13 +99,20 @@ def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: fl
 def _arrived(what: str, rank: int, workers: Sequence[int] | None, said: Any, seconds: float) -> Any:
     meeting, first = _desk().arrive(what, rank, workers, said)
     if first:
-        try:
-            meeting.end.set_result(_gathered(meeting, seconds))
-        except Exception as error:
-            meeting.end.set_exception(error)
-        finally:
-            _desk().close(meeting)
+        hold(_desk(), meeting, seconds)
     return meeting.end
+
+
+def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
+    """Hold a meeting. It is closed before those in it go on, since they may come to the next one of the same name."""
+    try:
+        result = _gathered(meeting, seconds)
+    except Exception as error:
+        desk.close(meeting)
+        meeting.end.set_exception(error)
+    else:
+        desk.close(meeting)
+        meeting.end.set_result(result)
 
 
 def _desk() -> Desk:
@@ -106,7 +127,7 @@ def _desk() -> Desk:
 def _gathered(meeting: Meeting, seconds: float) -> Said:
     """Wait until everybody has come who has to; return what they said."""
     end, pause = time.monotonic() + seconds, FIRST_PAUSE
-    while missing := _missing(meeting):
+    while missing := _awaited(meeting, seconds):
         _desk().compare(meeting, missing)
         if meeting.disagreement is not None:
             raise DisagreementError(meeting.disagreement)
@@ -118,22 +139,45 @@ def _gathered(meeting: Meeting, seconds: float) -> Said:
     return dict(sorted(meeting.said.items()))
 
 
-def _missing(meeting: Meeting) -> list[int]:
-    workers = range(current_worker().size) if meeting.workers is None else meeting.workers
-    missing = [rank for rank in workers if rank not in meeting.said]
-    if meeting.workers is not None or not missing:
-        return missing
-    asked = [(rank, api.rpc_async(rank, only_serves)) for rank in missing]
-    return [rank for rank, answer in asked if not answer.result()]
+def _awaited(meeting: Meeting, seconds: float) -> list[int]:
+    """Ask those that are missing whether they merely serve; return those that do not.
+
+    They are asked also where it is known who has to come: only the loss of a worker that is asked is noticed.
+    """
+    _check_world(meeting)
+    try:
+        asked = [(rank, api.rpc_async(rank, only_serves, timeout=seconds)) for rank in meeting.missing]
+        serving = {rank for rank, answer in asked if answer.result()}
+    except WorkerLostError as error:
+        why = current_worker().peers.lost.get(error.worker.rank, str(error))
+        raise WorkerLostError(f"{meeting.what}: {why}", worker=error.worker) from error
+    missing = meeting.missing
+    gone = [rank for rank in missing if rank in serving]
+    if meeting.workers is not None and gone:
+        text = f"{meeting.what}: {_names(gone)} will not come: shutdown() was called there"
+        raise MissingRanksError(text, missing=gone)
+    return [rank for rank in missing if rank not in serving]
+
+
+def _check_world(meeting: Meeting) -> None:
+    """Raise if the desk's worker has no world any more, which would be waited in for ever."""
+    me = current_worker()
+    if me.failure is not None:
+        raise me.failure
+    if me.closed:
+        raise WorldClosedError(f"{meeting.what}: the world was shut down meanwhile", worker=me.info)
 
 
 def _too_late(meeting: Meeting, missing: list[int], seconds: float) -> MissingRanksError:
-    names = ", ".join(str(current_worker().directory.workers[rank]) for rank in missing)
     return MissingRanksError(
-        f"{meeting.what}: {names} did not come within {seconds:g} s. Every worker that has not called shutdown() calls "
-        "it too, with the same step; for some workers only, name them on each of them: workers=[...].",
+        f"{meeting.what}: {_names(missing)} did not come within {seconds:g} s. Every worker that has not called "
+        "shutdown() calls it too, with the same step; for some workers only, name them on each of them: workers=[...].",
         missing=missing,
     )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
 
 
 def only_serves() -> bool:

@@ -1,8 +1,9 @@
 """The folders of checkpoints: a checkpoint appears under its name when it is complete, by one rename.
 
 ``path/120`` is the checkpoint of step 120; ``path/120-1`` the next one of the same step, which was saved again before
-the first was removed. Their manifests number them in the order in which they were published: the last one counts, since
-a job may go back to an earlier step. Names that begin with a point are of checkpoints being written or removed.
+the first was removed. Their manifests number them in the order in which they were published: the last one counts,
+since a job may go back to an earlier step. Names that begin with a point are of checkpoints that are being written or
+removed.
 """
 
 import contextlib

@@ -144,7 +144,7 @@ def test_ranks_that_do_the_same_go_on_on_other_numbers_of_ranks(tmp_path):
 
 
 def in_groups(size, groups, folder, seed, *, saves=False):
-    """Save, or restore, momenta divided in each of some groups; return each worker's, gathered in its group."""
+    """Save, or restore, momenta that each group divides; return each worker's, gathered in its group."""
     tx, mine = optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(5), "b": jnp.zeros((3, 1))}
 
     def main():

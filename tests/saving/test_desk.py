@@ -1,0 +1,66 @@
+"""The meetings of those that save together: what ends them."""
+
+import sys
+import threading
+import traceback
+
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.saving.desk import Desk, hold, meet
+
+pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
+
+
+def stack_of(thread):
+    frame = sys._current_frames().get(thread.ident)
+    return [] if frame is None else [entry.name for entry in traceback.extract_stack(frame)]
+
+
+def test_a_meeting_ends_with_its_world():
+    waits, before = threading.Event(), set(threading.enumerate())
+
+    def main():
+        me = jd.init()
+        if me.rank == 1:
+            assert waits.wait(60)
+            raise RuntimeError("boom")
+        waits.set()
+        meet("a meeting", None, [0, 1, 2], float("inf"))
+
+    with pytest.raises(RuntimeError, match="boom"):
+        jd.spawn(main, 3)
+    left = [one for one in set(threading.enumerate()) - before if "worker" in one.name]
+    for thread in left:
+        thread.join(2)  # those that have nothing to do stay for later worlds
+        assert "_gathered" not in stack_of(thread)
+
+
+def test_one_that_has_shut_down_is_not_awaited():
+    def main():
+        me = jd.init()
+        said = ""
+        if me.rank != 1:
+            try:
+                meet("a meeting", None, [0, 1, 2], float("inf"))
+            except jd.MissingRanksError as error:
+                said = str(error)
+        jd.shutdown()
+        return said
+
+    first, _, third = jd.spawn(main, 3)
+    assert first == third
+    assert "a meeting: worker1 (rank 1) will not come: shutdown() was called there" in first
+
+
+def test_those_who_go_on_come_to_the_next_meeting_of_the_name():
+    desk = Desk()
+    with jd.local_workers(3):
+        meeting, _ = desk.arrive("a meeting", 0, [0], "first")
+        found = []
+        meeting.end.add_done_callback(lambda _: found.append(desk.arrive("a meeting", 0, [0], "second")))
+        hold(desk, meeting, 1.0)
+    assert meeting.end.result() == {0: "first"}
+    (next_meeting, first_there), *_ = found
+    assert first_there
+    assert next_meeting.said == {0: "second"}
