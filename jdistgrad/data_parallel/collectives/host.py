@@ -35,6 +35,7 @@ class HostCollectives(Collectives):
 
     rank: int
     timeout: float = TIMEOUT
+    world_ranks: tuple[int, ...]
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
