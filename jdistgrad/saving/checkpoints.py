@@ -9,7 +9,7 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.saving import files, folders
 from jdistgrad.saving.callers import together
 from jdistgrad.saving.owners import Reader
-from jdistgrad.saving.parts import release, told_by
+from jdistgrad.saving.parts import plan_of, release
 from jdistgrad.saving.reading import put_back, read
 from jdistgrad.saving.writing import write
 
@@ -61,8 +61,8 @@ def save(
     folder, number = pathlib.Path(path).resolve(), int(step)
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         try:
-            told = job.agree(lambda: told_by(job, hold=True), everybody=True)
-            job.agree(lambda: write(job, told, folder, number, keep) if job.leads else None)
+            plans = job.agree(lambda: plan_of(job, hold=True), everybody=True)
+            job.agree(lambda: write(job, plans, folder, number, keep) if job.leads else None)
         finally:
             release(job)
 
@@ -101,8 +101,8 @@ def restore(
         folder = job.from_leader(lambda: chosen(pathlib.Path(path).resolve(), step))
         if folder is None:
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
-        told = job.agree(lambda: told_by(job), everybody=True)
-        prepared, found = job.agree(lambda: read(job, told, folder))
+        plans = job.agree(lambda: plan_of(job), everybody=True)
+        prepared, found = job.agree(lambda: read(job, plans, folder))
         job.agree(lambda: put_back(prepared))
         return int(Reader(folder).manifest["step"]), job.trees_of(found)
 

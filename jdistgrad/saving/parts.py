@@ -18,15 +18,15 @@ from jdistgrad.saving.places import Leaf
 Asked = dict[int, list[Work]]  # by the rank of the worker that does it
 
 
-class Told(NamedTuple):
+class Plan(NamedTuple):
     """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner."""
 
     places: list[str]
     asked: Asked
 
 
-def told_by(job: Job, *, hold: bool = False) -> Told:
-    """Return what this caller tells; if asked, hold its leaves for those who will write them."""
+def plan_of(job: Job, *, hold: bool = False) -> Plan:
+    """Return the plan of this caller; if asked, hold its leaves for those who will write them."""
     asked: Asked = {}
     leaves = job.leaves()
     if hold:
@@ -37,7 +37,7 @@ def told_by(job: Job, *, hold: bool = False) -> Told:
                 asked.setdefault(rank, []).append(work)
     held = [own_part(job.rank), *([SHARED] if job.leads else [])]
     asked.setdefault(job.rank, []).extend(HeldWork(part, job.what) for part in held)
-    return Told([leaf.place for leaf in leaves], asked)
+    return Plan([leaf.place for leaf in leaves], asked)
 
 
 def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWork]]:
@@ -52,11 +52,11 @@ def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWor
     ]
 
 
-def of_all(told: Mapping[int, Told], leader: int) -> Asked:
+def of_all(plans: Mapping[int, Plan], leader: int) -> Asked:
     """Return all the work that a checkpoint is. Raises DisagreementError if callers have different trees."""
     found: Asked = {}
-    for caller, (places, asked) in told.items():
-        _check_places(told[leader].places, places, leader, caller)
+    for caller, (places, asked) in plans.items():
+        _check_places(plans[leader].places, places, leader, caller)
         for rank, works in asked.items():
             mine = [work for work in works if work.own or caller == leader]
             found.setdefault(rank, []).extend(mine)

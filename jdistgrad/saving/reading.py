@@ -12,20 +12,20 @@ from jdistgrad.saving import leaves, owners
 from jdistgrad.saving.callers import Job
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
 from jdistgrad.saving.owners import SHARED, Reader, own_part
-from jdistgrad.saving.parts import Told, works_for
+from jdistgrad.saving.parts import Plan, works_for
 from jdistgrad.saving.places import Leaf
 
 Prepared = list[RRef[Any]]
 
 
-def read(job: Job, told: Mapping[int, Told], folder: str) -> tuple[Prepared, list[Any]]:
+def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[Prepared, list[Any]]:
     """Return what owners have prepared, and the leaves of this caller's trees."""
     reader, here = Reader(folder), job.leaves()
     _check_places(reader, here, whole=job.optimizers is not None)
     before: list[int] = reader.manifest["workers"]
     was = before[job.number] if job.number < len(before) else None  # the rank of the worker of this number
     found = _local(reader, here, was, job.callers)
-    of_leader = [] if job.leads else [work for works in told[job.leader].asked.values() for work in works]
+    of_leader = [] if job.leads else [work for works in plans[job.leader].asked.values() for work in works]
     done = {work.identifier for work in of_leader}
     prepared: Prepared = []
     for leaf in here:

@@ -12,19 +12,19 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders
 from jdistgrad.saving.callers import Job
 from jdistgrad.saving.owners import write_works
-from jdistgrad.saving.parts import Told, of_all
+from jdistgrad.saving.parts import Plan, of_all
 
 FORMAT = 1
 
 
-def write(job: Job, told: Mapping[int, Told], path: pathlib.Path, step: int, keep: int) -> None:
+def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, keep: int) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
-    asked = of_all(told, job.leader)
+    asked = of_all(plans, job.leader)
     try:
         folder = folders.begin(path, step)
         try:
-            manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": told[job.leader].places}
+            manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": plans[job.leader].places}
             folders.publish(folder, step, {**manifest, "parts": _written(folder, step, asked)})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
