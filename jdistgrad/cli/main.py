@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jdistgrad._version import __version__
 from jdistgrad.cli import doctor, launch, programs
@@ -11,29 +12,15 @@ from jdistgrad.observe import chrome
 
 VALUED = ("-n", "-np", "--timeline", "--cache", "--restarts")  # options of run that have a value
 
+Commands = Any  # what add_subparsers returns; argparse has no public name for its type
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="jdistgrad", description="Gradients that cross process boundaries, in pure JAX.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True)
-
-    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
-    start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
-    start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
-    start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
-    start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
-    start.add_argument(
-        "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
-    )
-    start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
-    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
-    start.set_defaults(act=run)
-
-    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and who waits for whom")
-    look.add_argument("job", nargs="?", help="process id of `jdistgrad run` or mpirun, or a folder that an error names")
-    look.add_argument("--events", type=int, default=0, metavar="N", help="show the last N events of each rank too")
-    look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
-    look.set_defaults(act=stacks)
+    add_run(commands)
+    add_stacks(commands)
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
@@ -49,6 +36,28 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("--plot", metavar="FILE", help="draw it too (png, svg or pdf); needs matplotlib")
     merge.set_defaults(act=trace)
     return top
+
+
+def add_run(commands: Commands) -> None:
+    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
+    start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
+    start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
+    start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
+    start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
+    start.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
+    )
+    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
+    start.set_defaults(act=run)
+
+
+def add_stacks(commands: Commands) -> None:
+    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and who waits for whom")
+    look.add_argument("job", nargs="?", help="process id of `jdistgrad run` or mpirun, or a folder that an error names")
+    look.add_argument("--events", type=int, default=0, metavar="N", help="show the last N events of each rank too")
+    look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
+    look.add_argument("--signal", action="store_true", help="send SIGUSR1 also to ranks whose program handles it")
+    look.set_defaults(act=stacks)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,7 +121,7 @@ def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
 def stacks(options: argparse.Namespace, program: Sequence[str]) -> int:
     from jdistgrad.cli import stacks
 
-    return stacks.main(options.job, options.events, options.wait)
+    return stacks.main(options.job, options.events, options.wait, even_handled=options.signal)
 
 
 def trace(options: argparse.Namespace, program: Sequence[str]) -> int:

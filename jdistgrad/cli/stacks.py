@@ -7,7 +7,7 @@ import pathlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.errors import LauncherError
@@ -43,14 +43,34 @@ class Job:
         return one["pid"] if one["rank"] is None else processes.parent_of(one["pid"]) or one["pid"]
 
 
-def main(job: str | None, events: int, seconds: float) -> int:
-    """Ask a job's processes what they wait for, and print their report."""
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What the processes of a job have said.
+
+    Attributes:
+      fresh: the snapshots that they wrote when they were asked.
+      earlier: the latest ones of processes that have ended, or that do not answer from another machine.
+      silent: the processes that have given none, or none now although they run.
+    """
+
+    fresh: list[Mapping[str, Any]]
+    earlier: list[Mapping[str, Any]]
+    silent: list[Silent]
+
+
+def main(job: str | None, events: int, seconds: float, *, even_handled: bool = False) -> int:
+    """Ask a job's processes what they wait for, and print their report.
+
+    Arguments:
+      even_handled: whether to send SIGUSR1 also where the program has a handler of its own.
+    """
     found = choose(job, jobs(files.root()))
     if found is None:
         return 1
-    snapshots, silent = gathered(found, seconds)
-    title = f"{found.folder}: {len(snapshots)} of {len(found.processes)} processes say what they wait for"
-    print(render(title, snapshots, silent, events), end="")
+    answers = gathered(found, seconds, even_handled=even_handled)
+    title = f"{found.folder}: {len(answers.fresh)} of {len(found.processes)} processes say what they wait for"
+    title += f"; {len(answers.earlier)} said it earlier" if answers.earlier else ""
+    print(render(title, answers.fresh, answers.silent, events, answers.earlier), end="")
     return 0
 
 
@@ -99,40 +119,70 @@ def line_of(job: Job) -> str:
     return f"{job.launcher():>8}  {len(job.running())} processes  {ticks:6.0f} s  {' '.join(first['command'])}"
 
 
-def gathered(job: Job, seconds: float) -> tuple[list[Mapping[str, Any]], list[Silent]]:
-    """Return the snapshots of a job, and the processes that gave no new one although they run.
+def gathered(job: Job, seconds: float, *, even_handled: bool = False) -> Answers:
+    """Ask the processes of a job for snapshots, and return what they say within some seconds.
 
-    First all are asked through the folder. Those that do not answer are sent SIGUSR1, on which they write their stacks
-    even where Python stands still. A process that has not announced itself is sent nothing: it would be killed.
+    First all are asked through the folder. Those here that do not answer are sent SIGUSR1, on which they write their
+    stacks even where Python stands still. A process that has not announced itself is sent nothing: it would be killed.
     """
-    running, asked = job.running(), 0
-    if running:
-        asked = files.ask(job.folder)
-        wait_until(lambda: not late(job, running, asked), min(seconds, SIGNAL_AFTER))
-        hang = late(job, running, asked)
-        for label in hang:
-            send_signal(job, label)
-        if hang:
-            wait_until(lambda: not late(job, running, asked), max(0.0, seconds - SIGNAL_AFTER))
-    slow = late(job, running, asked)
-    if slow:
-        wait_until(lambda: all(stacks_of(job, label) for label in slow), STACKS_SECONDS)
-    written = files.read(job.folder, files.WAITS)
-    fresh = [written[label] for label in sorted(job.processes) if label in written and label not in slow]
-    missing = [label for label in sorted(job.processes) if label in slow or label not in written]
-    return fresh, [silent_one(job, label, alive=label in running) for label in missing]
+    asked = ask(job) if any(map(files.may_run, job.processes.values())) else 0
+    wait_until(lambda: not late(job, asked), min(seconds, SIGNAL_AFTER))
+    here = job.running()
+    hang = [label for label in late(job, asked) if label in here]
+    signalled = [label for label in hang if send_signal(job, label, even_handled=even_handled)]
+    wait_until(lambda: not late(job, asked), max(0.0, seconds - SIGNAL_AFTER))
+    wait_until(lambda: all(stacks_of(job, one) for one in late(job, asked) if one in signalled), STACKS_SECONDS)
+    return sorted_out(job, asked, signalled, seconds)
 
 
-def late(job: Job, running: Mapping[str, Any], asked: int) -> list[str]:
-    return [label for label in running if files.changed(job.folder / f"{label}{files.WAITS}") < asked]
+def sorted_out(job: Job, asked: int, signalled: Collection[str], seconds: float) -> Answers:
+    written, running, found = files.read(job.folder, files.WAITS), job.running(), Answers([], [], [])
+    for label, process in sorted(job.processes.items()):
+        if label in written and asked and is_fresh(job, label, asked):
+            found.fresh.append(written[label])
+        elif label in written and label not in running:
+            found.earlier.append(dated(written[label], why_silent(process, seconds), time.time()))
+        elif label in running:
+            found.silent.append(standing(job, label, signalled=label in signalled, seconds=seconds))
+        else:
+            found.silent.append(Silent(label, process, why_silent(process, seconds), stacks_of(job, label)))
+    return found
 
 
-def send_signal(job: Job, label: str) -> None:
-    process = job.processes[label]
-    if processes.is_running(process["pid"], process["start"]):
-        with contextlib.suppress(OSError):
-            os.truncate(job.folder / f"{label}{files.STACKS}", 0)  # of an earlier signal
-            os.kill(process["pid"], signal.SIGUSR1)
+def ask(job: Job) -> int:
+    try:
+        return files.ask(job.folder)
+    except OSError as error:
+        raise LauncherError(
+            f"the job's processes cannot be asked: {error}. Only the user who started the job can ask, while it runs."
+        ) from error
+
+
+def is_fresh(job: Job, label: str, asked: int) -> bool:
+    return files.changed(job.folder / f"{label}{files.WAITS}") >= asked
+
+
+def late(job: Job, asked: int) -> list[str]:
+    """Return the processes that have not answered, and run or are another machine's that shares the folder."""
+    return [label for label, one in job.processes.items() if files.may_run(one) and not is_fresh(job, label, asked)]
+
+
+def send_signal(job: Job, label: str, *, even_handled: bool) -> bool:
+    """Send a process SIGUSR1 if it can only do what it is sent for. Return whether it was sent."""
+    process = files.read_processes(job.folder).get(label, job.processes[label])
+    pid = process["pid"]
+    if has_handler(process) and not even_handled:
+        return False
+    if not processes.is_running(pid, process["start"]) or not processes.catches(pid, signal.SIGUSR1):
+        return False
+    with contextlib.suppress(OSError):
+        os.truncate(job.folder / f"{label}{files.STACKS}", 0)  # of an earlier signal
+        os.kill(pid, signal.SIGUSR1)
+    return True
+
+
+def has_handler(process: Mapping[str, Any]) -> bool:
+    return bool(process.get(files.HANDLER))
 
 
 def stacks_of(job: Job, label: str) -> str:
@@ -142,15 +192,28 @@ def stacks_of(job: Job, label: str) -> str:
         return ""
 
 
-def silent_one(job: Job, label: str, *, alive: bool) -> Silent:
-    process, stacks = job.processes[label], stacks_of(job, label)
-    if process["host"] != socket.gethostname():
-        why = "on another machine. Run this there, or give the job a JDISTGRAD_DEBUG_DIR that all its machines share"
-        return Silent(label, process, why)
-    if not alive:
-        return Silent(label, process, "it has ended, and has not said what it waited for", stacks)
-    told = "these are its stacks" if stacks else "nor its stacks; it may be stopped"
-    return Silent(label, process, f"it runs, but could not say what it waits for (Python stands still); {told}", stacks)
+def why_silent(process: Mapping[str, Any], seconds: float) -> str:
+    """Return what is known of a process that gave no snapshot now, and does not run here."""
+    if process["host"] == socket.gethostname():
+        return "it has ended"
+    return f"on another machine, it did not answer within {seconds:g} s (jdistgrad stacks there says whether it runs)"
+
+
+def dated(snapshot: Mapping[str, Any], why: str, now: float) -> dict[str, Any]:
+    return {**snapshot, "cause": f"{snapshot['cause']}: {why}; it wrote this {now - snapshot['time']:.0f} s ago"}
+
+
+def standing(job: Job, label: str, *, signalled: bool, seconds: float) -> Silent:
+    """Describe a process that runs here and has not answered."""
+    process = files.read_processes(job.folder).get(label, job.processes[label])
+    why = f"it did not answer within {seconds:g} s; Python does not run in it"
+    stacks = stacks_of(job, label) if signalled else ""
+    if stacks:
+        return Silent(label, process, f"{why}; these are its stacks", stacks)
+    if signalled or not has_handler(process):
+        return Silent(label, process, f"{why}, and it shows no stacks: it may be stopped")
+    kept = "its program handles SIGUSR1, so it was not sent the signal that shows its stacks: --signal sends it"
+    return Silent(label, process, f"{why}; {kept}")
 
 
 def wait_until(done: Callable[[], bool], seconds: float) -> None:

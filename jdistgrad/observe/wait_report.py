@@ -29,14 +29,39 @@ class Silent:
     stacks: str = ""
 
 
-def render(title: str, snapshots: Sequence[Mapping[str, Any]], silent: Sequence[Silent], events: int = 0) -> str:
-    """Return the report of a job. ``events``: how many of its last events to print for each process."""
-    found = waits.merge(snapshots)
+def render(
+    title: str,
+    snapshots: Sequence[Mapping[str, Any]],
+    silent: Sequence[Silent],
+    events: int = 0,
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the report of a job.
+
+    Arguments:
+      events: how many of its last events to print for each process.
+      earlier: snapshots that are not of now. They make up the graph where there are no others: of a job that has ended.
+    """
+    found = waits.merge(snapshots or earlier)
     blocks = [title]
-    blocks += [_process(one, found, events) for one in snapshots]
+    blocks += [_process(one, found, events) for one in [*snapshots, *earlier]]
     blocks += [_silent(one) for one in silent]
-    blocks += ["\n".join(["who waits for whom:", *_edges(found)])]
+    blocks += _unheard(found, [*snapshots, *earlier, *(one.process for one in silent)])
+    head = "who waits for whom:" if snapshots or not earlier else "who waited for whom:"
+    blocks += ["\n".join([head, *_edges(found)])]
     return "\n\n".join(blocks) + "\n"
+
+
+def _unheard(found: Waits, processes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the workers whose processes have written nothing, not even that they are there."""
+    ranks = {one["rank"] for one in processes}
+    names = [name for (_, rank), name in found.names.items() if rank not in ranks]
+    if not names or None in ranks:  # a process without a rank has all workers of its world
+        return []
+    return [
+        f"nothing in this folder is of {', '.join(dict.fromkeys(names))}. If they run on other machines, run this "
+        "there, or give the job a JDISTGRAD_DEBUG_DIR that all its machines share"
+    ]
 
 
 def _process(process: Mapping[str, Any], found: Waits, events: int) -> str:
@@ -73,11 +98,14 @@ def _pending(call: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _collective(one: Mapping[str, Any], facts: Mapping[str, Any], found: Waits) -> str:
-    missing = [rank for rank in one["peers"] if waits.absent(one, found.members.get((facts["world"], rank)))]
-    names = ", ".join(facts["names"][rank] for rank in missing)
-    who = f"without {names}" if missing else "with all others"
+    states = {rank: waits.present(one, found.members.get((facts["world"], rank))) for rank in one["peers"]}
+    missing, unknown = (
+        ", ".join(facts["names"][rank] for rank in states if states[rank] is state) for state in (False, None)
+    )
+    who = f", without {missing}" if missing else "" if unknown else ", with all others"
     inside = ", inside MPI" if one["inside_mpi"] else ""
-    return f"    in a collective for {one['seconds']:.1f} s: {one['what']} (number {one['turn']}), {who}{inside}"
+    doubt = f"; not known whether with {unknown}" if unknown else ""
+    return f"    in a collective for {one['seconds']:.1f} s: {one['what']} (number {one['turn']}){who}{inside}{doubt}"
 
 
 def _served(call: Mapping[str, Any], facts: Mapping[str, Any], threads: Mapping[int, Mapping[str, Any]]) -> str:

@@ -74,17 +74,17 @@ def _collectives(node: Node, member: Member, members: Mapping[Node, Member]) -> 
     """Return whom a worker waits for in collectives: those that are not in the same one, as far as is known."""
     found = []
     for one in member.facts["collectives"]:
-        missing = [rank for rank in one["peers"] if absent(one, members.get((node[0], rank)))]
+        missing = [rank for rank in one["peers"] if present(one, members.get((node[0], rank))) is False]
         found += [Wait(node, (node[0], rank), one["what"], one["seconds"]) for rank in missing]
     return found
 
 
-def absent(collective: Mapping[str, Any], member: Member | None) -> bool:
-    """Return whether a worker is not in a collective, as far as is known: of one without a snapshot nothing is."""
+def present(collective: Mapping[str, Any], member: Member | None) -> bool | None:
+    """Return whether a worker is in a collective; None if that is not known, as it gave no snapshot."""
     if member is None:
-        return True
+        return None
     where = collective["group"], collective["turn"]
-    return all((one["group"], one["turn"]) != where for one in member.facts["collectives"])
+    return any((one["group"], one["turn"]) == where for one in member.facts["collectives"])
 
 
 def _shutdown(node: Node, member: Member, members: Mapping[Node, Member]) -> list[Wait]:

@@ -1,7 +1,11 @@
 """`jdistgrad stacks`: which job is meant, and what is said of processes that do not answer."""
 
+import concurrent.futures
 import os
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -64,9 +68,73 @@ def test_processes_that_say_nothing_are_named(tmp_path, capsys):
     announce(tmp_path, "job", "rank0", pid=NEVER)
     announce(tmp_path, "job", "rank1", host="another", rank=1)
     (tmp_path / "job" / "rank0.stacks.txt").write_text("Thread 0x1\n")
-    assert main(["stacks", str(tmp_path / "job")]) == 0
+    assert main(["stacks", str(tmp_path / "job"), "--wait", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "0 of 2 processes" in text
     assert f"rank0, process {NEVER} on {socket.gethostname()}: it has ended" in text
     assert "  Thread 0x1" in text
-    assert "on another: on another machine. Run this there" in text
+    assert "on another: on another machine, it did not answer within 0.1 s" in text
+
+
+def snapshot(label, **more):
+    one = {"label": label, "rank": int(label[-1]), "pid": NEVER, "host": "node", "cause": "asked"}
+    return {**one, "time": time.time(), "workers": [], "threads": [], "events": [], **more}
+
+
+def test_processes_of_other_machines_are_waited_for_too(tmp_path):
+    announce(tmp_path, "job", "rank0", host="first")
+    announce(tmp_path, "job", "rank1", host="second", rank=1)
+    (job,) = stacks.jobs(tmp_path)
+
+    def answer():
+        while not (job.folder / "asked").exists():
+            time.sleep(0.01)
+        folder.write(job.folder / "rank0.waits.json", snapshot("rank0"))
+        time.sleep(0.3)
+        folder.write(job.folder / "rank1.waits.json", snapshot("rank1"))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as others:
+        others.submit(answer)
+        answers = stacks.gathered(job, 30.0)
+    assert [one["label"] for one in answers.fresh] == ["rank0", "rank1"]
+    assert not answers.earlier + answers.silent
+
+
+def test_what_an_ended_process_wrote_is_not_taken_for_what_it_does_now(tmp_path, capsys):
+    announce(tmp_path, "job", "rank0", pid=NEVER)
+    folder.write(tmp_path / "job" / "rank0.waits.json", snapshot("rank0", time=time.time() - 70))
+    stacks.main(str(tmp_path / "job"), 0, 0.1)
+    text = capsys.readouterr().out
+    assert ": 0 of 1 processes say what they wait for; 1 said it earlier" in text
+    assert "asked: it has ended; it wrote this 70 s ago" in text
+
+
+WITH_HANDLER = """
+import signal, sys
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit("saved"))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("kind", "options"), [("handled", []), ("unhandled", []), ("unhandled", ["--signal"])])
+def test_a_diagnosis_does_not_end_a_process(kind, options, tmp_path, capsys):
+    """The signal would end it: its handler saves and leaves, or it has none."""
+    command = [sys.executable, "-S", "-c", WITH_HANDLER, kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        announce(tmp_path, "job", pid=process.pid, own_handler=kind == "handled")
+        assert main(["stacks", str(tmp_path / "job"), "--wait", "1.5", *options]) == 0
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+    text = capsys.readouterr().out
+    assert "it did not answer within 1.5 s; Python does not run in it" in text
+    assert ("its program handles SIGUSR1" in text) == (kind == "handled")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_the_reason(tmp_path):
+    announce(tmp_path, "job")
+    (tmp_path / "job" / "asked").mkdir()
+    with pytest.raises(LauncherError, match=r"cannot be asked: .*Is a directory"):
+        stacks.main(str(tmp_path / "job"), 0, 0.1)

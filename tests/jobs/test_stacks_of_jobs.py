@@ -122,7 +122,9 @@ def test_a_rank_that_stands_still_in_c_shows_its_place(running_job, tmp_path):
     written = json.loads((pathlib.Path(folder) / file.removesuffix(")")).read_text())
     assert "wait_for_ever on worker0" in written["cause"]
 
-    text = stacks(tmp_path)
+    text = stacks(tmp_path, "--wait", 2)
+    assert "its program handles SIGUSR1, so it was not sent the signal" in text
+    text = stacks(tmp_path, "--signal")
     assert "2 of 3 processes" in text
     assert "a thread at program.py:14, in stand_still" in text
     assert "worker0 -> worker2: __main__.stand_still" in text

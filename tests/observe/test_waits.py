@@ -39,7 +39,7 @@ def worker(rank, calls=(), serving=(), collectives=(), shutdown=None, world="w",
 
 
 def process(*workers, label="rank0", threads=(), events=()):
-    base = {"label": label, "rank": 0, "pid": 4711, "host": "node", "cause": "asked"}
+    base = {"label": label, "rank": int(label[-1]), "pid": 4711, "host": "node", "cause": "asked"}
     return {**base, "workers": list(workers), "threads": list(threads), "events": list(events)}
 
 
@@ -86,7 +86,7 @@ def test_in_a_collective_a_worker_waits_for_those_that_are_not_in_the_same_one()
     second = worker(1, collectives=[{**here, "peers": [0, 2, 3]}])
     third = worker(2, collectives=[{**before, "peers": [1]}])
     found = edges(first, second, third)
-    assert [edge[:2] for edge in found] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 1)]
+    assert [edge[:2] for edge in found] == [(0, 2), (1, 2), (2, 1)]  # of worker 3, which gave no snapshot, none
 
 
 def test_in_shutdown_a_worker_waits_for_those_outside_and_then_for_those_that_serve():
@@ -106,14 +106,15 @@ def test_the_report():
     threads += [{"id": 77, "name": "t", "place": "model.py:3, in step", "stack": []}]
     event = {"kind": "call", "worker": "worker0", "rank": 0, "name": "f", "ago": 0.5, "seconds": 0.1}
     collective = meeting(7, [1, 2], "an average", inside_mpi=True)
-    busy = worker(0, calls=[call(1)], serving=[served(2), served(1, thread=0)], collectives=[collective])
+    everybody = meeting(8, [1], "a barrier")
+    busy = worker(0, calls=[call(1)], serving=[served(2), served(1, thread=0)], collectives=[collective, everybody])
     snapshots = [
         process(busy, threads=threads, events=[{**event, "details": {"call": "0:4"}}] * 3),
-        process(worker(1, calls=[call(0, 1.5)], shutdown=6.0, failure="torn"), label="rank1"),
+        process(worker(1, calls=[call(0, 1.5)], collectives=[everybody], shutdown=6.0, failure="torn"), label="rank1"),
         process(label="rank3", threads=threads),
     ]
     stacks = 'Current thread 0x01 (most recent call first):\n  File "/home/me/net.py", line 4 in run\n'
-    silent = [Silent("rank2", {"pid": 9, "host": "node"}, "it stands still", stacks)]
+    silent = [Silent("rank2", {"rank": 2, "pid": 9, "host": "node"}, "it stands still", stacks)]
     assert (
         render("a job", snapshots, silent, events=1)
         == """a job
@@ -121,7 +122,8 @@ def test_the_report():
 rank0, process 4711 on node, asked
   worker0 (rank 0) at train.py:8, in main
     waits 2.0 s for worker1: f (call 0:1)
-    in a collective for 4.0 s: an average (number 7), without worker1, worker2, inside MPI
+    in a collective for 4.0 s: an average (number 7), without worker1, inside MPI; not known whether with worker2
+    in a collective for 4.0 s: a barrier (number 8), with all others
     serves worker2 for 1.0 s: g (call 9:9, context 0:3), at model.py:3, in step
     serves worker1 for 1.0 s: g (call 9:9, context 0:3), whose future is not done
   0.500 s ago: worker0 call f, call 0:4
@@ -131,6 +133,7 @@ rank1, process 4711 on node, asked
     its world is broken: torn
     in shutdown for 6.0 s
     waits 1.5 s for worker0: f (call 0:0)
+    in a collective for 4.0 s: a barrier (number 8), with all others
 
 rank3, process 4711 on node, asked
   in no world: init has not returned, or shutdown has
@@ -145,12 +148,26 @@ rank2, process 9 on node: it stands still
 who waits for whom:
   worker0 -> worker1: f (call 0:1), 2.0 s
   worker0 -> worker1: an average, 4.0 s
-  worker0 -> worker2: an average, 4.0 s
   worker1 -> worker0: f (call 0:0), 1.5 s
   worker1 -> worker0: shutdown, which it has not called, 6.0 s
 cycle: worker0 -> worker1 -> worker0 (for 4.0 s)
 """
     )
+
+
+def test_snapshots_of_processes_that_ended_make_no_graph_with_those_of_now():
+    now, before = process(worker(0, calls=[call(1)])), process(worker(1, calls=[call(0)]), label="rank1")
+    running, ended = render("a job", [now], [], 0, [before]), render("a job", [], [], 0, [now, before])
+    assert "waits 2.0 s for worker0" in running
+    assert running.endswith("\nwho waits for whom:\n  worker0 -> worker1: f (call 0:1), 2.0 s\n")
+    assert "who waited for whom:\n" in ended
+    assert "cycle: worker0 -> worker1 -> worker0" in ended
+
+
+def test_workers_of_which_nothing_is_there_are_named():
+    silent = [Silent("rank2", {"rank": 2, "pid": 9, "host": "node"}, "it stands still")]
+    assert "\nnothing in this folder is of worker1, worker3. If" in render("a job", [process(worker(0))], silent)
+    assert "nothing" not in render("a job", [{**process(worker(0)), "rank": None}], [])  # threads of one process
 
 
 def test_of_many_calls_a_few_are_shown():

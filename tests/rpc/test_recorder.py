@@ -183,13 +183,16 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import os, pathlib, signal
+import json, os, pathlib, signal, time
 import jdistgrad as jd
 jd.init()
 (folder,) = pathlib.Path(os.environ["JDISTGRAD_DEBUG_DIR"]).iterdir()
-assert (folder / "process.process.json").exists()
+assert not json.loads((folder / "process.process.json").read_text())["own_handler"]
 os.kill(os.getpid(), signal.SIGUSR1)  # which would end another process
 assert 'File "<string>"' in (folder / "process.stacks.txt").read_text()
+signal.signal(signal.SIGUSR1, print)
+while not json.loads((folder / "process.process.json").read_text())["own_handler"]:
+    time.sleep(0.02)
 jd.shutdown()
 """
 

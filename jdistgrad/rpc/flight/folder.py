@@ -22,6 +22,7 @@ from jdistgrad.rpc.flight import processes
 from jdistgrad.wire import launcher_env
 
 PROCESS, WAITS, STACKS = ".process.json", ".waits.json", ".stacks.txt"
+HANDLER = "own_handler"  # whether the program handles SIGUSR1, in what a process says of itself
 NEEDED = {"rank", "pid", "start", "host", "command"}  # what a process says of itself, at least
 ASKED, TROUBLE = "asked", "trouble"
 KEPT_SECONDS = 7 * 86_400

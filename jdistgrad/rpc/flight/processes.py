@@ -30,6 +30,16 @@ def is_running(pid: int, start: int | None) -> bool:
     return True
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal, as far as the system tells: else the signal may end it."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith("SigCgt:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def descends_from(pid: int, ancestor: int, parent: Callable[[int], int | None] = parent_of) -> bool:
     """Return whether a process is another one, or was started by it, directly or not."""
     one: int | None = pid

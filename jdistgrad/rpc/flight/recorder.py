@@ -1,8 +1,9 @@
 """The recorder of this process: its last events, its workers, and the file that says what they wait for.
 
-A thread of its own writes the file when it is asked: by ``jdistgrad stacks``, by another rank that is in trouble, or by
-SIGUSR1. A thread that finds an error writes the file itself, and asks the other ranks. On SIGUSR1 faulthandler first
-writes all stacks: it needs neither the main thread nor Python's lock, so a rank that stands still in C shows its place.
+A thread of its own writes the file when it is asked: by ``jdistgrad stacks``, by another rank that has found an error,
+or by SIGUSR1. A thread that finds an error writes the file itself, and asks the other ranks. On SIGUSR1 faulthandler
+first writes all stacks: it needs neither the main thread nor Python's lock, so a rank that stands still in C shows its
+place.
 """
 
 import atexit
@@ -54,7 +55,8 @@ class Recorder:
             with contextlib.suppress(OSError):
                 files.remove_old(self.folder.parent, time.time())
         handle_signal(self._stacks)
-        files.write(self._path(files.PROCESS), self._process())  # not before: the signal would end the process
+        self._announced = self._process()
+        files.write(self._path(files.PROCESS), self._announced)  # not before: the signal would end the process
         events.listen(self.record)
         started(self._serve, "jdistgrad-recorder")
         atexit.register(self._end, os.getpid())
@@ -120,14 +122,22 @@ class Recorder:
         seen = [files.changed(path) for path in watched]
         while True:
             time.sleep(LOOK_SECONDS)
+            self._announce_handler()
             now = [files.changed(path) for path in watched]
-            asked, signalled, trouble = [new and new != old for new, old in zip(now, seen, strict=True)]
+            asked, signalled, error = [new and new != old for new, old in zip(now, seen, strict=True)]
             seen = now
             if asked or signalled:
                 self.write("asked by jdistgrad stacks" if asked else "asked by SIGUSR1")
-            elif trouble and time.monotonic() - self._written > AGAIN_SECONDS:
+            elif error and time.monotonic() - self._written > AGAIN_SECONDS:
                 self._in_trouble = True
                 self.write("asked by another rank, which found an error")
+
+    def _announce_handler(self) -> None:
+        """Tell `jdistgrad stacks` if the program has set a handler of SIGUSR1, or taken it back."""
+        if has_own_handler() != self._announced[files.HANDLER]:
+            self._announced = self._process()
+            with contextlib.suppress(OSError):
+                files.write(self._path(files.PROCESS), self._announced)
 
     def _end(self, pid: int) -> None:
         if os.getpid() == pid and not self._in_trouble:
@@ -144,6 +154,7 @@ class Recorder:
             "start": processes.start_of(os.getpid()),
             "host": socket.gethostname(),
             "command": sys.argv,
+            files.HANDLER: has_own_handler(),
         }
 
 
@@ -153,9 +164,12 @@ def handle_signal(stacks: Any) -> None:
     A handler of the user's is called if it was there before ``init``. Python lets only the main thread set one; later
     handlers replace this one, and ``jdistgrad stacks`` then finds out all but the stacks of a rank that stands still.
     """
-    before = signal.getsignal(signal.SIGUSR1)
-    chain = before not in (signal.SIG_DFL, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=chain)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=has_own_handler())
+
+
+def has_own_handler() -> bool:
+    """Return whether the program handles SIGUSR1. Python does not count the handler of faulthandler."""
+    return signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
 
 
 _recorder: Recorder | None = None
