@@ -59,7 +59,7 @@ class Mailbox:
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
       severed: whether this is the copy of a worker in a forked process.
-      in_trouble: called with the text of an error that ends a wait; returns what to add to that text. The flight
+      error_suffix: called with the text of an error that ends a wait; returns what to add to that text. The flight
         recorder sets it, to write what all workers wait for.
     """
 
@@ -81,8 +81,7 @@ class Mailbox:
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = self.severed = False
-        self.in_trouble: Callable[[str], str] = lambda cause: ""
-        self.note_gifts: Callable[[int, Parcel], None] | None = None
+        self.error_suffix: Callable[[str], str] = lambda cause: ""
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 

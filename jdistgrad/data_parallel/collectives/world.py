@@ -91,7 +91,7 @@ class WatchedBlock:
 
     def told(self, cause: str) -> str:
         """Let the flight recorder, if there is one, write what all ranks wait for; return what to add to an error."""
-        return "" if self._worker is None else str(self._worker.in_trouble(cause))
+        return "" if self._worker is None else str(self._worker.error_suffix(cause))
 
     def places(self, missing: Sequence[int]) -> dict[int, str]:
         """Return where the missing ranks (of the group) are in their programs, as far as they still answer."""

@@ -131,7 +131,7 @@ class Caller:
         overdue = self._calls.overdue(now)
         if not overdue:
             return
-        told = self._mailbox.in_trouble(f"{overdue[0]}: no answer within {overdue[0].timeout:g} s")
+        told = self._mailbox.error_suffix(f"{overdue[0]}: no answer within {overdue[0].timeout:g} s")
         for pending in self._calls.expire(now):
             text = (
                 f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "

@@ -47,7 +47,7 @@ class Recorder:
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._writing = threading.Lock()
         self._written = -AGAIN_SECONDS
-        self._in_trouble = False
+        self._found_error = False
 
     def start(self) -> None:
         self._stacks = files.entered(self.folder, self._label)
@@ -63,7 +63,7 @@ class Recorder:
 
     def add(self, worker: Worker) -> None:
         self._workers.add(worker)
-        worker.in_trouble = self.trouble
+        worker.error_suffix = self.record_error
 
     def record(self, told: events.Told) -> None:
         if isinstance(told, events.Event) and told.arrays is not None:
@@ -91,7 +91,7 @@ class Recorder:
         except Exception:
             log.exception("rank %d cannot write what it waits for to %s", launcher_env.rank(), self.folder)
 
-    def trouble(self, cause: str, *, wait: bool = False) -> str:
+    def record_error(self, cause: str, *, wait: bool = False) -> str:
         """Write what all ranks wait for, because of an error; return the line about that for the error's text.
 
         Arguments:
@@ -99,7 +99,7 @@ class Recorder:
         """
         now = time.monotonic()
         if now - self._written > AGAIN_SECONDS:
-            self._written, self._in_trouble = now, True
+            self._written, self._found_error = now, True
             self.write(cause)
             with contextlib.suppress(OSError):
                 asked = files.ask(self.folder, files.TROUBLE)
@@ -129,7 +129,7 @@ class Recorder:
             if asked or signalled:
                 self.write("asked by jdistgrad stacks" if asked else "asked by SIGUSR1")
             elif error and time.monotonic() - self._written > AGAIN_SECONDS:
-                self._in_trouble = True
+                self._found_error = True
                 self.write("asked by another rank, which found an error")
 
     def _announce_handler(self) -> None:
@@ -140,7 +140,7 @@ class Recorder:
                 files.write(self._path(files.PROCESS), self._announced)
 
     def _end(self, pid: int) -> None:
-        if os.getpid() == pid and not self._in_trouble:
+        if os.getpid() == pid and not self._found_error:
             files.remove(self.folder, self._label)
 
     def _path(self, kind: str) -> pathlib.Path:
@@ -205,9 +205,9 @@ def watch(worker: Worker) -> None:
         _recorder.add(worker)
 
 
-def trouble(cause: str, *, wait: bool = False) -> str:
+def record_error(cause: str, *, wait: bool = False) -> str:
     """Write what all ranks wait for if there is a recorder; return the line about that for an error's text."""
-    return "" if _recorder is None else _recorder.trouble(cause, wait=wait)
+    return "" if _recorder is None else _recorder.record_error(cause, wait=wait)
 
 
 def current() -> Recorder | None:

@@ -128,7 +128,7 @@ class Watchdog:
         if one.blocking:
             mailbox.process.end_job(text)
         elif one.error is None:
-            text += mailbox.in_trouble(text)
+            text += mailbox.error_suffix(text)
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
 
     def look(self, now: float) -> None:

@@ -57,7 +57,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             _require_shutdown(rank)
         except BaseException as error:
             failures.append(error)
-            told = recorder.trouble(f"the main of rank {rank} failed: {in_short(error)}")
+            told = recorder.record_error(f"the main of rank {rank} failed: {in_short(error)}")
             add_note(error, f"raised by the main of rank {rank} of spawn{told}")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
 

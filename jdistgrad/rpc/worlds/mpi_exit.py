@@ -51,7 +51,7 @@ def guard(rank: int) -> None:
 
 def end_job(cause: str) -> None:
     """End all ranks, after each has written what it waits for, if there is a flight recorder."""
-    abort_job(f"{cause}{recorder.trouble(cause, wait=True)}")
+    abort_job(f"{cause}{recorder.record_error(cause, wait=True)}")
 
 
 def report(error: BaseException) -> None:
