@@ -82,6 +82,7 @@ class Mailbox:
         self.failure: BaseException | None = None
         self.closed = self.severed = False
         self.error_suffix: Callable[[str], str] = lambda cause: ""
+        self.note_gifts: Callable[[int, Parcel], None] | None = None
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 
