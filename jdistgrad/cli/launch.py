@@ -28,7 +28,7 @@ ENDING = signal.SIGTERM, signal.SIGHUP
 SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 
 # Settings of a job that survives. Open MPI's default collectives on several machines (han), and those on GPUs, do not.
-SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda"}
+SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_env.LEFT_OPEN: "0"}
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 

@@ -47,6 +47,7 @@ def add_run(commands: Commands) -> None:
     start.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
     )
+    start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
     start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
     start.set_defaults(act=run)
 

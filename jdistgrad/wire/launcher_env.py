@@ -33,6 +33,15 @@ def notes(folder: str, what: str) -> list[int]:
     return [int(path.name.rpartition("-")[2]) for path in pathlib.Path(folder).glob(f"{what}-*")]
 
 
+# By this variable mpi4py leaves MPI open at the end of a process.
+LEFT_OPEN = "MPI4PY_RC_FINALIZE"
+
+
+def mpi_is_left_open() -> bool:
+    """Return whether the environment has mpi4py leave MPI open at the end, wherever it is imported first."""
+    return os.environ.get(LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
+
+
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
     return {

@@ -4,7 +4,9 @@ Each survivor checks every number, and that only what needs the dead fails. At i
 """
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import random
@@ -22,6 +24,7 @@ from jdistgrad.wire import launcher_env
 
 STRUCK, SURVIVOR = "STRUCK ", "SURVIVOR "
 KEPT = 8
+TO_END = 10.0  # seconds, after which the stacks of a survivor are of interest
 TO_PRINT = 0.05  # seconds, for mpirun to read what a victim says
 
 kept: list[jd.RRef] = []
@@ -62,6 +65,10 @@ def relay(worker, x):
     return jd.rpc_sync(worker, square, args=(x,))
 
 
+def has_begun():
+    return keeping.is_set()
+
+
 @dataclasses.dataclass
 class Report:
     """What a survivor has seen. ``known``: when it was told of each lost worker."""
@@ -87,6 +94,14 @@ class Load:
         """Do everything once, so that nothing needs to be compiled later."""
         for act in self.acts:
             act((self.rank + 1) % self.size, (self.rank + 2) % self.size)
+
+    def wait_for_the_others(self) -> None:
+        """Return when every other worker has begun its load, or has been killed in it."""
+        keeping.set()
+        for other in range(self.size):
+            with contextlib.suppress(jd.WorkerLostError):
+                while not jd.rpc_sync(other, has_begun):
+                    time.sleep(0.01)
 
     def run(self, seconds: float) -> Report:
         end = time.monotonic() + seconds
@@ -159,15 +174,17 @@ def main(chosen: argparse.Namespace) -> None:
     me = jd.init("peer{rank}")
     load = Load(me.rank, jd.world_size(), random.Random(f"{chosen.seed} {me.rank}"))
     references = current_worker().references
-    keeping.set()
     load.warm_up()
+    load.wait_for_the_others()
     for victim, after in zip(chosen.victims, chosen.after, strict=True):
         if victim == me.rank:
             threading.Timer(after, strike).start()
     report = load.run(chosen.seconds)
     keeping.clear()
     kept.clear()
-    report.left = jd.shutdown(timeout=20)
+    faulthandler.dump_traceback_later(TO_END)
+    report.left = jd.shutdown(timeout=2 * TO_END)
+    faulthandler.cancel_dump_traceback_later()
     report.left += [f"{len(references.accounts)} accounts"] * bool(references.accounts)
     print(f"{SURVIVOR}{json.dumps([me.rank, dataclasses.asdict(report)])}", flush=True)
 

@@ -78,9 +78,10 @@ class Simulated:
             return
         self.lost.add(lost)
         self.settling.lose(lost)
-        self.owned.hold()
+        self.owned.hold(held=True)
         balances = self.accounts.settle(lost)
         self.owned.settle(balances.pop(self.rank, []))
+        self.owned.give_up(lost, RuntimeError("lost"))
         for peer in set(range(SIZE)) - {self.rank, *self.lost}:
             weights = [(identifier, peer, weight) for identifier, weight in balances.get(peer, ())]
             self.world.send(Sent("settle", self.rank, peer, weights, lost))
@@ -88,6 +89,7 @@ class Simulated:
 
     def sweep(self):
         if not self.settling.open():
+            self.owned.hold(held=False)
             self.freed(self.owned.sweep())
 
     def freed(self, entries):
@@ -176,8 +178,6 @@ def history(seed, deaths):
 def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
     world = history(seed, deaths)
     for owner in world.alive:
-        for worker in world.dead:
-            owner.owned.give_up(worker, RuntimeError("lost"))
         held = {identifier for worker in world.alive for identifier, of in worker.held if of == owner.rank}
         made = {one for one in held if one in owner.owned.identifiers() or worker_of(one) not in world.dead}
         assert set(owner.owned.identifiers()) == made
@@ -194,7 +194,7 @@ def test_nothing_is_freed_before_the_last_settlement():
     identifier = 1 << COUNTER_BITS
     table.announce(identifier)
     settling.lose(1)
-    table.hold()
+    table.hold(held=True)
     table.settle([(identifier, WHOLE)])  # the owner's account with the creator
     assert settling.open() == {(2, 1)}
     assert table.identifiers() == [identifier]
@@ -202,6 +202,7 @@ def test_nothing_is_freed_before_the_last_settlement():
     table.settle([(identifier, -given)])
     settling.settled(2, 1)
     assert settling.open() == set()
+    table.hold(held=False)
     assert table.sweep() == {}
     assert list(table.release_all([(identifier, given)])) == [identifier]
     assert kept
@@ -238,6 +239,7 @@ def test_a_value_that_its_lost_creator_never_made_is_given_up():
     assert [entry.value for entry in table.give_up(1, error)] == [promise]
     assert table.value(identifier).exception() is error
     table.release_all([(identifier, WHOLE)])
+    table.announce(identifier)
     assert len(table) == 0
 
 
@@ -247,11 +249,12 @@ def test_a_sum_that_passes_zero_between_settlements_frees_nothing():
     table.announce(identifier)
     rest, first = WHOLE.split()
     rest, second = rest.split()
-    table.hold()
+    table.hold(held=True)
     table.settle([(identifier, WHOLE)])
     table.settle([(identifier, -first)])
     assert table.release_all([(identifier, first)]) == {}
     table.settle([(identifier, -second)])
+    table.hold(held=False)
     assert table.sweep() == {}
     assert list(table.release_all([(identifier, second)])) == [identifier]
     assert rest

@@ -176,8 +176,7 @@ class Closing:
         return self._survey.known()
 
     def _describe(self, reports: dict[int, Report]) -> str:
-        lost = self._peers.lost
-        return describe([worker for worker in self._mailbox.directory.workers if worker.rank not in lost], reports)
+        return describe(self._mailbox.directory.workers, reports, self._peers.lost)
 
     def _check(self, deadline: float, timeout: float) -> None:
         mailbox, lost = self._mailbox, self._peers.lost

@@ -41,7 +41,7 @@ class Losses:
         self._releasing, self._scopes = releasing, scopes
         self._settling = Settling(mailbox.rank, mailbox.size)
         self._lost: dict[int, WorkerInfo] = {}
-        self._leaving_calls: set[int] = set()  # lost workers whose calls may still be served here
+        self._to_sweep = False
         self._callbacks: list[Callback] = []
         self._lock = threading.RLock()
 
@@ -53,8 +53,8 @@ class Losses:
             self._start(functools.partial(self._call, callback, info))
 
     def busy(self) -> bool:
-        """Return whether settlements of accounts are still to come."""
-        return bool(self._settling.open())
+        """Return whether settlements of accounts are still to come, or what they have left free is still here."""
+        return self._to_sweep
 
     def lose(self, info: WorkerInfo) -> None:
         """Take note that a worker is lost; what takes time runs on another thread."""
@@ -88,7 +88,7 @@ class Losses:
     # References.
 
     def _settle(self, lost: int) -> None:
-        mailbox, why = self._mailbox, self._peers.reasons[lost]
+        mailbox, why, self._to_sweep = self._mailbox, self._peers.reasons[lost], True
         self._settling.lose(lost)
         self._releasing.tell(lost, Message(Kind.SETTLE, mailbox.rank, lost, (why, [])))  # it may only stand still
         mailbox.transport.lose(lost)
@@ -96,10 +96,10 @@ class Losses:
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             part = [(identifier, weight.units, weight.scale) for identifier, weight in balances.get(peer, ())]
             self._releasing.tell(peer, Message(Kind.SETTLE, mailbox.rank, lost, (why, part)))
-        self._leaving_calls.add(lost)
+        self._give_up_values(lost)
         self._scopes.lose(lost)
         self._start(functools.partial(self._let_go_of_contexts, lost))
-        self._sweep()
+        self._end_hold()
 
     def settled(self, message: Message) -> None:
         """Take a survivor's settlement with a lost worker, which is thereby lost here too."""
@@ -108,21 +108,27 @@ class Losses:
         with self._lock:
             self._references.settled(message.source, balances)
             self._settling.settled(message.source, lost)
-            self._sweep()
+            self._end_hold()
 
-    def _sweep(self) -> None:
+    def _give_up_values(self, lost: int) -> None:
+        """Fail the values that a lost worker was to make here."""
+        error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
+        for entry in self._references.owned.give_up(lost, error):
+            self._start(functools.partial(entry.value.set_exception, error))
+
+    def _end_hold(self) -> None:
         if not self._settling.open():
-            freed = self._references.sweep()
-            self._mailbox.work.started()
-            self._mailbox.run(functools.partial(self._releasing.destroy, freed))
+            self._references.owned.hold(held=False)
 
     def look(self) -> None:
-        """Give up the values that a lost worker was to make here, once no call of its own is being served."""
-        for lost in [one for one in self._leaving_calls if not self._mailbox.work.serves(one)]:
-            self._leaving_calls.discard(lost)
-            error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
-            for entry in self._references.owned.give_up(lost, error):
-                self._start(functools.partial(entry.value.set_exception, error))
+        """Free what only lost workers held, when their calls, which may use it, have been served."""
+        if not self._to_sweep:
+            return
+        with self._lock:
+            if not self._settling.open() and not any(map(self._mailbox.work.serves, self._lost)):
+                freed = self._references.sweep()
+                self._start(freed.clear)
+                self._to_sweep = False
 
     # Contexts.
 

@@ -1,6 +1,6 @@
 """The messages about what a shutdown waits for, and when to log them: without clock or I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.rpc.members.termination import Report
@@ -9,9 +9,9 @@ from jdistgrad.rpc.serving.being_served import Serving
 SHOWN = 3  # calls of one worker
 
 
-def describe(workers: Sequence[Any], reports: Mapping[int, Report]) -> str:
-    """Describe which workers keep a world open, and by what, as far as their reports tell."""
-    whole = [(worker, _which(worker.rank, workers, reports)) for worker in workers]
+def describe(workers: Sequence[Any], reports: Mapping[int, Report], lost: Collection[int] = ()) -> str:
+    """Describe which workers that are not lost keep a world open, and by what, as far as their reports tell."""
+    whole = [(worker, _which(worker.rank, workers, reports)) for worker in workers if worker.rank not in lost]
     return "; ".join(f"for {worker}, which {which}" for worker, which in whole if which) or "for messages on their way"
 
 

@@ -48,6 +48,8 @@ class OwnerTable:
           returned: the part of the weight that has come back already: all of it, if the creator is lost.
         """
         with self._lock:
+            if identifier not in self._entries and worker_of(identifier) in self._orphans:
+                return Owned(announced=True, freed=True)  # nobody has it: it was given up
             entry = self._entry(identifier)
             entry.announced = True
             entry.outstanding = entry.outstanding - returned - self._settled.pop(identifier, NOTHING)
@@ -97,10 +99,10 @@ class OwnerTable:
 
     # What a lost worker held.
 
-    def hold(self) -> None:
-        """Free nothing until ``sweep``: settlements of accounts come, in any order."""
+    def hold(self, *, held: bool) -> None:
+        """Free nothing while held: settlements of accounts come, in any order. ``sweep`` then frees what they leave."""
         with self._lock:
-            self._held = True
+            self._held = held
 
     def settle(self, balances: Iterable[tuple[int, Weight]]) -> None:
         """Take back weight, which may be negative, in the place of a lost worker. Only while values are held."""
@@ -113,18 +115,17 @@ class OwnerTable:
                     self._settled[identifier] = self._settled.get(identifier, NOTHING) + weight
 
     def sweep(self) -> dict[int, Owned]:
-        """End the hold; return the entries that are free, for the caller to destroy."""
+        """Return the entries that settlements have left free, for the caller to destroy."""
         with self._lock:
-            self._held = False
             free = {one: entry for one, entry in self._entries.items() if entry.announced and not entry.outstanding}
             for identifier, entry in free.items():
                 self._drop_if_free(identifier, entry)
             return free
 
     def give_up(self, creator: int, error: BaseException) -> list[Owned]:
-        """Return the values that a lost creator was to make and never will, for the caller to fail them.
+        """Return the values of a lost creator that are not being made yet, for the caller to fail them.
 
-        Whoever asks for such a value later gets the error.
+        Whoever asks for such a value later gets the error, even if a call of the lost worker still makes it.
         """
         with self._lock:
             self._orphans[creator] = error

@@ -145,7 +145,7 @@ class References:
     def settle(self, lost: int) -> dict[int, list[tuple[int, Weight]]]:
         """Hold what is owned here, settle the account with a lost worker, and return the balances of other owners."""
         assert self.accounts is not None
-        self.owned.hold()
+        self.owned.hold(held=True)
         balances = self.accounts.settle(lost)
         self.owned.settle(balances.pop(self._mailbox.rank, []))
         return balances

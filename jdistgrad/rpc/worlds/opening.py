@@ -126,10 +126,10 @@ def refuse_what_cannot_survive(*, with_devices: bool) -> None:
             "cannot go on without it. Leave one of the two out."
         )
     mpi4py = importlib.import_module("mpi4py")
-    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False:
+    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not launcher_env.mpi_is_left_open():
         raise errors.WorldError(
             "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
-            "process. Call init first, or set mpi4py.rc.finalize = False before that import."
+            "process. Call init first, or set MPI4PY_RC_FINALIZE=0 (`jdistgrad run --survive` does)."
         )
     mpi4py.rc.finalize = False  # the end of MPI would wait for dead ranks
 

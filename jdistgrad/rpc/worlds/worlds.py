@@ -62,8 +62,9 @@ def init(
         within one process there is nothing to start.
       survive: go on without a worker that dies or fails, instead of ending the job. What needs the lost worker raises
         WorkerLostError. Needs Open MPI 5 and a job started by ``jdistgrad run --survive`` or ``mpirun --with-ft ulfm``;
-        must come before ``mpi4py.MPI`` is imported. Every worker must give the same value; the default is the
-        environment variable ``JDISTGRAD_SURVIVE``, 0 or 1. The workers of a world within one process die together.
+        must come before ``mpi4py.MPI`` is imported, unless ``MPI4PY_RC_FINALIZE=0``. Every worker must give the same
+        value; the default is the environment variable ``JDISTGRAD_SURVIVE``, 0 or 1. The workers of a world within
+        one process die together.
 
     Returns:
       This worker's rank and name.
