@@ -162,9 +162,16 @@ class Progress:
             while task is None and not self._stopped:
                 task = self._look_once()
                 self._tick_if_due()
+            if task is not None:
+                self._leave_to_run()  # before the next primary counts who is free
             return task
         finally:
             self._primary.release()
+
+    def _leave_to_run(self) -> None:
+        with self._counting:
+            self._free -= 1
+            self._busy += 1
 
     def _look_once(self) -> Task | None:
         if time.monotonic() - self._last_wait < LONGEST or not self._baton.acquire(blocking=False):
@@ -215,9 +222,6 @@ class Progress:
             pause(LONGEST)
 
     def _run_here(self, task: Task) -> None:
-        with self._counting:
-            self._free -= 1
-            self._busy += 1
         try:
             task()
         except BaseException:

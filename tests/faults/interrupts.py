@@ -27,13 +27,6 @@ def make(n: int):
     return jnp.ones(n)
 
 
-def press(delay: float) -> threading.Timer:
-    """Press Ctrl-C in a while."""
-    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
-
-
 class Session:
     """What a user would run, again and again, in a notebook: worker 0 works with references on the others."""
 
@@ -92,10 +85,12 @@ def seconds(work: Callable[[], float]) -> float:
 
 
 def interrupted(work: Callable[[], float], delay: float, expected: float) -> Outcome:
-    fault, named, timer = f"{work.__name__} after {1e3 * delay:.2f} ms", False, press(delay)
+    fault, named = f"{work.__name__} after {1e3 * delay:.2f} ms", False
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
     start = time.monotonic()
     try:
         try:
+            timer.start()
             work()
             timer.join()
             time.sleep(0.001)
