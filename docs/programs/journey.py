@@ -29,7 +29,7 @@ def loss_fn(params, x):
 
 
 def tell(worker, peer, message):
-    function = message.body[0] if message.kind in (Kind.CALL, Kind.CAST) else None
+    function = message.body[0] if message.kind is Kind.CALL else None
     known = getattr(function, "message", None)
     what = "" if function is None else f"  {describe(function)}"
     what += "" if known is None else f", message {spell(known)}"

@@ -4,13 +4,14 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.inbox import Inbox, Key
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.losses import Losses
@@ -49,7 +50,7 @@ class Worker(Mailbox):
         served = self.server.being_served
         self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing, served))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, lambda: self.closing.wanted))
-        self.rpc_sync, self.rpc_async, self.cast = self.calls.rpc_sync, self.calls.rpc_async, self.calls.cast
+        self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
 
     def _check(self, call: Pending) -> None:
@@ -72,6 +73,17 @@ class Worker(Mailbox):
             self.closing.gone(peer)
         else:
             self.peers.lose(peer, why)
+
+    def push(self, to: int, key: Key, value: Any) -> None:
+        """Put a value into the inbox that a worker has in the current scope. The value's arrays must not change."""
+        scope = current.current_scope()
+        if scope is None:
+            raise errors.ContextError("a value is pushed outside any context")
+        if to == self.rank:
+            scope.content(Inbox).arrived(lambda: (key, value))
+            return
+        scope.includes(to)
+        self.post(to, Message(Kind.PUSH, self.rank, scope.id, (key, value)), snapshot=False)
 
     # Messages in.
 
@@ -99,6 +111,8 @@ class Worker(Mailbox):
         kind = message.kind
         if kind in ANSWERS:
             self.calls.answered(message)
+        elif kind is Kind.PUSH:
+            self._pushed(message)
         elif isinstance(message.body, errors.WireError):
             log.error("%s ignores a %s from rank %d: %s", self.info, kind.name, message.source, message.body)
         elif kind is Kind.RELEASE:
@@ -115,6 +129,12 @@ class Worker(Mailbox):
         else:
             self.closing.handle(message)
         return None
+
+    def _pushed(self, message: Message) -> None:
+        try:
+            self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
+        except errors.ContextError as closed:
+            log.debug("%s drops a value that rank %d has pushed: %s", self.info, message.source, closed)
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""

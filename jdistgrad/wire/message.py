@@ -20,7 +20,7 @@ class Kind(enum.IntEnum):
     REPORT = 9
     CLOSE = 10
     LEAVE = 11
-    CAST = 12
+    PUSH = 12
     RELEASE = 13
     SETTLE = 14
     FORGET = 15
@@ -28,10 +28,12 @@ class Kind(enum.IntEnum):
     BREAK = 17
 
 
-CALLS = frozenset({Kind.CALL, Kind.REMOTE, Kind.CAST})
+CALLS = frozenset({Kind.CALL, Kind.REMOTE})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
-WORK = CALLS | ANSWERS | {Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK}
-ENCODED = CALLS | ANSWERS  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
+WORK = CALLS | ANSWERS | {Kind.PUSH, Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK}
+ENCODED = (
+    CALLS | ANSWERS | {Kind.PUSH}
+)  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,6 +12,8 @@ from helpers.forgery import calling
 from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_world as wire_world
 
 import jdistgrad as jd
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import ANSWERS, CALLS, Kind, Message, Parcel
 
@@ -87,15 +89,28 @@ def test_a_forged_call_fails_and_calls_nothing(wire_world, what):
 
 
 @needs_pickling
-@pytest.mark.parametrize("kind", [Kind.REMOTE, Kind.CAST])
 @on_worker0
-def test_forged_references_and_casts_end_too(wire_world, kind):
-    forge({kind}, FORGED["os.system"])
-    if kind is Kind.CAST:
-        current_worker().cast(last(), abs, (1,))
-    else:
+def test_a_forged_remote_ends_too(wire_world):
+    forge({Kind.REMOTE}, FORGED["os.system"])
+    with pytest.raises(jd.FunctionError, match="may not be named in a message"):
+        jd.remote(last(), abs, args=(1,)).creation().result(20)
+    still_works()
+
+
+def taken(key):
+    return current_scope().content(Inbox).take(key, lambda futures: current_worker().wait_for(futures, 20))
+
+
+@needs_pickling
+@on_worker0
+def test_a_forged_push_fails_who_takes_it(wire_world):
+    with jd.context():
+        current_worker().push(last(), "genuine", 3)
+        assert jd.rpc_sync(last(), taken, args=("genuine",)) == 3
+        forge({Kind.PUSH}, FORGED["os.system"])
+        current_worker().push(last(), "forged", 3)
         with pytest.raises(jd.FunctionError, match="may not be named in a message"):
-            jd.remote(last(), abs, args=(1,)).creation().result(20)
+            jd.rpc_sync(last(), taken, args=("forged",), timeout=20)
     still_works()
 
 

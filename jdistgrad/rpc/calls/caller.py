@@ -54,11 +54,6 @@ class Caller:
         call = function, args, kwargs
         return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
 
-    def cast(self, to: int, function: Any, args: Args) -> None:
-        """Call a function on another worker, which sends no answer."""
-        mailbox = self._mailbox
-        mailbox.post(to, Message(Kind.CAST, mailbox.rank, mailbox.ids.next(), (function, args, {})))
-
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
     ) -> CallFuture[Any]:

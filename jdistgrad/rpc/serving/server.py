@@ -110,10 +110,6 @@ class Served:
         """Answer, and report the event. Raises nothing."""
         try:
             failure = None if error is None else self._failure(error)
-            if self.message.kind is Kind.CAST:
-                if failure is not None:
-                    log.warning("%s: %s failed: %s", self.server.mailbox.info, self, failure.spelled)
-                return
             if self.value is not None:
                 self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
                 result = None
