@@ -118,6 +118,15 @@ class HookError(DistgradError, TypeError):
     """A communication hook is invalid, cannot be used here, or did not return its reduced bucket."""
 
 
+class ScheduleError(DistgradError, ValueError):
+    """A schedule of a pipeline is malformed, incomplete or would never end.
+
+    ``waiting`` names actions that wait for each other, each with its worker, if that is why.
+    """
+
+    waiting: tuple[Any, ...] = ()
+
+
 class CheckpointError(DistgradError, RuntimeError):
     """A checkpoint could not be written or restored. Those that are complete stay so."""
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jdistgrad import pipeline as pipeline
 from jdistgrad.autograd import traced_calls as _traced_calls
 from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
 from jdistgrad.autograd.gradients import (
@@ -37,6 +38,7 @@ from jdistgrad.errors import (
     NotInitializedError as NotInitializedError,
     NotOwnerError as NotOwnerError,
     RemoteError as RemoteError,
+    ScheduleError as ScheduleError,
     StaleReferenceError as StaleReferenceError,
     TimelineError as TimelineError,
     UnknownWorkerError as UnknownWorkerError,

@@ -1,0 +1,104 @@
+"""Whether a schedule can be carried out: each action once, and no worker waits for ever."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from jdistgrad.errors import ScheduleError
+from jdistgrad.pipeline.costs import Costs
+from jdistgrad.pipeline.playing import BACKWARD, FORWARD, GIVES, INPUT, WEIGHT, Result, Span, play
+from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+
+Inputs = Mapping[int, Sequence[int]]
+
+SHOWN = 5  # actions named in an error
+
+
+def check(schedule: Schedule, inputs: Inputs | None = None) -> None:
+    """Check that a schedule is complete and ends, or raise ``ScheduleError``.
+
+    Every stage must have one forward pass of each microbatch and, if the schedule trains, either one backward pass or
+    both its halves. No workers may wait for each other: the error names their actions.
+
+    Arguments:
+      schedule: the schedule.
+      inputs: the earlier stages that a stage takes its inputs from, for the stages that take them not (or not only)
+        from the stage before: ``{3: (0, 2)}``.
+    """
+    played(schedule, inputs, Costs())
+
+
+def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list[Span]]:
+    """Return the start and the end of each worker's actions, of a schedule that is checked."""
+    _check_complete(schedule)
+    result = play(schedule, sources_of(schedule.stages, inputs), costs)
+    if result.stuck:
+        _raise_stuck(schedule, [len(done) for done in result.spans], result.stuck)
+    return result.spans
+
+
+def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
+    """Return the stages that each stage takes inputs from: the one before it, unless ``inputs`` says otherwise."""
+    chain = {stage: (stage - 1,) for stage in range(1, stages)}
+    given = {stage: tuple(dict.fromkeys(sources)) for stage, sources in (inputs or {}).items()}
+    for stage, sources in given.items():
+        if stage not in range(stages) or any(source not in range(stage) for source in sources):
+            raise ScheduleError(
+                f"inputs= says that stage {stage!r} takes inputs from {list(sources)}; of the {stages} stages, each can "
+                "take inputs from earlier ones only."
+            )
+    found = {0: (), **chain, **given}
+    return [found[stage] for stage in range(stages)]
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Check that each stage has each microbatch once."""
+    found: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
+    for row in schedule.actions:
+        for kind, stage, batch in row:
+            found[kind].add((stage, batch))
+    if sum(map(len, found.values())) != sum(map(len, schedule.actions)):
+        twice = [one for one, count in Counter(one for row in schedule.actions for one in row).items() if count > 1]
+        raise ScheduleError(f"Each action is done once, but {_named(twice)} stand more than once in the schedule.")
+    every = {(stage, batch) for stage in range(schedule.stages) for batch in range(schedule.microbatches)}
+    whole, halves = found[BACKWARD], found[INPUT] | found[WEIGHT]
+    if whole & halves:
+        both = [Action(BACKWARD, *one) for one in sorted(whole & halves)]
+        raise ScheduleError(f"{_named(both)}: a backward pass is done whole (B) or in halves (I and W), not both.")
+    missing = [Action(FORWARD, *one) for one in sorted(every - found[FORWARD])]
+    if schedule.trains:
+        missing += [Action(BACKWARD, *one) for one in sorted(every - whole - halves)]
+        missing += [Action(kind, *one) for kind in (INPUT, WEIGHT) for one in sorted(halves - found[kind])]
+    if missing:
+        raise ScheduleError(
+            f"The schedule has {schedule.stages} stages and {schedule.microbatches} microbatches, but not "
+            f"{_named(missing)}."
+        )
+
+
+def _named(actions: Sequence[Action]) -> str:
+    more = f" and {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
+    return ", ".join(map(str, actions[:SHOWN])) + more
+
+
+def _raise_stuck(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> None:
+    """Follow who waits for whom until a worker comes again, and raise an error that names the circle."""
+    seen: list[int] = []
+    worker = next(iter(stuck))
+    while worker not in seen:
+        seen.append(worker)
+        worker = schedule.placement[stuck[worker][1]]
+    circle = seen[seen.index(worker) :]
+    waiting = tuple((schedule.actions[one][position[one]], one) for one in circle)
+    raise ScheduleError(
+        "The schedule would never end: " + "; ".join(_reasons(schedule, waiting, stuck)) + ". Put the action that is "
+        "waited for before the one that waits.",
+        waiting=waiting,
+    )
+
+
+def _reasons(schedule: Schedule, waiting: Sequence[tuple[Action, int]], stuck: Mapping[int, Result]) -> Iterator[str]:
+    for action, worker in waiting:
+        place = schedule.placement[stuck[worker][1]]
+        wanted = next(one for one in schedule.actions[place] if (GIVES[one.kind], *one[1:]) == stuck[worker])
+        head = next(first for first, other in waiting if other == place)
+        yield f"{action} on worker {worker} waits for {wanted}, which worker {place} has after {head}"

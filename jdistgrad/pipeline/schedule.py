@@ -1,0 +1,175 @@
+"""Schedules as data: on which worker each stage is, and what each worker does, in order.
+
+No send and no receive stands in a schedule: a message is named by stage, microbatch and direction, so that its order
+cannot be wrong.
+"""
+
+import dataclasses
+import enum
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jdistgrad.errors import ScheduleError
+
+
+class Kind(enum.Enum):
+    """What an action computes; the values are PyTorch's letters.
+
+    ``BACKWARD`` is the whole backward pass of a stage. ``INPUT`` and ``WEIGHT`` are its halves: the gradients of the
+    stage's inputs, which the stages before it wait for, and those of its parameters, which nobody waits for.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+    __hash__ = object.__hash__  # in C: Enum hashes by name, in Python, and actions are keys of large dictionaries
+
+
+class Action(NamedTuple):
+    """One computation of one stage with one microbatch. Its ``str`` is PyTorch's notation: ``2F0``."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __repr__(self) -> str:  # and so str(action)
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Schedule:
+    """A placement, and the actions of each worker in the order in which it carries them out.
+
+    Arguments:
+      placement: the index of each stage's worker, in the order of the stages.
+      actions: the actions of each worker, in the order of the workers.
+
+    Example:
+      >>> schedule = Schedule.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
+      >>> schedule.placement, schedule.microbatches
+      ((0, 1), 2)
+    """
+
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        if not self.placement or not any(self.actions):
+            raise ScheduleError("A schedule has at least one stage and one action; this one has none.")
+        for stage, worker in enumerate(self.placement):
+            if worker not in range(self.workers):
+                raise ScheduleError(
+                    f"Stage {stage} is placed on worker {worker!r}, but there are actions of {self.workers} workers: "
+                    f"their indices are 0 to {self.workers - 1}."
+                )
+        for worker, row in enumerate(self.actions):
+            self._check_row(worker, row)
+
+    def _check_row(self, worker: int, row: tuple[Action, ...]) -> None:
+        strangers = [one for one in row if type(one) is not Action or type(one.kind) is not Kind]
+        if strangers:
+            raise ScheduleError(
+                f"Worker {worker} has {strangers[0]!r} among its actions: expected Action(kind, stage, microbatch)."
+            )
+        mine = {stage for stage, place in enumerate(self.placement) if place == worker}
+        for action in row:
+            if action.stage not in mine or action.microbatch < 0:
+                raise ScheduleError(self._misplaced(worker, action))
+
+    def _misplaced(self, worker: int, action: Action) -> str:
+        if action.microbatch < 0:
+            return f"Worker {worker} has an action of microbatch {action.microbatch}; microbatches are counted from 0."
+        if action.stage not in range(self.stages):
+            return f"Worker {worker} has the action {action}, but the placement has stages 0 to {self.stages - 1}."
+        return (
+            f"Worker {worker} has the action {action}, but stage {action.stage} is placed on worker "
+            f"{self.placement[action.stage]}."
+        )
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.actions)
+
+    @functools.cached_property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return 1 + max(action.microbatch for row in self.actions for action in row)
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether there is any backward action."""
+        return any(action.kind is not Kind.FORWARD for row in self.actions for action in row)
+
+    def text(self) -> str:
+        """Return the schedule in PyTorch's notation, one line per worker: ``0F0,0F1,0B0,0B1``."""
+        return "\n".join(",".join(map(str, row)) or IDLE for row in self.actions)
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """Read a schedule from its text, or from a CSV file of PyTorch's.
+
+        Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are left out. An
+        ``OVERLAP_F_B`` is read as its parts, one after the other. A stage is placed on the worker that runs it.
+        """
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows = [tuple(_actions_of(line, worker)) for worker, line in enumerate(lines)]
+        return cls(_placement_of(rows), tuple(rows))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.actions))
+        return (
+            f"<Schedule of {self.stages} stages on {self.workers} workers: {self.microbatches} microbatches, "
+            f"{count} actions>"
+        )
+
+
+IDLE = ","  # the line of a worker without actions: two empty cells
+ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def _actions_of(line: str, worker: int) -> Iterator[Action]:
+    """Yield the actions of a worker's line."""
+    for column, cell in enumerate(line.split(",")):
+        word = cell.strip().strip('"').strip()
+        overlapped = OVERLAP.fullmatch(word)
+        for part in overlapped[1].split(";") if overlapped else [word]:
+            if found := ACTION.fullmatch(part.strip()):
+                yield Action(Kind(found[2]), int(found[1]), int(found[3]))
+            elif part and not COMMUNICATION.fullmatch(part.strip()):
+                raise ScheduleError(
+                    f"Line {worker + 1}, cell {column + 1}: {part!r} is no action. Expected a stage, one of F, B, I or "
+                    'W, and a microbatch: "2F0".'
+                )
+
+
+def _placement_of(rows: Sequence[tuple[Action, ...]]) -> tuple[int, ...]:
+    """Place each stage on the worker that runs it."""
+    found: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for stage in {action.stage for action in row}:
+            if found.setdefault(stage, worker) != worker:
+                raise ScheduleError(
+                    f"Stage {stage} stands in the lines of worker {found[stage]} and of worker {worker}: a stage is "
+                    "on one worker."
+                )
+    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    if missing:
+        raise ScheduleError(f"No worker runs stage {missing[0]}, but one runs stage {max(found)}.")
+    return tuple(found[stage] for stage in range(len(found)))
