@@ -1,7 +1,7 @@
 """Whether a schedule can be carried out: each action once, and no worker waits for ever."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.pipeline.costs import Costs
@@ -30,10 +30,10 @@ def check(schedule: Schedule, inputs: Inputs | None = None) -> None:
 def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list[Span]]:
     """Return the start and the end of each worker's actions, of a schedule that is checked."""
     _check_complete(schedule)
-    result = play(schedule, sources_of(schedule.stages, inputs), costs)
-    if result.stuck:
-        _raise_stuck(schedule, [len(done) for done in result.spans], result.stuck)
-    return result.spans
+    spans, stuck = play(schedule, sources_of(schedule.stages, inputs), costs)
+    if stuck:
+        raise _deadlock(schedule, [len(done) for done in spans], stuck)
+    return spans
 
 
 def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
@@ -43,8 +43,8 @@ def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
     for stage, sources in given.items():
         if stage not in range(stages) or any(source not in range(stage) for source in sources):
             raise ScheduleError(
-                f"inputs= says that stage {stage!r} takes inputs from {list(sources)}; of the {stages} stages, each can "
-                "take inputs from earlier ones only."
+                f"inputs= says that stage {stage!r} takes inputs from {list(sources)}; each of the {stages} stages "
+                "can take them from earlier ones only."
             )
     found = {0: (), **chain, **given}
     return [found[stage] for stage in range(stages)]
@@ -80,25 +80,20 @@ def _named(actions: Sequence[Action]) -> str:
     return ", ".join(map(str, actions[:SHOWN])) + more
 
 
-def _raise_stuck(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> None:
-    """Follow who waits for whom until a worker comes again, and raise an error that names the circle."""
+def _deadlock(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> ScheduleError:
+    """Follow who waits for whom until a worker comes again: those from there on wait for each other."""
     seen: list[int] = []
     worker = next(iter(stuck))
     while worker not in seen:
         seen.append(worker)
         worker = schedule.placement[stuck[worker][1]]
-    circle = seen[seen.index(worker) :]
-    waiting = tuple((schedule.actions[one][position[one]], one) for one in circle)
-    raise ScheduleError(
-        "The schedule would never end: " + "; ".join(_reasons(schedule, waiting, stuck)) + ". Put the action that is "
-        "waited for before the one that waits.",
-        waiting=waiting,
+    heads = {one: schedule.actions[one][position[one]] for one in seen[seen.index(worker) :]}
+    reasons = []
+    for one, head in heads.items():
+        other = schedule.placement[stuck[one][1]]
+        wanted = next(each for each in schedule.actions[other] if (GIVES[each.kind], *each[1:]) == stuck[one])
+        reasons.append(f"{head} on worker {one} waits for {wanted}, which worker {other} has after {heads[other]}")
+    return ScheduleError(
+        f"The schedule would never end: {'; '.join(reasons)}. Put what is waited for before what waits.",
+        waiting=tuple((head, one) for one, head in heads.items()),
     )
-
-
-def _reasons(schedule: Schedule, waiting: Sequence[tuple[Action, int]], stuck: Mapping[int, Result]) -> Iterator[str]:
-    for action, worker in waiting:
-        place = schedule.placement[stuck[worker][1]]
-        wanted = next(one for one in schedule.actions[place] if (GIVES[one.kind], *one[1:]) == stuck[worker])
-        head = next(first for first, other in waiting if other == place)
-        yield f"{action} on worker {worker} waits for {wanted}, which worker {place} has after {head}"

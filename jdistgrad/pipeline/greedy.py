@@ -1,87 +1,65 @@
-"""A list scheduler: each worker takes, whenever it is free, what is ready. Deterministic.
+"""A list scheduler for a V of stages: whenever a worker is free, it takes what is ready, and does not look ahead."""
 
-Where a formula says the order, the formula is better: this one does not look ahead.
-"""
-
+import bisect
 import heapq
-from collections.abc import Sequence
 
 from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.schedule import Action, Kind
+from jdistgrad.pipeline.schedule import Action, Kind, Schedule
 
-FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT
-Arrival = tuple[int, Kind | None, int, int]  # at a worker: what it can begin, or None: it is free
-
-
-def greedy(placement: Sequence[int], microbatches: int, costs: Costs, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each worker for a chain of stages, of which a worker keeps at most ``limit`` recordings.
-
-    A worker takes input gradients before forward passes, and weight gradients when nothing else can begin.
-    """
-    desks = [_Desk(limit, max(k for k, place in enumerate(placement) if place == w)) for w in range(max(placement) + 1)]
-    desks[placement[0]].forwards = [(0, batch) for batch in range(microbatches)]
-    seconds, last = costs.of_stages(len(placement)), len(placement) - 1
-    agenda: dict[float, list[Arrival]] = {0.0: [(placement[0], None, 0, 0)]}
-    times = [0.0]
-
-    def note(when: float, arrival: Arrival) -> None:
-        if when not in agenda:
-            agenda[when] = []
-            heapq.heappush(times, when)
-        agenda[when].append(arrival)
-
-    while times:
-        now = heapq.heappop(times)
-        arrivals = agenda.pop(now)
-        for worker, kind, stage, batch in arrivals:
-            desks[worker].receive(kind, stage, batch)
-        for worker in {arrival[0] for arrival in arrivals}:
-            desk = desks[worker]
-            if desk.free > now or (action := desk.take()) is None:
-                continue
-            did, stage, batch = action
-            desk.free = end = now + seconds[did][stage]
-            note(end, (worker, None, 0, 0))
-            turn = did is FORWARD and stage == last
-            then = stage if turn else stage + 1 if did is FORWARD else stage - 1
-            if did is not WEIGHT and then >= 0:
-                place = placement[then]
-                note(end if place == worker else end + costs.message, (place, INPUT if turn else did, then, batch))
-    return tuple(tuple(desk.row) for desk in desks)
+KINDS = (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT)  # in the order of preference
+INPUT, FORWARD, WEIGHT, NOTHING = range(4)
 
 
-class _Desk:
-    """What is ready on a worker, and what it has done."""
+def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
+    """Return a schedule in which each of the workers keeps at most ``2 * workers`` recordings."""
+    board = _Board(workers, microbatches, costs)
+    while board.agenda:
+        now, what, batch, stage = heapq.heappop(board.agenda)
+        if what != NOTHING:
+            bisect.insort(board.ready[board.place[stage]], (what, batch, board.last - stage))
+        if not board.agenda or board.agenda[0][0] > now:
+            for worker in range(workers):
+                board.choose(now, worker)
+    return Schedule(board.place, tuple(map(tuple, board.rows)))
 
-    def __init__(self, limit: int, last: int):
-        self.row: list[Action] = []
-        self.free = 0.0
-        self.forwards: list[tuple[int, int]] = []  # heaps: later stages first, then by microbatch
-        self.inputs: list[tuple[int, int]] = []
-        self.weights: list[tuple[int, int]] = []
-        self._alive, self._limit, self._last = 0, limit, last
 
-    def receive(self, kind: Kind | None, stage: int, batch: int) -> None:
-        if kind is not None:
-            heapq.heappush(self.forwards if kind is FORWARD else self.inputs, (-stage, batch))
+class _Board:
+    """What each worker has done and what is ready there: preference, microbatch, stages from it to the last."""
 
-    def take(self) -> Action | None:
-        if self.inputs:
-            stage, batch = heapq.heappop(self.inputs)
-            self.weights.append((-stage, batch))
-            action = Action(INPUT, -stage, batch)
-        elif self.forwards and self._has_room(-self.forwards[0][0]):
-            stage, batch = heapq.heappop(self.forwards)
-            self._alive += 1
-            action = Action(FORWARD, -stage, batch)
-        elif self.weights:
-            self._alive -= 1
-            action = Action(WEIGHT, *self.weights.pop(0))
-        else:
-            return None
-        self.row.append(action)
-        return action
+    def __init__(self, workers: int, microbatches: int, costs: Costs):
+        self.place = (*range(workers), *reversed(range(workers)))
+        self.last = len(self.place) - 1
+        self.rows: list[list[Action]] = [[] for _ in range(workers)]
+        self.ready: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
+        self.agenda = [(0.0, FORWARD, 0, 0)]  # when something becomes ready or (NOTHING) a worker free
+        self._free, self._alive = [0.0] * workers, [0] * len(self.place)
+        self._microbatches, self._delay, self._seconds = microbatches, costs.message, costs.of_stages(len(self.place))
+
+    def choose(self, now: float, worker: int) -> None:
+        for what, batch, left in self.ready[worker] if self._free[worker] <= now else ():
+            if what != FORWARD or self._has_room(self.last - left):
+                self.ready[worker].remove((what, batch, left))
+                self._begin(now, worker, what, batch, self.last - left)
+                break
 
     def _has_room(self, stage: int) -> bool:
-        """Keep one place for the worker's last stage, without which no recording would ever end."""
-        return self._alive + (stage != self._last) < self._limit
+        """Keep one place for the worker's late stage, without which no recording would ever end."""
+        early = self._alive[min(stage, self.last - stage)]
+        late = self._alive[max(stage, self.last - stage)]
+        return early + late <= self.last and (stage > self.last - stage or early < self.last)
+
+    def _begin(self, now: float, worker: int, what: int, batch: int, stage: int) -> None:
+        self.rows[worker].append(Action(KINDS[what], stage, batch))
+        self._free[worker] = end = now + self._seconds[KINDS[what]][stage]
+        self._alive[stage] += (what == FORWARD) - (what == WEIGHT)
+        follow = [(end, NOTHING, batch, stage)]
+        if what == INPUT:
+            follow.append((end, WEIGHT, batch, stage))
+        if what == FORWARD and stage == 0 and batch + 1 < self._microbatches:
+            follow.append((end, FORWARD, batch + 1, 0))
+        if what == FORWARD and stage == self.last:
+            follow.append((end, INPUT, batch, stage))
+        elif what != WEIGHT and (then := stage + (1 if what == FORWARD else -1)) >= 0:
+            follow.append((end + self._delay * (self.place[then] != worker), what, batch, then))
+        for arrival in follow:
+            heapq.heappush(self.agenda, arrival)

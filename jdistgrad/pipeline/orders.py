@@ -3,12 +3,15 @@
 GPipe (arXiv 1811.06965), 1F1B (2104.04473, with interleaving), zero bubble H1 (2401.10241) and V (2405.15362).
 """
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.pipeline.costs import Costs
 from jdistgrad.pipeline.greedy import greedy
+from jdistgrad.pipeline.playing import play
 from jdistgrad.pipeline.schedule import Action, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -68,12 +71,35 @@ def zero_bubble(workers: int, microbatches: int) -> Schedule:
 def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """Return the zero-bubble schedule of a V: worker ``w`` has the stages ``w`` and ``2 * workers - 1 - w``.
 
-    Each worker takes what it can begin first by these ``costs``, and keeps at most ``2 * workers`` recordings: those
-    of one stage have half the size of those of the other schedules.
+    Each worker keeps at most ``2 * workers`` recordings, of stages half as large as those of other schedules. Without
+    ``costs``, the order is that of equal costs, which has no more bubble than a formula says from ``2 * workers - 2``
+    microbatches on. With ``costs``, and for fewer microbatches, it is this order or a greedy one, whichever ends first.
     """
     _check(workers=workers, microbatches=microbatches)
-    placement = (*range(workers), *reversed(range(workers)))
-    return Schedule(placement, greedy(placement, microbatches, costs or Costs(), 2 * workers))
+    rows = (_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers))
+    kept = (tuple(action for action in row if action.microbatch < microbatches) for row in rows)
+    found = Schedule((*range(workers), *reversed(range(workers))), tuple(kept))
+    if costs is None and microbatches >= 2 * workers - 2:
+        return found
+    costs = costs or Costs()
+    chain = [(stage - 1,) if stage else () for stage in range(2 * workers)]
+    both = (found, greedy(workers, microbatches, costs))
+    return min(both, key=lambda one: max(row[-1][1] for row in play(one, chain, costs)[0]))
+
+
+def _v_order(workers: int, worker: int, microbatches: int) -> Iterator[Action]:
+    """Yield a worker's actions: forwards until the first comes back, then a first and a last stage in turn."""
+    early, late, after = worker, 2 * workers - 1 - worker, workers - worker
+    finish = ((F, late), (I, late), (W, late))
+    order = [(F, early)] * (2 * after - 1) + [(F, late), (F, early)] * worker + [*finish] * after
+    for batch in range(workers, microbatches):  # of the late stage
+        more = after - 1 + batch < microbatches
+        order += [(F, early)] * more + [(I, early), (W, early), *finish]
+    order += [(I, early), (I, late)] * worker + [(I, early), (W, early)] * after
+    order += [(W, late)] * worker + [(W, early)] * worker
+    batches: dict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
+    for kind, stage in order:
+        yield Action(kind, stage, next(batches[kind, stage]))
 
 
 def forward_only(workers: int, microbatches: int, chunks: int = 1) -> Schedule:

@@ -12,9 +12,7 @@ from jdistgrad.pipeline.schedule import Action, Kind, Schedule
 
 WIDTH, LEFT, TOP, ROW, HEIGHT, BOTTOM = 900.0, 76.0, 64.0, 30.0, 24.0, 34.0  # HEIGHT is that of a box in its ROW
 LETTER = 6.4  # width of a letter
-TURN = (
-    0.381966  # of the circle of colours from one microbatch to the next: neighbours differ, and none comes again soon
-)
+TURN = 0.381966  # of the circle of colours from one microbatch to the next: neighbours differ
 LIGHT, DARK, STRIPED = 0.84, 0.42, 0.66
 SHADES = {Kind.FORWARD: LIGHT, Kind.BACKWARD: DARK, Kind.INPUT: DARK, Kind.WEIGHT: STRIPED}
 WORDS = {

@@ -1,6 +1,5 @@
 """When each action of a schedule begins and ends, if every worker goes on as soon as it can. A pure function."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,24 +11,21 @@ Result = tuple[Kind, int, int]  # an output (FORWARD) or the gradients of inputs
 NEVER = math.inf
 
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind
-GIVES = {FORWARD: FORWARD, BACKWARD: INPUT, INPUT: INPUT, WEIGHT: WEIGHT}  # for a result, a backward pass is its half
+GIVES = {FORWARD: FORWARD, BACKWARD: INPUT, INPUT: INPUT, WEIGHT: WEIGHT}  # others wait for B as they wait for I
 
 
-@dataclasses.dataclass(frozen=True)
-class Play:
-    """The start and the end of each worker's actions, and the results that workers wait for without end."""
+def play(
+    schedule: Schedule, sources: Sequence[Sequence[int]], costs: Costs
+) -> tuple[list[list[Span]], dict[int, Result]]:
+    """Return the span of each worker's actions, and of each worker that cannot end the result it waits for.
 
-    spans: list[list[Span]]
-    stuck: dict[int, Result]
-
-
-def play(schedule: Schedule, sources: Sequence[Sequence[int]], costs: Costs) -> Play:
-    """Carry a schedule out on paper. ``sources`` are the stages that each stage takes inputs from."""
-    seconds = costs.of_stages(schedule.stages)
-    there = {kind: [[NEVER] * schedule.microbatches for _ in sources] for kind in (FORWARD, INPUT, WEIGHT)}
-    needed = {
+    ``sources`` are the stages that each stage takes inputs from.
+    """
+    place, seconds = schedule.placement, costs.of_stages(schedule.stages)
+    ends = {kind: [[NEVER] * schedule.microbatches for _ in place] for kind in (FORWARD, INPUT, WEIGHT)}
+    needed = {  # by kind and stage: the ends of what an action needs, how long that is under way, and its name
         kind: [
-            [(of, other, there[of][other], delay(schedule, stage, other, costs)) for of, other in needs]
+            [(ends[of][other], costs.message * (place[stage] != place[other]), (of, other)) for of, other in needs]
             for stage, needs in enumerate(each)
         ]
         for kind, each in needs_of(sources).items()
@@ -43,32 +39,29 @@ def play(schedule: Schedule, sources: Sequence[Sequence[int]], costs: Costs) -> 
         free = done[-1][1] if done else 0.0
         for kind, stage, batch in schedule.actions[worker][len(done) :]:
             start = free
-            for of, other, ends, under_way in needed[kind][stage]:
-                end = ends[batch] + under_way
-                if end == NEVER:
-                    waiting.setdefault((of, other, batch), []).append(worker)
+            for there, under_way, source in needed[kind][stage]:
+                when = there[batch] + under_way
+                if when == NEVER:
+                    waiting.setdefault((*source, batch), []).append(worker)
                     break
-                if end > start:
-                    start = end
+                if when > start:
+                    start = when
             else:
                 free = start + seconds[kind][stage]
                 done.append((start, free))
                 gives = GIVES[kind]
-                there[gives][stage][batch] = free
+                ends[gives][stage][batch] = free
                 ready += waiting.pop((gives, stage, batch), ())
                 continue
             break
-    return Play(spans, {worker: result for result, workers in waiting.items() for worker in workers})
+    return spans, {worker: result for result, workers in waiting.items() for worker in workers}
 
 
 def needs_of(sources: Sequence[Sequence[int]]) -> dict[Kind, list[list[tuple[Kind, int]]]]:
-    """Return the results that each kind of action of each stage needs: their kinds and stages."""
+    """Return the kinds and stages of the results that an action needs, by its kind and stage."""
     stages = range(len(sources))
+    backward = [
+        [(FORWARD, stage), *((INPUT, target) for target in stages if stage in sources[target])] for stage in stages
+    ]
     forward = [[(FORWARD, source) for source in sources[stage]] for stage in stages]
-    targets = [[(INPUT, target) for target in stages if stage in sources[target]] for stage in stages]
-    backward = [[(FORWARD, stage), *targets[stage]] for stage in stages]
     return {FORWARD: forward, BACKWARD: backward, INPUT: backward, WEIGHT: [[(INPUT, stage)] for stage in stages]}
-
-
-def delay(schedule: Schedule, stage: int, other: int, costs: Costs) -> float:
-    return 0.0 if schedule.placement[stage] == schedule.placement[other] else costs.message

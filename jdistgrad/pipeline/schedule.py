@@ -69,28 +69,13 @@ class Schedule:
                     f"their indices are 0 to {self.workers - 1}."
                 )
         for worker, row in enumerate(self.actions):
-            self._check_row(worker, row)
-
-    def _check_row(self, worker: int, row: tuple[Action, ...]) -> None:
-        strangers = [one for one in row if type(one) is not Action or type(one.kind) is not Kind]
-        if strangers:
-            raise ScheduleError(
-                f"Worker {worker} has {strangers[0]!r} among its actions: expected Action(kind, stage, microbatch)."
-            )
-        mine = {stage for stage, place in enumerate(self.placement) if place == worker}
-        for action in row:
-            if action.stage not in mine or action.microbatch < 0:
-                raise ScheduleError(self._misplaced(worker, action))
-
-    def _misplaced(self, worker: int, action: Action) -> str:
-        if action.microbatch < 0:
-            return f"Worker {worker} has an action of microbatch {action.microbatch}; microbatches are counted from 0."
-        if action.stage not in range(self.stages):
-            return f"Worker {worker} has the action {action}, but the placement has stages 0 to {self.stages - 1}."
-        return (
-            f"Worker {worker} has the action {action}, but stage {action.stage} is placed on worker "
-            f"{self.placement[action.stage]}."
-        )
+            mine = [stage for stage, place in enumerate(self.placement) if place == worker]
+            for action in row:
+                if type(action) is not Action or action.stage not in mine or action.microbatch < 0:
+                    raise ScheduleError(
+                        f"Worker {worker} has {action!r} among its actions. Expected Action(kind, stage, microbatch) "
+                        f"with one of its stages, which are {mine}, and a microbatch of 0 or more."
+                    )
 
     @property
     def stages(self) -> int:
