@@ -39,11 +39,11 @@ class Costs:
 
 def _checked(name: str, cost: PerStage, stages: int) -> np.ndarray:
     try:
-        each = np.broadcast_to(np.asarray(cost, np.float64), stages)
-    except (TypeError, ValueError):
-        each = np.array(-1.0)
-    if not ((each >= 0) & (each < np.inf)).all():
+        each = np.broadcast_to(np.asarray(cost), stages)
+    except ValueError:
+        each = np.array(None)
+    if each.dtype.kind not in "iuf" or not ((each >= 0) & (each < np.inf)).all():
         raise ScheduleError(
             f"The cost {name}= is {cost!r}; expected a number of seconds, or one for each of {stages} stages."
         )
-    return each
+    return each.astype(np.float64)

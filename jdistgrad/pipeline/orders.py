@@ -79,7 +79,7 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
     rows = (_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers))
     kept = (tuple(action for action in row if action.microbatch < microbatches) for row in rows)
     found = Schedule((*range(workers), *reversed(range(workers))), tuple(kept))
-    if costs is None and microbatches >= 2 * workers - 2:
+    if costs is None and microbatches >= 2 * workers - 1:
         return found
     costs = costs or Costs()
     chain = [(stage - 1,) if stage else () for stage in range(2 * workers)]

@@ -37,7 +37,8 @@ class Action(NamedTuple):
     microbatch: int
 
     def __repr__(self) -> str:  # and so str(action)
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        known = isinstance(self.kind, Kind)
+        return f"{self.stage}{self.kind.value}{self.microbatch}" if known else tuple.__repr__(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,7 +72,7 @@ class Schedule:
         for worker, row in enumerate(self.actions):
             mine = [stage for stage, place in enumerate(self.placement) if place == worker]
             for action in row:
-                if type(action) is not Action or action.stage not in mine or action.microbatch < 0:
+                if not _is_action(action) or action.stage not in mine or action.microbatch < 0:
                     raise ScheduleError(
                         f"Worker {worker} has {action!r} among its actions. Expected Action(kind, stage, microbatch) "
                         f"with one of its stages, which are {mine}, and a microbatch of 0 or more."
@@ -121,6 +122,10 @@ class Schedule:
             f"<Schedule of {self.stages} stages on {self.workers} workers: {self.microbatches} microbatches, "
             f"{count} actions>"
         )
+
+
+def _is_action(value: object) -> bool:
+    return type(value) is Action and type(value.kind) is Kind
 
 
 IDLE = ","  # the line of a worker without actions: two empty cells
