@@ -59,6 +59,7 @@ from jdistgrad.optim.sharding import (
     gather_state as gather_state,
     shard_state as shard_state,
 )
+from jdistgrad.pipeline.pipeline import Pipeline as Pipeline
 from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register

@@ -1,5 +1,6 @@
 """Pipelines: schedules as data, what they cost, and how they are carried out."""
 
+from jdistgrad.pipeline.batches import whole as whole
 from jdistgrad.pipeline.checking import check as check
 from jdistgrad.pipeline.costs import Costs as Costs
 from jdistgrad.pipeline.forecasting import Forecast as Forecast, forecast as forecast
@@ -11,4 +12,6 @@ from jdistgrad.pipeline.orders import (
     zbv as zbv,
     zero_bubble as zero_bubble,
 )
+from jdistgrad.pipeline.report import Report as Report
 from jdistgrad.pipeline.schedule import Action as Action, Kind as Kind, Schedule as Schedule
+from jdistgrad.pipeline.stages import BATCH as BATCH, Stage as Stage

@@ -121,6 +121,8 @@ OWN = (
     "jdistgrad.events",
     "jdistgrad.modules",
     "jdistgrad.optim",
+    "jdistgrad.pipeline.shares",
+    "jdistgrad.pipeline.stages",
     "jdistgrad.rpc.api",
     "jdistgrad.rpc.cached",
     "jdistgrad.rpc.closures",

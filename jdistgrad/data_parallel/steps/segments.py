@@ -49,14 +49,23 @@ class Segmented:
 
     def __call__(self, args: Sequence[Any], computed: Callable[[list[jax.Array]], None]) -> list[Any]:
         """Dispatch every segment, and call ``computed`` with its gradients, which may still be under way."""
-        values = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
-        for segment in self.segments:
-            kept, gradients = segment.run(*[values[var] for var in segment.inputs])
-            values.update(zip(segment.kept, kept, strict=True))
-            for var in segment.last_uses:
-                del values[var]
-            computed(gradients)
+        values = self.begin(args)
+        for number in range(len(self.segments)):
+            computed(self.run(number, values))
         return [jaxprs.read(values, var) for var in self._results]
+
+    def begin(self, args: Sequence[Any]) -> dict[Any, Any]:
+        """Return the values that the first segment starts from, for ``run``."""
+        return dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
+
+    def run(self, number: int, values: dict[Any, Any]) -> list[jax.Array]:
+        """Dispatch the next segment and return its gradients. It changes ``values`` to what later segments need."""
+        segment = self.segments[number]
+        kept, gradients = segment.run(*[values[var] for var in segment.inputs])
+        values.update(zip(segment.kept, kept, strict=True))
+        for var in segment.last_uses:
+            del values[var]
+        return gradients
 
 
 def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[Segment]:

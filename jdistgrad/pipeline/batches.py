@@ -1,0 +1,80 @@
+"""The split of a batch into microbatches, and of what belongs together again."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An argument of a pipeline's step that every microbatch gets as it is: ``jd.pipeline.whole(mask)``."""
+
+    value: Any
+
+
+def whole(value: Any) -> Whole:
+    """Mark an argument of a pipeline's step, or a part of one, that is not split into microbatches."""
+    return Whole(value)
+
+
+def split_batch(batch: Sequence[Any], microbatches: int) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Split arguments along the first axis of their arrays; return them and the size of each microbatch.
+
+    The sizes differ by one at most, the larger first.
+
+    Raises:
+      ValueError: an array has another length than the others, or there are fewer rows than microbatches.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(batch), is_leaf=lambda leaf: isinstance(leaf, Whole))
+    lengths = {path: _length(path, leaf) for path, leaf in leaves if not isinstance(leaf, Whole)}
+    rows = next(iter(lengths.values()), microbatches)
+    for path, length in lengths.items():
+        if length != rows:
+            first = next(iter(lengths))
+            raise ValueError(
+                f"the arrays of a batch have one length: {_named(path)} has {length} rows, {_named(first)} has {rows}. "
+                "Mark what is not split: jd.pipeline.whole(value)."
+            )
+    if rows < microbatches:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be split into {microbatches} microbatches. Use a schedule of fewer, or a "
+            "larger batch."
+        )
+    sizes = [rows // microbatches + (k < rows % microbatches) for k in range(microbatches)]
+    ends = np.cumsum([0, *sizes])
+    return [
+        jax.tree.unflatten(
+            tree, [one.value if isinstance(one, Whole) else one[ends[k] : ends[k + 1]] for _, one in leaves]
+        )
+        for k in range(microbatches)
+    ], sizes
+
+
+def _length(path: Any, leaf: Any) -> int:
+    if np.ndim(leaf) == 0:
+        raise ValueError(
+            f"{_named(path)} is {leaf!r:.60}, which has no first axis to split. Mark what every microbatch gets as it "
+            "is: jd.pipeline.whole(value)."
+        )
+    return int(np.shape(leaf)[0])
+
+
+def _named(path: Any) -> str:
+    number, *rest = path
+    return f"argument {number.idx}{jax.tree_util.keystr(tuple(rest))} of the step"
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the results of all microbatches as one: arrays one after the other along their first axis."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts) if np.ndim(parts[0]) else jnp.stack(parts), *outputs)
+
+
+def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the sum of the microbatches' losses, each with the part of the rows that it has, in order."""
+    arrays = [np.asarray(value) for value in values]
+    total = sum(value.dtype.type(weight) * value for value, weight in zip(arrays, weights, strict=True))
+    return jnp.asarray(total, arrays[0].dtype)

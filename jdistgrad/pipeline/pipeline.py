@@ -1,0 +1,124 @@
+"""Pipelines: a model cut into stages on several workers, trained with several microbatches in flight."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.contexts import context
+from jdistgrad.errors import ContextError, DifferentiationError
+from jdistgrad.pipeline.batches import joined, split_batch, weighted_sum
+from jdistgrad.pipeline.program import Program, as_stage
+from jdistgrad.pipeline.report import Report
+from jdistgrad.pipeline.schedule import Kind, Schedule
+from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
+
+
+class Pipeline:
+    """A model in stages on several workers, which push results to each other while several microbatches are in flight.
+
+    The gradients of a step gather in the context on the owners of the parameters, added in the order of the
+    microbatches: every schedule and placement gives the same bits.
+
+    Arguments:
+      stages: in the model's order: a ``Stage``, a pair of a function and a reference to its parameters, or a
+        ``RemoteFunction`` or ``RemoteModule`` without state.
+      schedule: who does what in which order: ``jd.pipeline.one_f_one_b(workers, microbatches)`` and others.
+      loss: ``loss(outputs, targets)`` of a microbatch: its mean, or a pair of it and auxiliary data. Without it there
+        is only ``apply``.
+      workers: the workers of the schedule, by name or rank. Default: each stage runs where its parameters are.
+      timeout: seconds that a step may take; default the world's.
+
+    Raises:
+      ScheduleError: the schedule does not fit the stages, or would never end.
+
+    Example:
+      >>> pipeline = jd.Pipeline(stages, jd.pipeline.one_f_one_b(4, 8), loss=cross_entropy)
+      >>> with jd.context() as ctx:
+      ...     loss = pipeline.step(x, targets=y)
+      ...     optimizer.step(ctx)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        schedule: Schedule,
+        *,
+        loss: Callable[..., Any] | None = None,
+        workers: Sequence[AnyWorker] | None = None,
+        timeout: float | None = None,
+    ):
+        self.stages, self.schedule, self.loss, self._timeout = list(map(as_stage, stages)), schedule, loss, timeout
+        self._program = Program(self.stages, schedule, loss, workers)
+        only_forward = Schedule(
+            schedule.placement, tuple(tuple(one for one in row if one.kind is Kind.FORWARD) for row in schedule.actions)
+        )
+        self._without_loss = Program(self.stages, only_forward, None, workers)
+        self._report: Report | None = None
+
+    def step(self, *batch: Any, targets: Any = None) -> Any:
+        """Run a step; return the loss, or the loss and a list of the microbatches' auxiliary data.
+
+        Arrays are split into microbatches along their first axis, except what ``jd.pipeline.whole`` marks. The loss is
+        the mean over all rows: a microbatch with fewer rows weighs less. If a step fails, its context is closed, so
+        that no optimizer uses half of its gradients.
+
+        Arguments:
+          batch: what the first stage takes after its parameters.
+          targets: what the loss takes after the outputs.
+
+        Raises:
+          ContextError: the step is not inside ``with jd.context()``.
+          DifferentiationError: the step is differentiated, or traced by ``jax.jit``.
+          ValueError: the batch cannot be split.
+          Exception: what a stage has raised, with the stage, the microbatch, the action and the worker.
+        """
+        if self.loss is None:
+            raise TypeError("this pipeline has no loss to take a step of: Pipeline(..., loss=), or apply(*batch)")
+        _refuse_traced("step")
+        if self.schedule.trains and current_scope() is None:
+            raise ContextError(
+                "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
+                "`with jd.context() as ctx:`"
+            )
+        results, weights = self._run(self._program, batch, () if targets is None else (targets,))
+        if not isinstance(results[0], tuple):
+            return weighted_sum(results, weights)
+        return weighted_sum([loss for loss, _ in results], weights), [aux for _, aux in results]
+
+    def apply(self, *batch: Any) -> Any:
+        """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis."""
+        _refuse_traced("apply")
+        return joined(self._run(self._without_loss, batch, ())[0])
+
+    def report(self) -> Report:
+        """Return what the last step took, beside its forecast."""
+        if self._report is None:
+            raise ValueError("there is nothing to report: the pipeline has not finished a step")
+        return self._report
+
+    def __repr__(self) -> str:
+        names = ", ".join(describe(one.function) for one in self.stages)
+        return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
+
+    def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
+        """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
+        pieces, sizes = split_batch((*batch, *targets), program.plan.microbatches)
+        weights = [size / sum(sizes) for size in sizes]
+        split = [(piece[: len(batch)], piece[len(batch) :]) for piece in pieces]
+        if current_scope() is None:
+            with context():
+                results, self._report = program.run(split, weights, self._timeout)
+        else:
+            results, self._report = program.run(split, weights, self._timeout)
+        return results, weights
+
+
+def _refuse_traced(what: str) -> None:
+    if not trace_state_clean():
+        raise DifferentiationError(
+            f"a pipeline's {what} cannot be differentiated or traced: it runs its own backward pass, for first "
+            "derivatives. Call it from Python; for derivatives of derivatives, or inside jd.jit, call the stages by "
+            "jd.rpc_sync under jd.value_and_grad."
+        )

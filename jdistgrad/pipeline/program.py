@@ -1,0 +1,199 @@
+"""What a pipeline sends to its workers in each step, prepared once, and the wait for their answers."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdistgrad.autograd.tape.links import next_message
+from jdistgrad.autograd.tape.program_order import Place, next_place
+from jdistgrad.errors import ScheduleError
+from jdistgrad.pipeline.checking import check
+from jdistgrad.pipeline.report import Report
+from jdistgrad.pipeline.schedule import Schedule
+from jdistgrad.pipeline.shares import Done, Plan, Share
+from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
+from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.worker import Worker, current_worker
+
+Future = concurrent.futures.Future[Any]
+Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
+
+
+class Part(NamedTuple):
+    """What one worker does in every step: see ``Share``."""
+
+    rank: int
+    actions: Cached[tuple[tuple[str, int, int], ...]]
+    functions: dict[int, StageFunction]
+    parameters: dict[int, Any]
+    takes_batch: bool
+    is_last: bool
+
+    def share(self, step: int, place: Place, plan: Cached[Plan]) -> Share:
+        return Share(step, place, plan, self.actions, self.functions)
+
+    def arguments(self, split: Split, weights: Sequence[float]) -> tuple[Any, ...]:
+        batches = [batch for batch, _ in split] if self.takes_batch else []
+        targets = [given for _, given in split] if self.is_last else []
+        return self.parameters, batches, targets, weights if self.is_last else []
+
+
+class Program:
+    """Stages, a schedule and workers that fit together.
+
+    Raises:
+      ScheduleError: they do not.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        loss: Callable[..., Any] | None,
+        workers: Sequence[AnyWorker] | None,
+    ):
+        if len(stages) != schedule.stages:
+            raise ScheduleError(
+                f"the schedule is for {schedule.stages} stages, but {len(stages)} were given. Make it with as many "
+                "workers (or chunks of them) as there are stages."
+            )
+        inputs = _inputs(stages)
+        self.schedule = schedule
+        self._between = {k: tuple(one for one in mine if one != BATCH) for k, mine in enumerate(inputs)}
+        check(schedule, self._between)
+        ranks = _ranks(stages, schedule, workers)
+        consumers = tuple(tuple(k for k, mine in enumerate(inputs) if stage in mine) for stage in range(len(stages)))
+        _refuse_unused(consumers)
+        self.plan = Plan(ranks, inputs, consumers, schedule.microbatches, schedule.trains)
+        self._cached = Cached(self.plan)
+        functions = [StageFunction(one.function, one.remat) for one in stages]
+        functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
+        self._parts = [self._part(index, stages, functions) for index in range(schedule.workers)]
+
+    def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
+        schedule = self.schedule
+        mine = [stage for stage, place in enumerate(schedule.placement) if place == index]
+        return Part(
+            self.plan.ranks[mine[0]],
+            Cached(tuple((one.kind.value, one.stage, one.microbatch) for one in schedule.actions[index])),
+            {stage: functions[stage] for stage in mine},
+            {stage: stages[stage].parameters for stage in mine},
+            any(BATCH in self.plan.inputs[stage] for stage in mine),
+            len(stages) - 1 in mine,
+        )
+
+    def run(self, split: Split, weights: list[float], timeout: float | None) -> tuple[list[Any], Report]:
+        """Run the program in the current context; return the last stage's results, and what each worker did when.
+
+        If a worker fails, the context is closed: that ends the waits of all others.
+        """
+        worker, scope, start = current_worker(), current_scope(), time.monotonic()
+        assert scope is not None
+        step, place, futures = next_message(), next_place(), dict[int, Future]()
+        own = next((index for index, part in enumerate(self._parts) if part.rank == worker.rank), None)
+        done: dict[int, Done] = {}
+        try:
+            for index, part in enumerate(self._parts):
+                if index != own:
+                    share, args = part.share(step, place, self._cached), part.arguments(split, weights)
+                    futures[index] = worker.rpc_async(part.rank, share, args, {}, timeout)
+            if own is not None:
+                mine = self._parts[own]
+                arguments = *mine.arguments(split, weights), list(futures.values())
+                done[own] = mine.share(step, place, self._cached)(*arguments)
+            done |= _results(worker, futures)
+        except BaseException:
+            worker.releasing.close_scope(scope.id)
+            raise
+        seconds, ordered = time.monotonic() - start, [done[index] for index in range(len(self._parts))]
+        return next(one.results for one in ordered if one.results), Report(
+            self.schedule, self._between, ordered, seconds
+        )
+
+
+def _results(worker: Worker, futures: Mapping[int, Future]) -> dict[int, Any]:
+    """Return the results of all futures. Raise the first error as soon as there is one."""
+    waiting = dict(futures)
+    while waiting:
+        worker.wait_for(list(waiting.values()), None)
+        for index in [index for index, one in waiting.items() if one.done()]:
+            waiting.pop(index).result()
+        if waiting and worker.failure is not None:
+            raise worker.failure
+    return {index: one.result() for index, one in futures.items()}
+
+
+def as_stage(given: Any) -> Stage:
+    """Return the stage that a user has given: a ``Stage``, a pair, or a function or module on another worker."""
+    if isinstance(given, tuple) and len(given) == 2:
+        given = Stage(*given)
+    elif hasattr(given, "apply") and hasattr(given, "parameters"):
+        if given.state is not None:
+            raise TypeError(
+                f"{given!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
+                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
+            )
+        given = Stage(given.apply, given.parameters)
+    if not isinstance(given, Stage) or not callable(given.function):
+        raise TypeError(
+            f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
+            f"not {given!r:.80}"
+        )
+    if not (given.parameters is None or isinstance(given.parameters, RRef)):
+        raise TypeError(
+            f"the parameters of {describe(given.function)} are a {type(given.parameters).__name__}, expected a "
+            "reference to them, or None: jd.remote(worker, make_parameters)"
+        )
+    return given
+
+
+def _inputs(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for number, stage in enumerate(stages):
+        mine = (number - 1,) if stage.inputs is None else tuple(stage.inputs)  # before the first stage: BATCH
+        for source in mine:
+            if source not in range(BATCH, number):
+                raise ScheduleError(
+                    f"stage {number} takes the result of stage {source!r}; expected earlier stages, 0 to {number - 1}, "
+                    "or jd.pipeline.BATCH"
+                )
+        found.append(mine)
+    return tuple(found)
+
+
+def _refuse_unused(consumers: Sequence[tuple[int, ...]]) -> None:
+    for stage, mine in enumerate(consumers[:-1]):
+        if not mine:
+            raise ScheduleError(
+                f"no stage takes the result of stage {stage}. Name it among the inputs of a later one, or leave it out."
+            )
+
+
+def _ranks(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
+    """Return the rank of each stage's worker."""
+    find = current_worker().directory.find
+    if workers is not None:
+        if len(workers) != schedule.workers:
+            raise ScheduleError(f"the schedule has {schedule.workers} workers, but workers= names {len(workers)}")
+        return tuple(find(workers[index]).rank for index in schedule.placement)
+    owners: dict[int, int] = {}
+    for number, (stage, index) in enumerate(zip(stages, schedule.placement, strict=True)):
+        if (
+            stage.parameters is not None
+            and owners.setdefault(index, stage.parameters.owner.rank) != stage.parameters.owner.rank
+        ):
+            raise ScheduleError(
+                f"the schedule has stage {number} on its worker {index}, whose other stages have their parameters on "
+                f"{find(owners[index])}; those of stage {number} are on {stage.parameters.owner}. Make them where "
+                "the stage runs, or say where stages run: Pipeline(..., workers=)."
+            )
+    for index in set(schedule.placement) - set(owners):
+        raise ScheduleError(
+            f"the stages of the schedule's worker {index} have no parameters to run beside: Pipeline(..., workers=)"
+        )
+    return tuple(owners[index] for index in schedule.placement)

@@ -1,0 +1,78 @@
+"""What a step took, beside what its schedule promises for actions that take as long."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdistgrad.pipeline.costs import Costs
+from jdistgrad.pipeline.forecasting import Forecast, forecast
+from jdistgrad.pipeline.schedule import Kind, Schedule
+from jdistgrad.pipeline.shares import Done
+
+
+class Report:
+    """What each worker did in a step, and when.
+
+    Attributes:
+      seconds: of the step, on the worker that took it.
+      waited: of each worker, the seconds in which it waited for results of others.
+      computed: of each worker, the seconds in which it computed and sent.
+      recordings: of each worker, the most recordings that were alive at once.
+      costs: the mean duration of each kind of action on each stage.
+    """
+
+    def __init__(self, schedule: Schedule, inputs: Mapping[int, Sequence[int]], done: Sequence[Done], seconds: float):
+        self.schedule, self.seconds, self._inputs = schedule, seconds, inputs
+        self.times = [one.times for one in done]
+        self.recordings = [one.recordings for one in done]
+        self.waited = [sum(begin - due for due, begin, _ in times) for times in self.times]
+        self.computed = [sum(end - begin for _, begin, end in times) for times in self.times]
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        found: dict[tuple[Kind, int], list[float]] = {}
+        for row, times in zip(self.schedule.actions, self.times, strict=True):
+            for action, (_, begin, end) in zip(row, times, strict=True):
+                found.setdefault((action.kind, action.stage), []).append(end - begin)
+
+        def mean(kind: Kind) -> list[float]:
+            each = [found.get((kind, stage), [0.0]) for stage in range(self.schedule.stages)]
+            return [sum(one) / len(one) for one in each]
+
+        return Costs(mean(Kind.FORWARD), mean(Kind.BACKWARD), mean(Kind.INPUT), mean(Kind.WEIGHT))
+
+    @functools.cached_property
+    def forecast(self) -> Forecast:
+        """The forecast for actions that take as long as these did on the average, and messages that take no time."""
+        return forecast(self.schedule, self.costs, self._inputs)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which a worker did nothing, on the average of the workers."""
+        return 1 - sum(self.computed) / (len(self.computed) * self.seconds)
+
+    @property
+    def overhead(self) -> float:
+        """The seconds beyond the forecast, for each action of the worker that has most of them."""
+        return (self.seconds - self.forecast.seconds) / max(map(len, self.times))
+
+    def text(self) -> str:
+        lines = [
+            f"step {1e3 * self.seconds:.3f} ms, forecast {1e3 * self.forecast.seconds:.3f} ms: "
+            f"{1e6 * self.overhead:.0f} us per action beyond it",
+            f"bubble {self.bubble:.3f}, forecast {self.forecast.bubble:.3f}",
+        ]
+        for worker, (computed, waited, most) in enumerate(
+            zip(self.computed, self.waited, self.recordings, strict=True)
+        ):
+            lines.append(
+                f"worker {worker}: computed {1e3 * computed:.3f} ms, waited {1e3 * waited:.3f} ms, "
+                f"at most {most} recordings"
+            )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_svg_(self) -> Any:
+        return self.forecast._repr_svg_()

@@ -1,0 +1,247 @@
+"""A worker's share of a pipeline's step: its actions, one after the other, each as soon as what it needs has come."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdistgrad import events
+from jdistgrad.autograd.tape.contributions import contribute
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
+from jdistgrad.autograd.tape.links import next_message, serving
+from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.pipeline.schedule import Action, Kind
+from jdistgrad.pipeline.stages import BATCH, Recording, StageFunction, added, plus, scalar_of
+from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import ServedFunction
+from jdistgrad.rpc.inbox import Inbox
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.serving.failures import add_note
+from jdistgrad.rpc.worker import current_worker
+
+FORWARD, BACKWARD = "forward", "backward"
+LONG_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "inputs", Kind.WEIGHT: "parameters"}
+
+
+class Plan(NamedTuple):
+    """What does not change from step to step: each worker needs all of it.
+
+    Arguments:
+      ranks: of each stage, the rank of its worker.
+      inputs: of each stage, the stages whose results it takes.
+      consumers: of each stage, the stages that take its result.
+    """
+
+    ranks: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+    microbatches: int
+    trains: bool
+
+
+class Done(NamedTuple):
+    """What a worker answers after its share.
+
+    Arguments:
+      results: of the last stage: the result for each microbatch.
+      times: of each action: when it was due, when its inputs had come, and when it was done, by ``time.monotonic``.
+      recordings: the most recordings that were alive at once.
+    """
+
+    results: list[Any]
+    times: list[tuple[float, float, float]]
+    recordings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Share(ServedFunction):
+    """The call that a pipeline makes of a worker in a step.
+
+    Arguments:
+      step: the id of the step, the same on all workers.
+      actions: the worker's own.
+      functions: by stage, of the stages of this worker.
+    """
+
+    step: int
+    place: Place
+    plan: Cached[Plan]
+    actions: Cached[tuple[tuple[str, int, int], ...]]
+    functions: dict[int, StageFunction]
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return "a share of a pipeline's step"
+
+    def __call__(
+        self,
+        parameters: dict[int, Any],
+        batches: Sequence[Any],
+        targets: Sequence[Any],
+        weights: Sequence[float],
+        watched: Sequence[concurrent.futures.Future[Any]] = (),
+    ) -> Done:
+        with serving(self.step, self.place):
+            return Run(self, parameters, batches, targets, weights, watched).finish()
+
+
+class Run:
+    """A share under way. ``watched``: futures that end the wait for a value with their error, if they have one."""
+
+    def __init__(
+        self,
+        share: Share,
+        parameters: dict[int, Any],
+        batches: Sequence[Any],
+        targets: Sequence[Any],
+        weights: Sequence[float],
+        watched: Sequence[concurrent.futures.Future[Any]],
+    ):
+        self._share, self._plan, self._watched = share, share.plan.value, watched
+        self._actions = [Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in share.actions.value]
+        self._worker, scope = current_worker(), current_scope()
+        assert scope is not None
+        self._inbox = scope.content(Inbox)
+        self._references = parameters
+        values = {stage: one.value_future(math.inf) for stage, one in parameters.items() if isinstance(one, RRef)}
+        self._parameters = {stage: future.result() for stage, future in values.items()}
+        self._batches, self._targets, self._weights = batches, targets, weights
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._sums = {stage: Sum(self._plan.microbatches) for stage in parameters}
+        self._done = Done([None] * (self._plan.microbatches if self._has_last else 0), [], 0)
+        self._most = 0
+        self._ready = 0.0
+
+    @property
+    def _has_last(self) -> bool:
+        return len(self._plan.ranks) - 1 in self._references
+
+    def finish(self) -> Done:
+        """Carry out all actions and return the answer."""
+        steps: dict[Kind, Callable[[int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._pull_inputs,
+            Kind.WEIGHT: self._pull_parameters,
+        }
+        for action in self._actions:
+            due = self._ready = time.monotonic()
+            with self._named(action):
+                steps[action.kind](action.stage, action.microbatch)
+            self._done.times.append((due, self._ready, time.monotonic()))
+            self._tell(action)
+        return self._done._replace(recordings=self._most)
+
+    def _tell(self, action: Action) -> None:
+        if events.sink is not None:
+            events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
+
+    @contextlib.contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            name = f"{action}: stage {action.stage}, microbatch {action.microbatch}, {LONG_NAMES[action.kind]}"
+            add_note(error, f"In {name}, on {self._worker.info}.")
+            raise
+
+    # The actions.
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        sources = self._plan.inputs[stage]
+        parts, wanted = [self._parameters.get(stage)], [self._plan.trains]
+        for source in sources:
+            given = self._batches[microbatch] if source == BATCH else (self._take(FORWARD, source, stage, microbatch),)
+            parts += given
+            wanted += [self._plan.trains and source != BATCH] * len(given)
+        self._computing()
+        last = stage == len(self._plan.ranks) - 1
+        targets = self._targets[microbatch] if last else ()
+        recording = Recording(self._share.functions[stage], tuple(parts), tuple(wanted), targets)
+        if self._plan.trains:
+            self._recordings[stage, microbatch] = recording
+            self._most = max(self._most, len(self._recordings))
+        if last:
+            self._done.results[microbatch] = recording.result
+        for consumer in self._plan.consumers[stage]:
+            self._push(FORWARD, stage, consumer, microbatch, recording.result)
+        recording.result = recording.result if last else None
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        self._pull_inputs(stage, microbatch)
+        self._pull_parameters(stage, microbatch)
+
+    def _pull_inputs(self, stage: int, microbatch: int) -> None:
+        recording = self._recordings[stage, microbatch]
+        consumers = self._plan.consumers[stage]
+        if consumers:
+            each = [self._take(BACKWARD, consumer, stage, microbatch) for consumer in consumers]
+            cotangents = functools.reduce(plus, each)
+        else:
+            loss = scalar_of(recording.result)
+            cotangents = [np.asarray(self._weights[microbatch], loss.dtype)]
+        self._computing()
+        sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
+        for source, found in zip(sources, recording.pull_inputs(cotangents), strict=True):
+            if source != BATCH:
+                self._push(BACKWARD, stage, source, microbatch, found)
+
+    def _pull_parameters(self, stage: int, microbatch: int) -> None:
+        total = self._sums[stage]
+        total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters())
+        reference = self._references[stage]
+        if total.complete and isinstance(reference, RRef):
+            contribution = Contribution(next_message(), (), total.leaves, (*self._share.place, stage))
+            contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+
+    def _width(self, source: int, microbatch: int) -> int:
+        return len(self._batches[microbatch]) if source == BATCH else 1
+
+    # Values from and to other stages.
+
+    def _computing(self) -> None:
+        self._ready = time.monotonic()
+
+    def _push(self, way: str, source: int, target: int, microbatch: int, value: Any) -> None:
+        key = self._share.step, way, source, target, microbatch
+        self._worker.push(self._plan.ranks[target], key, value)
+
+    def _take(self, way: str, source: int, target: int, microbatch: int) -> Any:
+        return self._inbox.take((self._share.step, way, source, target, microbatch), self._wait)
+
+    def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        watched = [one for one in self._watched if not one.done()]
+        self._worker.wait_for((*futures, *watched), None)
+        for one in self._watched:
+            if one.done():
+                one.result()
+        if self._worker.failure is not None:
+            raise self._worker.failure
+
+
+class Sum:
+    """The sum of a stage's gradients, made in the order of the microbatches, whatever order they come in."""
+
+    def __init__(self, microbatches: int):
+        self.leaves: list[Any] = []
+        self._early: dict[int, list[Any]] = {}
+        self._next, self._microbatches = 0, microbatches
+
+    @property
+    def complete(self) -> bool:
+        return self._next == self._microbatches
+
+    def add(self, microbatch: int, gradients: list[Any]) -> None:
+        self._early[microbatch] = gradients
+        while self._next in self._early:
+            more = self._early.pop(self._next)
+            self.leaves = added(self.leaves, more) if self._next else more
+            self._next += 1

@@ -1,0 +1,180 @@
+"""Stages of a pipeline: what a user gives, and what runs, compiled, for one microbatch after the other."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.autograd.callee.pullbacks import Outputs
+from jdistgrad.autograd.callee.untraceable import explained
+from jdistgrad.autograd.values.holes import is_differentiable
+from jdistgrad.data_parallel.steps.segments import Segmented
+from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.functions import ServedFunction, describe
+
+BATCH = -1  # in a stage's inputs: the arguments of the step itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline: ``function(parameters, *inputs)`` returns what the next stages take, any pytree.
+
+    Arguments:
+      function: must be pure; it is compiled, once for each shape of its inputs.
+      parameters: a reference to the parameters, or None. The gradients of stages that share a reference add up.
+      inputs: the earlier stages whose results the function takes, by number, in the order of its arguments; ``BATCH``
+        stands for the arguments of the step. Default: the stage before, or for the first stage the step's arguments.
+      remat: whether a recording keeps the inputs only; the backward pass then computes the stage again.
+
+    Example:
+      >>> Stage(block, block_ref, inputs=(0, 2))      # block(parameters, result of stage 0, result of stage 2)
+    """
+
+    function: Callable[..., Any]
+    parameters: Any = None
+    inputs: tuple[int, ...] | None = None
+    remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFunction(ServedFunction):
+    """The function of a stage, and of the last stage the loss too, as what JAX differentiates and compiles."""
+
+    function: Callable[..., Any]
+    remat: bool = False
+    loss: Callable[..., Any] | None = None
+    pure = True
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    def __call__(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
+        run = jax.checkpoint(self.function) if self.remat else self.function
+        output = run(parameters, *inputs)
+        return output if self.loss is None else _checked(self.loss, self.loss(output, *targets))
+
+
+def _checked(loss: Callable[..., Any], found: Any) -> Any:
+    scalar = scalar_of(found)
+    if np.shape(scalar) != () or not jnp.issubdtype(jnp.result_type(scalar), np.floating):
+        what = f"{getattr(scalar, 'dtype', type(scalar).__name__)}{list(np.shape(scalar))}"
+        raise DifferentiationError(
+            f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
+            "Take the mean of the microbatch's losses."
+        )
+    return found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Traced:
+    """What a compiled forward pass returns. ``counts``: how many float arrays each part of the arguments has."""
+
+    outputs: Outputs
+    counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+class Recording:
+    """A stage's forward pass on one microbatch: its result, and both halves of its pullback.
+
+    A backward pass in one go runs the same two halves. So all schedules give the same bits.
+
+    Arguments:
+      parts: the parameters and the inputs.
+      wanted: for each part, whether it has a gradient.
+    """
+
+    def __init__(
+        self, function: StageFunction, parts: tuple[Any, ...], wanted: tuple[bool, ...], targets: tuple[Any, ...]
+    ):
+        with explained(function):
+            traced: Traced = _forward(function, wanted)(parts, targets)
+        self.result, self._pullback = traced.outputs.filled(jax.tree.leaves((parts, targets)))
+        self._weights, *self._inputs = traced.counts
+        self._values: dict[Any, Any] = {}
+        self._halves: Segmented | None = None
+
+    def pull_inputs(self, cotangents: list[Any]) -> list[list[Any]]:
+        """Return the cotangents of each input, given those of the result's float arrays, or of the loss."""
+        if not self._weights and not any(self._inputs):
+            return [[] for _ in self._inputs]
+        leaves, tree = jax.tree.flatten(self._pullback)
+        arguments = [*leaves, *cotangents]
+        types = tuple([(one.shape, one.dtype) for one in arguments])
+        self._halves = _halves(tree, len(leaves), types, self._weights, sum(self._inputs))
+        self._values, self._pullback = self._halves.begin(arguments), None
+        found = iter(self._halves.run(0, self._values) if any(self._inputs) else [])
+        return [[next(found) for _ in range(count)] for count in self._inputs]
+
+    def pull_parameters(self) -> list[Any]:
+        """Return the gradients of the parameters; the cotangents have been given to ``pull_inputs``."""
+        return self._halves.run(1, self._values) if self._halves is not None and self._weights else []
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(function: StageFunction, wanted: tuple[bool, ...]) -> Callable[..., Traced]:
+    """Return a stage's forward pass, compiled, with its pullback if anything is wanted."""
+
+    def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
+        leaves, tree = jax.tree.flatten(parts)
+        floats = [
+            one and is_differentiable(leaf)
+            for one, part in zip(wanted, parts, strict=True)
+            for leaf in jax.tree.leaves(part)
+        ]
+        counts = tuple(one and len(differentiable(part)) for one, part in zip(wanted, parts, strict=True))
+
+        def primal(variables: list[Any]) -> tuple[list[Any], Any]:
+            rest = iter(variables)
+            parameters, *inputs = jax.tree.unflatten(
+                tree, [next(rest) if chosen else leaf for chosen, leaf in zip(floats, leaves, strict=True)]
+            )
+            result = function(parameters, inputs, targets)
+            return differentiable(result if function.loss is None else scalar_of(result)), result
+
+        variables = [leaf for chosen, leaf in zip(floats, leaves, strict=True) if chosen]
+        pullback, result = None, None
+        if any(wanted):
+            _, pullback, result = jax.vjp(primal, variables, has_aux=True)
+        else:
+            _, result = primal(variables)
+        return Traced(Outputs.of((result, pullback), jax.tree.leaves((parts, targets))), counts)
+
+    return jax.jit(forward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _halves(tree: Any, leaves: int, types: tuple[Any, ...], weights: int, inputs: int) -> Segmented:
+    """Return a pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
+
+    Its arguments are the leaves of the pullback, which depend on the tree, followed by the cotangents.
+    """
+
+    def pull(*arguments: Any) -> Any:
+        return jax.tree.unflatten(tree, arguments[:leaves])(list(arguments[leaves:]))[0]
+
+    equations = jax.make_jaxpr(pull)(*(jax.ShapeDtypeStruct(*one) for one in types))
+    return Segmented(equations, [range(weights, weights + inputs), range(weights)])
+
+
+def differentiable(tree: Any) -> list[Any]:
+    """Return the leaves of a stage's result, or argument, that have derivatives, in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_differentiable(leaf)]
+
+
+def scalar_of(found: Any) -> Any:
+    """Return the scalar of what a loss function has returned: a scalar, or a pair of it and auxiliary data."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def added(total: list[Any], more: list[Any]) -> list[Any]:
+    return [a + b for a, b in zip(total, more, strict=True)]
+
+
+plus = jax.jit(lambda total, more: [a + b for a, b in zip(total, more, strict=True)])

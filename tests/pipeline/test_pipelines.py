@@ -1,0 +1,329 @@
+"""Steps of pipelines against the serial program, and against each other: all schedules must give the same bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from helpers.data import close
+from helpers.models import serially
+from helpers.worlds import on_worker0, wait_until_nobody_takes_part
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import jdistgrad as jd
+from jdistgrad import pipeline as pp
+
+WIDTHS = [5, 7, 6, 4, 3, 6, 5]
+
+
+def make(k):
+    draw = np.random.default_rng(k).normal
+    shape = WIDTHS[k], WIDTHS[k + 1]
+    return {"w": jnp.asarray(draw(size=shape) / 2, jnp.float32), "b": jnp.asarray(draw(size=shape[1:]), jnp.float32)}
+
+
+def layer(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+
+def mean_square(output, target):
+    return jnp.mean((output - target) ** 2)
+
+
+def references(stages, placement):
+    return [jd.remote(worker, make, args=(k,)) for k, worker in zip(range(stages), placement, strict=True)]
+
+
+def data(stages, rows=10):
+    draw = np.random.default_rng(0).normal
+    return draw(size=(rows, WIDTHS[0])).astype("float32"), draw(size=(rows, WIDTHS[stages])).astype("float32")
+
+
+def chain(values, x, y):
+    for value in values:
+        x = layer(value, x)
+    return mean_square(x, y)
+
+
+def gradients(ctx, refs):
+    """Return the gradients of references in a context, fetched from their owners."""
+    return [jd.rpc_sync(ref.owner, gradient_here, args=(ctx.id, jd.by_reference(ref))) for ref in refs]
+
+
+def gradient_here(ctx, ref):
+    return jd.get_gradients(ctx)[ref]
+
+
+def stepped(pipeline, refs, *batch, **targets):
+    with jd.context() as ctx:
+        found = pipeline.step(*batch, **targets)
+        return found, jax.tree.map(np.asarray, gradients(ctx, refs))
+
+
+def schedules(workers, microbatches):
+    return {
+        "gpipe": pp.gpipe(workers, microbatches),
+        "1f1b": pp.one_f_one_b(workers, microbatches),
+        "zero bubble": pp.zero_bubble(workers, microbatches),
+    }
+
+
+def same_bits(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.world(1, 3)
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@on_worker0
+def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(world, microbatches):
+    workers = range(jd.world_size())
+    refs, (x, y) = references(len(workers), workers), data(len(workers))
+    expected = serially(jax.value_and_grad(chain), [make(k) for k in workers], x, y)
+    found = [
+        stepped(jd.Pipeline([(layer, ref) for ref in refs], schedule, loss=mean_square), refs, x, targets=y)
+        for schedule in schedules(len(workers), microbatches).values()
+    ]
+    for loss, grads in found:
+        close((np.asarray(loss), grads), expected)
+        same_bits((loss, grads), found[0])
+
+
+@on_worker0
+def test_chunks_and_placements_give_the_same_bits(world):
+    """Six stages: in chunks on all workers, in a V, and all on the last worker alone."""
+    last, stages = jd.world_size() - 1, 6
+    x, y = data(stages)
+    placements = {"one": [last] * stages}
+    orders = {"one": pp.interleaved(1, 4, stages)}
+    if jd.world_size() == 3:
+        placements |= {"chunks": [0, 1, 2, 0, 1, 2], "v": [0, 1, 2, 2, 1, 0]}
+        orders |= {"chunks": pp.interleaved(3, 4, 2), "v": pp.zbv(3, 4)}
+    found = []
+    for name, placement in placements.items():
+        refs = references(stages, placement)
+        pipeline = jd.Pipeline([(layer, ref) for ref in refs], orders[name], loss=mean_square)
+        found.append(stepped(pipeline, refs, x, targets=y))
+        same_bits(found[-1], found[0])
+    close(found[0][1], serially(jax.grad(chain), [make(k) for k in range(stages)], x, y))
+
+
+def mix(params, first, second):
+    return {"sum": layer(params, first) + second.mean(), "rows": jnp.arange(len(first))}
+
+
+def finish(params, mixed, tokens, first):
+    return layer(params, mixed["sum"] * tokens[:, None]) + first[:, :1]
+
+
+def skipping(values, tokens, x, y):
+    first = layer(values[0], x)
+    second = layer(values[1], first)
+    mixed = {"sum": layer(values[2], second) + first.mean()}
+    return mean_square(layer(values[3], mixed["sum"] * tokens[:, None]) + first[:, :1], y)
+
+
+def first_of_two(params, tokens, x):
+    return layer(params, x)
+
+
+def finish_with_batch(params, mixed, tokens, x, first):
+    return finish(params, mixed, tokens, first)
+
+
+@on_worker0
+def test_stages_feed_any_later_stage_and_take_the_batch_again(world):
+    """One row for each microbatch, as the mean over a microbatch is part of the model."""
+    rows, n = 5, jd.world_size()
+    refs, (x, y) = references(4, [k * n // 4 for k in range(4)]), data(4, rows)
+    tokens = np.arange(1, rows + 1)
+    stages = [
+        pp.Stage(first_of_two, refs[0]),
+        pp.Stage(layer, refs[1]),
+        pp.Stage(mix, refs[2], inputs=(1, 0)),
+        pp.Stage(finish_with_batch, refs[3], inputs=(2, pp.BATCH, 0)),
+    ]
+    schedule = pp.gpipe(4, rows)
+    pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=[ref.owner for ref in refs])
+    found = stepped(pipeline, refs, tokens, x, targets=y)
+
+    def serial(values):
+        return sum(skipping(values, tokens[k : k + 1], x[k : k + 1], y[k : k + 1]) for k in range(rows)) / rows
+
+    close((np.asarray(found[0]), found[1]), serially(jax.value_and_grad(serial), [make(k) for k in range(4)]))
+
+
+def embed(table, tokens):
+    return table[tokens]
+
+
+def unembed(table, x):
+    return x @ table.T
+
+
+def make_table():
+    return jnp.asarray(np.random.default_rng(9).normal(size=(8, 5)), jnp.float32)
+
+
+def cross_entropy(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@on_worker0
+def test_stages_that_share_parameters_add_up_on_the_owner(world):
+    last = jd.world_size() - 1
+    table, middle = jd.remote(0, make_table), jd.remote(last, square_matrix)
+    tokens = np.arange(12).reshape(6, 2) % 8
+    stages = [(embed, table), (matmul, middle), (unembed, table)]
+    results = []
+    for schedule in schedules(3, 3).values():
+        pipeline = jd.Pipeline(stages, schedule, loss=cross_entropy, workers=[0, last, 0])
+        results.append(stepped(pipeline, [table, middle], tokens, targets=tokens))
+
+    def serial(table, middle):
+        return cross_entropy(unembed(table, matmul(middle, embed(table, tokens))), tokens)
+
+    expected = serially(jax.value_and_grad(serial, argnums=(0, 1)), make_table(), square_matrix())
+    for loss, grads in results:
+        close((np.asarray(loss), tuple(grads)), expected)
+        same_bits(grads, results[0][1])
+
+
+def square_matrix():
+    return jnp.asarray(np.random.default_rng(3).normal(size=(5, 5)), jnp.float32)
+
+
+def matmul(matrix, x):
+    return jnp.sin(x @ matrix)
+
+
+def no_parameters(_, x):
+    return jnp.tanh(x)
+
+
+def loss_and_aux(output, target):
+    return mean_square(output, target), {"rows": len(target), "largest": output.max()}
+
+
+@on_worker0
+def test_auxiliary_data_whole_arguments_no_parameters_and_rematerialization(world):
+    n, last = jd.world_size(), jd.world_size() - 1
+    refs, (x, y) = references(2, [0, last]), data(2, 7)
+    mask = np.linspace(0, 1, 7, dtype="float32")
+    stages = [
+        pp.Stage(masked, refs[0], remat=True),
+        pp.Stage(no_parameters),
+        pp.Stage(layer, refs[1], remat=True),
+    ]
+    pipeline = jd.Pipeline(stages, pp.one_f_one_b(3, 3), loss=loss_and_aux, workers=[0, n // 2, last])
+    (loss, aux), grads = stepped(pipeline, refs, x, pp.whole(mask), targets=y)
+
+    def serial(values):
+        return mean_square(layer(values[1], no_parameters(None, masked(values[0], x, mask))), y)
+
+    close((np.asarray(loss), grads), serially(jax.value_and_grad(serial), [make(0), make(1)]))
+    assert [one["rows"] for one in aux] == [3, 2, 2]
+    outputs = pipeline.apply(x, pp.whole(mask))
+    assert outputs.shape == y.shape
+    assert max(float(one["largest"]) for one in aux) == pytest.approx(float(outputs.max()), rel=1e-6)
+
+
+def masked(params, x, mask):
+    return layer(params, x) * mask[: WIDTHS[1]]
+
+
+@on_worker0
+def test_modules_train_with_an_optimizer(world):
+    last = jd.world_size() - 1
+    encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
+    head = jd.RemoteModule(last, nn.Dense(2), (jnp.ones((1, 6)),), rng=1)
+    x, y = data(1, 8)[0], np.ones((8, 2), "float32")
+    pipeline = jd.Pipeline([encoder, head], pp.zero_bubble(2, 4), loss=mean_square)
+    parameters = [encoder.parameters, head.parameters]
+    optimizer = jd.DistributedOptimizer(optax.adam(1e-1), parameters, max_global_norm=1.0)
+    losses = []
+    for _ in range(20):
+        with jd.context() as ctx:
+            losses.append(float(pipeline.step(x, targets=y)))
+            optimizer.step(ctx)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@on_worker0
+def test_recordings_are_those_of_the_forecast_and_none_stays(world):
+    workers = range(jd.world_size())
+    refs, (x, y) = references(len(workers), workers), data(len(workers))
+    for schedule in schedules(len(workers), 5).values():
+        pipeline = jd.Pipeline([(layer, ref) for ref in refs], schedule, loss=mean_square)
+        with jd.context() as ctx:
+            pipeline.step(x, targets=y)
+            assert [jd.rpc_sync(one, values_in_inbox, args=(ctx.id,)) for one in workers] == [0] * len(workers)
+        assert pipeline.report().recordings == list(pp.forecast(schedule, pp.Costs()).recordings)
+        assert "forecast" in str(pipeline.report())
+    wait_until_nobody_takes_part()
+
+
+def values_in_inbox(ctx):
+    from jdistgrad.autograd.contexts import find_context
+    from jdistgrad.rpc.inbox import Inbox
+
+    return len(find_context(ctx).scope.content(Inbox))
+
+
+@st.composite
+def models(draw, size):
+    """A random pipeline: stages, who feeds whom, which share parameters, where they run, how the batch is split."""
+    stages = draw(st.integers(2, 5))
+    inputs = [None]
+    for stage in range(1, stages):
+        mine = draw(st.lists(st.integers(0, stage - 1), max_size=2, unique=True))
+        inputs.append(tuple(dict.fromkeys([stage - 1, *mine])))
+    shared = [draw(st.integers(0, stage)) for stage in range(stages)]
+    placement = [draw(st.integers(0, size - 1)) for _ in range(stages)]
+    microbatches = draw(st.integers(1, 4))
+    rows = microbatches * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
+    return inputs, shared, placement, microbatches, rows
+
+
+def combine(params, *inputs):
+    return jnp.tanh(functools.reduce(jnp.add, inputs) @ params)
+
+
+def square_of(seed):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(4, 4)), jnp.float32)
+
+
+def combined(values, x, y, *, inputs, shared):
+    results = []
+    for stage, mine in enumerate(inputs):
+        taken = [x] if mine is None else [results[k] for k in mine]
+        results.append(combine(values[shared[stage]], *taken))
+    return mean_square(results[-1], y)
+
+
+@on_worker0
+def test_random_pipelines(world):
+    size = jd.world_size()
+    owned = [jd.remote(k % size, square_of, args=(k,)) for k in range(5)]
+
+    @settings(max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(models(size))
+    def agree(model):
+        inputs, shared, placement, microbatches, rows = model
+        x, y = (np.random.default_rng(k).normal(size=(rows, 4)).astype("float32") for k in (1, 2))
+        stages = [pp.Stage(combine, owned[k], inputs=mine) for k, mine in zip(shared, inputs, strict=True)]
+        used = sorted(set(shared))
+        refs, found = [owned[k] for k in used], []
+        for schedule in (pp.gpipe(len(stages), microbatches), pp.zero_bubble(len(stages), microbatches)):
+            pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=placement)
+            found.append(stepped(pipeline, refs, x, targets=y))
+            same_bits(found[-1], found[0])
+        function = functools.partial(combined, inputs=inputs, shared=shared)
+        loss, grads = serially(jax.value_and_grad(function), [square_of(k) for k in range(5)], x, y)
+        close((np.asarray(found[0][0]), found[0][1]), (loss, [grads[k] for k in used]), rtol=1e-4, atol=1e-5)
+
+    agree()
