@@ -1,5 +1,6 @@
 """Whether a schedule can be carried out: each action once, and no worker waits for ever."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -57,27 +58,27 @@ def _check_complete(schedule: Schedule) -> None:
         for kind, stage, batch in row:
             found[kind].add((stage, batch))
     if sum(map(len, found.values())) != sum(map(len, schedule.actions)):
-        twice = [one for one, count in Counter(one for row in schedule.actions for one in row).items() if count > 1]
+        counts = Counter(itertools.chain(*schedule.actions))
+        twice = [action for action, count in counts.items() if count > 1]
         raise ScheduleError(f"Each action is done once, but {_named(twice)} stand more than once in the schedule.")
-    every = {(stage, batch) for stage in range(schedule.stages) for batch in range(schedule.microbatches)}
     whole, halves = found[BACKWARD], found[INPUT] | found[WEIGHT]
     if whole & halves:
         both = [Action(BACKWARD, *one) for one in sorted(whole & halves)]
         raise ScheduleError(f"{_named(both)}: a backward pass is done whole (B) or in halves (I and W), not both.")
-    missing = [Action(FORWARD, *one) for one in sorted(every - found[FORWARD])]
-    if schedule.trains:
-        missing += [Action(BACKWARD, *one) for one in sorted(every - whole - halves)]
-        missing += [Action(kind, *one) for kind in (INPUT, WEIGHT) for one in sorted(halves - found[kind])]
-    if missing:
-        raise ScheduleError(
-            f"The schedule has {schedule.stages} stages and {schedule.microbatches} microbatches, but not "
-            f"{_named(missing)}."
-        )
+    backward = [BACKWARD] if schedule.trains else []
+    missing = (
+        Action(kind, *one)
+        for one in itertools.product(range(schedule.stages), range(schedule.microbatches))
+        for kind in (FORWARD, *([INPUT, WEIGHT] if one in halves else backward))
+        if one not in found[kind]
+    )
+    if some := list(itertools.islice(missing, SHOWN + 1)):
+        sizes = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
+        raise ScheduleError(f"The schedule has {sizes}, but not {_named(some)}.")
 
 
 def _named(actions: Sequence[Action]) -> str:
-    more = f" and {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
-    return ", ".join(map(str, actions[:SHOWN])) + more
+    return ", ".join(map(str, actions[:SHOWN])) + " and more" * (len(actions) > SHOWN)
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> ScheduleError:

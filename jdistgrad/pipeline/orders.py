@@ -21,8 +21,8 @@ T = TypeVar("T")
 def gpipe(workers: int, microbatches: int) -> Schedule:
     """Return the schedule of GPipe: all forward passes, then all backward passes. Keeps all recordings."""
     _check(workers=workers, microbatches=microbatches)
-    order = [(kind, microbatch) for kind in (F, B) for microbatch in range(microbatches)]
-    return _one_stage_each(workers, [order] * workers)
+    orders = [[(kind, worker, k) for kind in (F, B) for k in range(microbatches)] for worker in range(workers)]
+    return _schedule(range(workers), orders, microbatches)
 
 
 def one_f_one_b(workers: int, microbatches: int) -> Schedule:
@@ -40,14 +40,13 @@ def interleaved(workers: int, microbatches: int, chunks: int) -> Schedule:
     """
     _check(workers=workers, microbatches=microbatches, chunks=chunks)
     forwards = list(_in_rounds(workers, microbatches, range(chunks)))
-    backwards = list(_in_rounds(workers, microbatches, reversed(range(chunks))))
-    rows = []
+    backwards = list(_in_rounds(workers, microbatches, range(chunks)[::-1]))
+    orders = []
     for worker in range(workers):
         ahead = (workers - 1 - worker) * min(chunks, 2) + (chunks - 1) * workers
-        pairs = _alternately(forwards, backwards, ahead)
-        row = [Action(kind, chunk * workers + worker, batch) for kind, (chunk, batch) in pairs if batch < microbatches]
-        rows.append(tuple(row))
-    return Schedule(tuple(range(workers)) * chunks, tuple(rows))
+        turns = _alternately(forwards, backwards, ahead)
+        orders.append([(kind, chunk * workers + worker, batch) for kind, (chunk, batch) in turns])
+    return _schedule([*range(workers)] * chunks, orders, microbatches)
 
 
 def zero_bubble(workers: int, microbatches: int) -> Schedule:
@@ -56,16 +55,15 @@ def zero_bubble(workers: int, microbatches: int) -> Schedule:
     Every worker keeps as many recordings as there are workers.
     """
     _check(workers=workers, microbatches=microbatches)
-    batches = range(microbatches)
-    orders = []
+    batches, orders = range(microbatches + workers), []
     for worker in range(workers):
-        order, late = [], iter(batches)
+        order: list[tuple[Kind, int, int]] = []
         for kind, batch in _alternately(batches, batches, workers - 1 - worker):
-            order.append((I if kind is B else F, batch))
+            order.append((I if kind is B else F, worker, batch))
             if kind is B and batch >= worker:
-                order.append((W, next(late)))
-        orders.append(order + [(W, batch) for batch in late])
-    return _one_stage_each(workers, orders)
+                order.append((W, worker, batch - worker))
+        orders.append(order)
+    return _schedule(range(workers), orders, microbatches)
 
 
 def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule:
@@ -76,9 +74,8 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
     microbatches on. With ``costs``, and for fewer microbatches, it is this order or a greedy one, whichever ends first.
     """
     _check(workers=workers, microbatches=microbatches)
-    rows = (_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers))
-    kept = (tuple(action for action in row if action.microbatch < microbatches) for row in rows)
-    found = Schedule((*range(workers), *reversed(range(workers))), tuple(kept))
+    orders = [_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers)]
+    found = _schedule((*range(workers), *reversed(range(workers))), orders, microbatches)
     if costs is None and microbatches >= 2 * workers - 1:
         return found
     costs = costs or Costs()
@@ -87,38 +84,35 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
     return min(both, key=lambda one: max(row[-1][1] for row in play(one, chain, costs)[0]))
 
 
-def _v_order(workers: int, worker: int, microbatches: int) -> Iterator[Action]:
+def _v_order(workers: int, worker: int, microbatches: int) -> Iterator[tuple[Kind, int, int]]:
     """Yield a worker's actions: forwards until the first comes back, then a first and a last stage in turn."""
     early, late, after = worker, 2 * workers - 1 - worker, workers - worker
     finish = ((F, late), (I, late), (W, late))
     order = [(F, early)] * (2 * after - 1) + [(F, late), (F, early)] * worker + [*finish] * after
     for batch in range(workers, microbatches):  # of the late stage
-        more = after - 1 + batch < microbatches
-        order += [(F, early)] * more + [(I, early), (W, early), *finish]
+        order += [(F, early)] * (after - 1 + batch < microbatches) + [(I, early), (W, early), *finish]
     order += [(I, early), (I, late)] * worker + [(I, early), (W, early)] * after
     order += [(W, late)] * worker + [(W, early)] * worker
     batches: dict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
     for kind, stage in order:
-        yield Action(kind, stage, next(batches[kind, stage]))
+        yield kind, stage, next(batches[kind, stage])
 
 
 def forward_only(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Return a schedule without backward passes, for evaluation, with the placement of ``interleaved``."""
     _check(workers=workers, microbatches=microbatches, chunks=chunks)
-    order = [pair for pair in _in_rounds(workers, microbatches, range(chunks)) if pair[1] < microbatches]
-    rows = (tuple(Action(F, chunk * workers + w, batch) for chunk, batch in order) for w in range(workers))
-    return Schedule(tuple(range(workers)) * chunks, tuple(rows))
+    rounds = list(_in_rounds(workers, microbatches, range(chunks)))
+    orders = [[(F, chunk * workers + worker, batch) for chunk, batch in rounds] for worker in range(workers)]
+    return _schedule([*range(workers)] * chunks, orders, microbatches)
 
 
-def _in_rounds(workers: int, microbatches: int, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _in_rounds(workers: int, microbatches: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield chunk and microbatch: as many microbatches as there are workers through each chunk, then the next ones.
 
-    The last round is filled up. Callers leave the microbatches beyond the last one out: a schedule of more microbatches
-    without some of them is a schedule too, whereas shorter rounds would let workers wait for each other.
+    The last round is filled up: shorter ones would let workers wait for each other.
     """
-    every = list(chunks)
     for first in range(0, microbatches, workers):
-        yield from ((chunk, first + k) for chunk in every for k in range(workers))
+        yield from ((chunk, first + k) for chunk in chunks for k in range(workers))
 
 
 def _alternately(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> Iterator[tuple[Kind, T]]:
@@ -130,9 +124,10 @@ def _alternately(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> I
             yield B, backwards[step - ahead]
 
 
-def _one_stage_each(workers: int, orders: Sequence[Iterable[tuple[Kind, int]]]) -> Schedule:
-    rows = (tuple(Action(kind, worker, batch) for kind, batch in order) for worker, order in enumerate(orders))
-    return Schedule(tuple(range(workers)), tuple(rows))
+def _schedule(placement: Sequence[int], orders: Iterable[Iterable[tuple[Kind, int, int]]], batches: int) -> Schedule:
+    """Return a schedule of the first microbatches: of a schedule of more, what is left is a schedule too."""
+    rows = (tuple(Action(*one) for one in order if one[2] < batches) for order in orders)
+    return Schedule(tuple(placement), tuple(rows))
 
 
 def _check(**counts: int) -> None:

@@ -15,12 +15,7 @@ LETTER = 6.4  # width of a letter
 TURN = 0.381966  # of the circle of colours from one microbatch to the next: neighbours differ
 LIGHT, DARK, STRIPED = 0.84, 0.42, 0.66
 SHADES = {Kind.FORWARD: LIGHT, Kind.BACKWARD: DARK, Kind.INPUT: DARK, Kind.WEIGHT: STRIPED}
-WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input gradient",
-    Kind.WEIGHT: "weight gradient",
-}
+WORDS = dict(zip(Kind, ("forward", "backward", "input gradient", "weight gradient"), strict=True))
 
 STYLE = """
 .jdistgrad-pipeline text { font: 11px ui-monospace, Menlo, Consolas, monospace; fill: #222; text-anchor: middle; }
@@ -28,8 +23,6 @@ STYLE = """
 .jdistgrad-pipeline .left { text-anchor: start; }
 .jdistgrad-pipeline .right { text-anchor: end; }
 .jdistgrad-pipeline .on-dark { fill: #fff; }
-.jdistgrad-pipeline .idle { fill: #f1f1f1; }
-.jdistgrad-pipeline .box { stroke: #fff; stroke-width: 0.5; }
 """
 STRIPES = (
     '<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -48,23 +41,23 @@ def draw(title: str, schedule: Schedule, spans: Sequence[Sequence[Span]], second
         f'<rect width="{WIDTH:.0f}" height="{height:.0f}" fill="#fff"/>',
         f'<text class="title" x="10" y="20">{escape(title)}</text>',
         *_legend({action.kind for row in schedule.actions for action in row}),
-        *_axis(height - BOTTOM, scale, seconds),
+        f'<text class="left" x="{LEFT}" y="{height - 16}">0</text>',
+        f'<text class="right" x="{WIDTH - 12}" y="{height - 16}">{seconds:.4g}</text>',
     ]
     for worker, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         top = TOP + ROW * worker
         parts.append(f'<text class="left" x="10" y="{top + 16:.0f}">worker {worker}</text>')
-        parts.append(f'<rect class="idle" x="{LEFT}" y="{top}" width="{seconds * scale:.2f}" height="{HEIGHT}"/>')
+        parts.append(f'<rect fill="#f1f1f1" x="{LEFT}" y="{top}" width="{seconds * scale:.2f}" height="{HEIGHT}"/>')
         for action, (start, end) in zip(row, times, strict=True):
-            parts += _box(
-                action, LEFT + start * scale, top, (end - start) * scale, f"{action}: {start:.6g} to {end:.6g}"
-            )
+            x, width = LEFT + start * scale, (end - start) * scale
+            parts += _box(action, x, top, width, f"{action}: {start:.6g} to {end:.6g}")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _box(action: Action, x: float, top: float, width: float, tooltip: str = "") -> Iterator[str]:
     """Yield a box, with as much of the action's name in it as fits."""
     place = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="{HEIGHT}"'
-    yield f'<rect class="box" {place} fill="{_colour(action)}"><title>{tooltip}</title></rect>'
+    yield f'<rect stroke="#fff" stroke-width="0.5" {place} fill="{_colour(action)}"><title>{tooltip}</title></rect>'
     if action.kind is Kind.WEIGHT:
         yield f'<rect {place} fill="url(#stripes)" pointer-events="none"/>'
     label = next((one for one in (str(action), str(action.microbatch)) if len(one) * LETTER < width - 1), "")
@@ -87,11 +80,3 @@ def _legend(kinds: set[Kind]) -> Iterator[str]:
             yield f'<text class="left" x="{x + 36}" y="48">{WORDS[kind]}</text>'
             x += 36 + LETTER * (len(WORDS[kind]) + 4)
     yield f'<text class="right" x="{WIDTH - 12}" y="48">2F0: stage 2, forward, microbatch 0</text>'
-
-
-def _axis(bottom: float, scale: float, seconds: float) -> Iterator[str]:
-    """Yield the time at the quarters of the step."""
-    for quarter in range(5):
-        when = seconds * quarter / 4
-        anchor = "left" if quarter == 0 else "right" if quarter == 4 else "middle"
-        yield f'<text class="{anchor}" x="{LEFT + when * scale:.2f}" y="{bottom + 18}">{when:.4g}</text>'

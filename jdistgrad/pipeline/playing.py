@@ -22,39 +22,46 @@ def play(
     ``sources`` are the stages that each stage takes inputs from.
     """
     place, seconds = schedule.placement, costs.of_stages(schedule.stages)
-    ends = {kind: [[NEVER] * schedule.microbatches for _ in place] for kind in (FORWARD, INPUT, WEIGHT)}
-    needed = {  # by kind and stage: the ends of what an action needs, how long that is under way, and its name
+    ends = {kind: [[NEVER] * schedule.microbatches for _ in place] for kind in GIVES}
+    waiting: dict[Kind, list[dict[int, list[int]]]] = {kind: [{} for _ in place] for kind in GIVES}
+    steps = {
         kind: [
-            [(ends[of][other], costs.message * (place[stage] != place[other]), (of, other)) for of, other in needs]
+            (
+                [(ends[of][k], costs.message * (place[stage] != place[k]), waiting[of][k]) for of, k in needs],
+                seconds[kind][stage],
+                ends[GIVES[kind]][stage],
+                waiting[GIVES[kind]][stage],
+            )
             for stage, needs in enumerate(each)
         ]
         for kind, each in needs_of(sources).items()
     }
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    waiting: dict[Result, list[int]] = {}
     ready = list(range(schedule.workers))
     while ready:
         worker = ready.pop()
         done = spans[worker]
         free = done[-1][1] if done else 0.0
         for kind, stage, batch in schedule.actions[worker][len(done) :]:
+            needs, duration, mine, wake = steps[kind][stage]
             start = free
-            for there, under_way, source in needed[kind][stage]:
+            for there, under_way, queue in needs:
                 when = there[batch] + under_way
                 if when == NEVER:
-                    waiting.setdefault((*source, batch), []).append(worker)
+                    queue.setdefault(batch, []).append(worker)
                     break
                 if when > start:
                     start = when
             else:
-                free = start + seconds[kind][stage]
+                mine[batch] = free = start + duration
                 done.append((start, free))
-                gives = GIVES[kind]
-                ends[gives][stage][batch] = free
-                ready += waiting.pop((gives, stage, batch), ())
+                ready += wake.pop(batch, ())
                 continue
             break
-    return spans, {worker: result for result, workers in waiting.items() for worker in workers}
+    left = ((kind, stage, queues) for kind, each in waiting.items() for stage, queues in enumerate(each))
+    return spans, {
+        one: (kind, stage, k) for kind, stage, queues in left for k, queue in queues.items() for one in queue
+    }
 
 
 def needs_of(sources: Sequence[Sequence[int]]) -> dict[Kind, list[list[tuple[Kind, int]]]]:

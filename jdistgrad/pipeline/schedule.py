@@ -65,14 +65,13 @@ class Schedule:
             raise ScheduleError("A schedule has at least one stage and one action; this one has none.")
         for stage, worker in enumerate(self.placement):
             if worker not in range(self.workers):
-                raise ScheduleError(
-                    f"Stage {stage} is placed on worker {worker!r}, but there are actions of {self.workers} workers: "
-                    f"their indices are 0 to {self.workers - 1}."
-                )
+                there = f"there are actions of {self.workers} workers: 0 to {self.workers - 1}"
+                raise ScheduleError(f"Stage {stage} is placed on worker {worker!r}, but {there}.")
         for worker, row in enumerate(self.actions):
             mine = [stage for stage, place in enumerate(self.placement) if place == worker]
             for action in row:
-                if not _is_action(action) or action.stage not in mine or action.microbatch < 0:
+                known = type(action) is Action and type(action.kind) is Kind and isinstance(action.microbatch, int)
+                if not known or action.stage not in mine or action.microbatch < 0:
                     raise ScheduleError(
                         f"Worker {worker} has {action!r} among its actions. Expected Action(kind, stage, microbatch) "
                         f"with one of its stages, which are {mine}, and a microbatch of 0 or more."
@@ -113,19 +112,10 @@ class Schedule:
         rows = [tuple(_actions_of(line, worker)) for worker, line in enumerate(lines)]
         return cls(_placement_of(rows), tuple(rows))
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
     def __repr__(self) -> str:
-        count = sum(map(len, self.actions))
-        return (
-            f"<Schedule of {self.stages} stages on {self.workers} workers: {self.microbatches} microbatches, "
-            f"{count} actions>"
-        )
-
-
-def _is_action(value: object) -> bool:
-    return type(value) is Action and type(value.kind) is Kind
+        return f"<Schedule of {self.stages} stages on {self.workers} workers, {self.microbatches} microbatches>"
 
 
 IDLE = ","  # the line of a worker without actions: two empty cells
@@ -137,16 +127,14 @@ OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 def _actions_of(line: str, worker: int) -> Iterator[Action]:
     """Yield the actions of a worker's line."""
     for column, cell in enumerate(line.split(",")):
-        word = cell.strip().strip('"').strip()
+        word = cell.strip(' "')
         overlapped = OVERLAP.fullmatch(word)
         for part in overlapped[1].split(";") if overlapped else [word]:
-            if found := ACTION.fullmatch(part.strip()):
+            if found := ACTION.fullmatch(part):
                 yield Action(Kind(found[2]), int(found[1]), int(found[3]))
-            elif part and not COMMUNICATION.fullmatch(part.strip()):
-                raise ScheduleError(
-                    f"Line {worker + 1}, cell {column + 1}: {part!r} is no action. Expected a stage, one of F, B, I or "
-                    'W, and a microbatch: "2F0".'
-                )
+            elif part and not COMMUNICATION.fullmatch(part):
+                where = f"Line {worker + 1}, cell {column + 1}"
+                raise ScheduleError(f"{where}: {part!r} is no action. Expected stage, F, B, I or W, microbatch: 2F0.")
 
 
 def _placement_of(rows: Sequence[tuple[Action, ...]]) -> tuple[int, ...]:
@@ -155,11 +143,9 @@ def _placement_of(rows: Sequence[tuple[Action, ...]]) -> tuple[int, ...]:
     for worker, row in enumerate(rows):
         for stage in {action.stage for action in row}:
             if found.setdefault(stage, worker) != worker:
-                raise ScheduleError(
-                    f"Stage {stage} stands in the lines of worker {found[stage]} and of worker {worker}: a stage is "
-                    "on one worker."
-                )
-    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
-    if missing:
-        raise ScheduleError(f"No worker runs stage {missing[0]}, but one runs stage {max(found)}.")
+                both = f"{found[stage]} and of worker {worker}"
+                raise ScheduleError(f"Stage {stage} stands in the lines of worker {both}: a stage is on one worker.")
+    for stage in range(len(found)):
+        if stage not in found:
+            raise ScheduleError(f"No worker runs stage {stage}, but one runs stage {max(found)}.")
     return tuple(found[stage] for stage in range(len(found)))
