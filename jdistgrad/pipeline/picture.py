@@ -25,7 +25,7 @@ STYLE = """
 .jdistgrad-pipeline .on-dark { fill: #fff; }
 """
 STRIPES = (
-    '<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<defs><pattern id="jdg-stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2" height="5" fill="#fff" fill-opacity="0.6"/></pattern></defs>'
 )
 
@@ -59,7 +59,7 @@ def _box(action: Action, x: float, top: float, width: float, tooltip: str = "") 
     place = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="{HEIGHT}"'
     yield f'<rect stroke="#fff" stroke-width="0.5" {place} fill="{_colour(action)}"><title>{tooltip}</title></rect>'
     if action.kind is Kind.WEIGHT:
-        yield f'<rect {place} fill="url(#stripes)" pointer-events="none"/>'
+        yield f'<rect {place} fill="url(#jdg-stripes)" pointer-events="none"/>'
     label = next((one for one in (str(action), str(action.microbatch)) if len(one) * LETTER < width - 1), "")
     if label:
         on = "on-dark" if SHADES[action.kind] == DARK else "on-light"

@@ -1,8 +1,11 @@
 """Schedules: golden lists, written by hand, the text form, and what is refused. No world."""
 
+import doctest
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jdistgrad import pipeline
 from jdistgrad.errors import ScheduleError
 from jdistgrad.pipeline import (
     Action,
@@ -10,10 +13,12 @@ from jdistgrad.pipeline import (
     Kind,
     Schedule,
     check,
+    forecasting,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
+    schedule as schedule_module,
     zbv,
     zero_bubble,
 )
@@ -141,3 +146,10 @@ def test_counts(count):
             make(3, count)
     with pytest.raises(ScheduleError, match="chunks= of at least 1"):
         interleaved(3, 4, count)
+
+
+@pytest.mark.parametrize("module", [forecasting, schedule_module])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module, extraglobs=vars(pipeline))
+    assert result.attempted > 0
+    assert result.failed == 0
