@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import Place, next_place
-from jdistgrad.errors import ScheduleError
+from jdistgrad.errors import CallTimeoutError, ScheduleError
 from jdistgrad.pipeline.checking import check
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.schedule import Schedule
-from jdistgrad.pipeline.shares import Done, Plan, Share
+from jdistgrad.pipeline.shares import Done, Plan, Share, doing, forget_done
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
+
+ANSWER_SECONDS = 0.5
 
 Future = concurrent.futures.Future[Any]
 Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
@@ -31,6 +34,7 @@ class Part(NamedTuple):
     actions: Cached[tuple[tuple[str, int, int], ...]]
     functions: dict[int, StageFunction]
     parameters: dict[int, Any]
+    averages: dict[int, Any]
     takes_batch: bool
     is_last: bool
 
@@ -40,7 +44,7 @@ class Part(NamedTuple):
     def arguments(self, split: Split, weights: Sequence[float]) -> tuple[Any, ...]:
         batches = [batch for batch, _ in split] if self.takes_batch else []
         targets = [given for _, given in split] if self.is_last else []
-        return self.parameters, batches, targets, weights if self.is_last else []
+        return self.parameters, self.averages, batches, targets, weights if self.is_last else []
 
 
 class Program:
@@ -83,6 +87,7 @@ class Program:
             Cached(tuple((one.kind.value, one.stage, one.microbatch) for one in schedule.actions[index])),
             {stage: functions[stage] for stage in mine},
             {stage: stages[stage].parameters for stage in mine},
+            {stage: stages[stage].average for stage in mine if stages[stage].average is not None},
             any(BATCH in self.plan.inputs[stage] for stage in mine),
             len(stages) - 1 in mine,
         )
@@ -96,7 +101,7 @@ class Program:
         assert scope is not None
         step, place, futures = next_message(), next_place(), dict[int, Future]()
         own = next((index for index, part in enumerate(self._parts) if part.rank == worker.rank), None)
-        done: dict[int, Done] = {}
+        done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
             for index, part in enumerate(self._parts):
                 if index != own:
@@ -106,26 +111,41 @@ class Program:
                 mine = self._parts[own]
                 arguments = *mine.arguments(split, weights), list(futures.values())
                 done[own] = mine.share(step, place, self._cached)(*arguments)
-            done |= _results(worker, futures)
-        except BaseException:
+            _wait_for_all(worker, futures)
+            done |= {index: one.result() for index, one in futures.items()}
+        except BaseException as error:
+            if isinstance(error, CallTimeoutError):
+                self._add_who_does_what(error, worker, step, futures)
             worker.releasing.close_scope(scope.id)
+            futures.clear()  # they hold the error, whose traceback holds this frame
+            arguments = ()
             raise
         seconds, ordered = time.monotonic() - start, [done[index] for index in range(len(self._parts))]
         return next(one.results for one in ordered if one.results), Report(
             self.schedule, self._between, ordered, seconds
         )
 
+    def _add_who_does_what(
+        self, error: CallTimeoutError, worker: Worker, step: int, futures: Mapping[int, Future]
+    ) -> None:
+        """Add what each worker has been doing: all calls of a step time out together, whoever is to blame."""
+        asked = {
+            index: worker.rpc_async(self._parts[index].rank, doing, (step,), {}, ANSWER_SECONDS) for index in futures
+        }
+        for index, answer in asked.items():
+            failed = answer.exception()
+            found = f"no answer within {ANSWER_SECONDS:g} s" if failed is not None else answer.result()
+            add_note(error, f"{worker.directory.workers[self._parts[index].rank]}: {found}.")
 
-def _results(worker: Worker, futures: Mapping[int, Future]) -> dict[int, Any]:
-    """Return the results of all futures. Raise the first error as soon as there is one."""
-    waiting = dict(futures)
+
+def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:
+    """Return when all futures are done. Raise the first error as soon as there is one."""
+    waiting = list(futures.values())
     while waiting:
-        worker.wait_for(list(waiting.values()), None)
-        for index in [index for index, one in waiting.items() if one.done()]:
-            waiting.pop(index).result()
+        worker.wait_for(waiting, None)
+        forget_done(waiting)
         if waiting and worker.failure is not None:
             raise worker.failure
-    return {index: one.result() for index, one in futures.items()}
 
 
 def as_stage(given: Any) -> Stage:
@@ -143,6 +163,11 @@ def as_stage(given: Any) -> Stage:
         raise TypeError(
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
             f"not {given!r:.80}"
+        )
+    if not (given.average is None or isinstance(given.average, RRef)):
+        raise TypeError(
+            f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
+            "DataParallel that the stage's worker has made: jd.remote(worker, make_data_parallel)"
         )
     if not (given.parameters is None or isinstance(given.parameters, RRef)):
         raise TypeError(

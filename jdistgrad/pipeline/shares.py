@@ -84,13 +84,14 @@ class Share(ServedFunction):
     def __call__(
         self,
         parameters: dict[int, Any],
+        averages: dict[int, RRef[Any]],
         batches: Sequence[Any],
         targets: Sequence[Any],
         weights: Sequence[float],
-        watched: Sequence[concurrent.futures.Future[Any]] = (),
+        watched: list[concurrent.futures.Future[Any]] | None = None,
     ) -> Done:
         with serving(self.step, self.place):
-            return Run(self, parameters, batches, targets, weights, watched).finish()
+            return Run(self, parameters, averages, batches, targets, weights, watched or []).finish()
 
 
 class Run:
@@ -100,10 +101,11 @@ class Run:
         self,
         share: Share,
         parameters: dict[int, Any],
+        averages: dict[int, RRef[Any]],
         batches: Sequence[Any],
         targets: Sequence[Any],
         weights: Sequence[float],
-        watched: Sequence[concurrent.futures.Future[Any]],
+        watched: list[concurrent.futures.Future[Any]],
     ):
         self._share, self._plan, self._watched = share, share.plan.value, watched
         self._actions = [Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in share.actions.value]
@@ -113,12 +115,16 @@ class Run:
         self._references = parameters
         values = {stage: one.value_future(math.inf) for stage, one in parameters.items() if isinstance(one, RRef)}
         self._parameters = {stage: future.result() for stage, future in values.items()}
+        self._averages = {stage: one.local_value() for stage, one in averages.items()}
+        self._averaged: dict[int, concurrent.futures.Future[list[Any]]] = {}
         self._batches, self._targets, self._weights = batches, targets, weights
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in parameters}
         self._done = Done([None] * (self._plan.microbatches if self._has_last else 0), [], 0)
-        self._most = 0
-        self._ready = 0.0
+        self._most, self._others_fault = 0, False
+        self._due = self._ready = time.monotonic()
+        self._waits_for: int | None = None
+        scope.content(UnderWay).runs[share.step, id(self)] = self
 
     @property
     def _has_last(self) -> bool:
@@ -133,12 +139,23 @@ class Run:
             Kind.WEIGHT: self._pull_parameters,
         }
         for action in self._actions:
-            due = self._ready = time.monotonic()
+            self._due = self._ready = time.monotonic()
             with self._named(action):
                 steps[action.kind](action.stage, action.microbatch)
-            self._done.times.append((due, self._ready, time.monotonic()))
+            self._done.times.append((self._due, self._ready, time.monotonic()))
             self._tell(action)
+        for stage, averaged in self._averaged.items():
+            self._until_done(averaged)
+            self._contribute(stage, averaged.result())
         return self._done._replace(recordings=self._most)
+
+    def doing(self) -> str:
+        """Say what the share has been doing, and for how long."""
+        number, source = len(self._done.times), self._waits_for
+        if number == len(self._actions):
+            return "done"
+        what = "computing" if source is None else f"waiting for stage {source}"
+        return f"{spelled(self._actions[number])}: {what} for {time.monotonic() - self._due:.1f} s"
 
     def _tell(self, action: Action) -> None:
         if events.sink is not None:
@@ -149,8 +166,9 @@ class Run:
         try:
             yield
         except Exception as error:
-            name = f"{action}: stage {action.stage}, microbatch {action.microbatch}, {LONG_NAMES[action.kind]}"
-            add_note(error, f"In {name}, on {self._worker.info}.")
+            if self._others_fault:  # it has the name of the action that failed
+                raise
+            add_note(error, f"In {spelled(action)}, on {self._worker.info}.")
             raise
 
     # The actions.
@@ -197,9 +215,31 @@ class Run:
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
         total = self._sums[stage]
         total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters())
+        if total.complete and stage in self._averages:
+            self._averaged[stage] = self._averaging(stage, total.leaves)
+        elif total.complete:
+            self._contribute(stage, total.leaves)
+
+    def _averaging(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
+        """Average on another thread, after the averages before: replicas have them in the same order."""
+        promise = concurrent.futures.Future[list[Any]]()
+        before = list(self._averaged.values())
+
+        def average() -> None:
+            try:
+                concurrent.futures.wait(before)
+                promise.set_result(self._averages[stage].average(gradients))
+            except BaseException as error:
+                promise.set_exception(error)
+
+        self._worker.run(average)
+        return promise
+
+    def _contribute(self, stage: int, gradients: list[Any]) -> None:
+        """Give the gradients of a stage to the owner of its parameters."""
         reference = self._references[stage]
-        if total.complete and isinstance(reference, RRef):
-            contribution = Contribution(next_message(), (), total.leaves, (*self._share.place, stage))
+        if isinstance(reference, RRef):
+            contribution = Contribution(next_message(), (), gradients, (*self._share.place, stage))
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
 
     def _width(self, source: int, microbatch: int) -> int:
@@ -215,16 +255,61 @@ class Run:
         self._worker.push(self._plan.ranks[target], key, value)
 
     def _take(self, way: str, source: int, target: int, microbatch: int) -> Any:
-        return self._inbox.take((self._share.step, way, source, target, microbatch), self._wait)
+        self._waits_for = source
+        found = self._inbox.take((self._share.step, way, source, target, microbatch), self._wait)
+        self._waits_for = None
+        return found
+
+    def _until_done(self, future: concurrent.futures.Future[Any]) -> None:
+        while not future.done():
+            self._wait((future,))
 
     def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        watched = [one for one in self._watched if not one.done()]
-        self._worker.wait_for((*futures, *watched), None)
-        for one in self._watched:
-            if one.done():
-                one.result()
+        self._worker.wait_for((*futures, *self._watched), None)
+        self._others_fault = True
+        forget_done(self._watched)
+        self._others_fault = False
         if self._worker.failure is not None:
             raise self._worker.failure
+
+
+def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
+    """Remove the futures that are done; raise the error of the first that has one.
+
+    No frame refers to the future then: it holds the error, whose traceback holds the frames.
+    """
+    for number in reversed(range(len(futures))):
+        if futures[number].done():
+            error = futures.pop(number).exception()
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error
+
+
+class UnderWay:
+    """The shares that this worker has begun in a context."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[int, int], Run] = {}
+
+    def close(self) -> None:
+        self.runs.clear()
+
+    def give_up(self, error: BaseException) -> None:
+        """Do nothing: what the shares wait for fails by itself."""
+
+
+def doing(step: int) -> str:
+    """Say what this worker does in a step of the current context."""
+    scope = current_scope()
+    runs = {} if scope is None else scope.content(UnderWay).runs
+    return "; ".join(run.doing() for (number, _), run in runs.items() if number == step) or "nothing yet"
+
+
+def spelled(action: Action) -> str:
+    return f"{action}: stage {action.stage}, microbatch {action.microbatch}, {LONG_NAMES[action.kind]}"
 
 
 class Sum:

@@ -29,6 +29,8 @@ class Stage:
       inputs: the earlier stages whose results the function takes, by number, in the order of its arguments; ``BATCH``
         stands for the arguments of the step. Default: the stage before, or for the first stage the step's arguments.
       remat: whether a recording keeps the inputs only; the backward pass then computes the stage again.
+      average: a reference to a ``DataParallel`` that the stage's worker has made with the workers of the stage's
+        replicas in other pipelines. The gradients are averaged as soon as they are there, while other stages compute.
 
     Example:
       >>> Stage(block, block_ref, inputs=(0, 2))      # block(parameters, result of stage 0, result of stage 2)
@@ -38,6 +40,7 @@ class Stage:
     parameters: Any = None
     inputs: tuple[int, ...] | None = None
     remat: bool = False
+    average: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,9 @@ class Recording:
     ):
         with explained(function):
             traced: Traced = _forward(function, wanted)(parts, targets)
-        self.result, self._pullback = traced.outputs.filled(jax.tree.leaves((parts, targets)))
+        outputs = traced.outputs
+        found = [*jax.tree.leaves((parts, targets)), *outputs.made]  # NumPy arrays may stay: compiled code takes them
+        self.result, self._pullback = jax.tree.unflatten(outputs.tree, [found[place] for place in outputs.sources])
         self._weights, *self._inputs = traced.counts
         self._values: dict[Any, Any] = {}
         self._halves: Segmented | None = None

@@ -6,6 +6,7 @@ pickling copies extension dtypes (bfloat16 and the like) and non-contiguous arra
 
 import contextlib
 import functools
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -94,18 +95,21 @@ _rebuilding = threading.local()
 
 
 @contextlib.contextmanager
-def as_numpy() -> Iterator[None]:
-    """Make this thread rebuild JAX arrays as NumPy arrays in the block: no JAX may run in XLA's callbacks."""
-    _rebuilding.plain = True
+def as_numpy(below: float = math.inf) -> Iterator[None]:
+    """Make this thread rebuild JAX arrays of fewer bytes as NumPy arrays in the block.
+
+    No JAX may run in XLA's callbacks; and what only compiled code takes is not worth making a small JAX array of.
+    """
+    _rebuilding.plain_below = below
     try:
         yield
     finally:
-        _rebuilding.plain = False
+        _rebuilding.plain_below = 0
 
 
 def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     host = rebuild_numpy(data, dtype, shape)
-    if getattr(_rebuilding, "plain", False):
+    if host.nbytes < getattr(_rebuilding, "plain_below", 0):
         return host
     array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else _small(host, (dtype, shape))
     check_kept(host.dtype, array.dtype)

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from helpers.data import close
 from helpers.models import serially
-from helpers.worlds import on_worker0, wait_until_nobody_takes_part
+from helpers.worlds import on_every_worker, on_worker0, wait_until_nobody_takes_part
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import jdistgrad as jd
@@ -272,6 +272,27 @@ def values_in_inbox(ctx):
     from jdistgrad.rpc.inbox import Inbox
 
     return len(find_context(ctx).scope.content(Inbox))
+
+
+def averaging(workers):
+    return jd.DataParallel(jd.collectives.of_this_world(workers), timeout=60)
+
+
+def of_a_replica(rank, size):
+    """Run a pipeline whose stages are all on this worker; its replicas are on the others."""
+    workers, (x, y) = range(size), data(2, 6 * size)
+    refs = references(2, [rank, rank])
+    averages = [jd.remote(rank, averaging, args=(list(workers),)) for _ in refs[:1]] * 2
+    stages = [pp.Stage(layer, ref, average=average) for ref, average in zip(refs, averages, strict=True)]
+    pipeline = jd.Pipeline(stages, pp.interleaved(1, 3, 2), loss=mean_square)
+    mine = slice(6 * rank, 6 * rank + 6)
+    return stepped(pipeline, refs, x[mine], targets=y[mine])[1], x, y
+
+
+@on_every_worker
+def test_replicas_average_their_gradients(world, rank, size):
+    found, x, y = of_a_replica(rank, size)
+    close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
 @st.composite

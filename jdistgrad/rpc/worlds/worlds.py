@@ -5,6 +5,8 @@ import gc
 import logging
 import sys
 import threading
+import time
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
@@ -22,7 +24,7 @@ from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
 
-_collecting = threading.Lock()  # gc.collect does nothing while another thread collects
+_collecting = threading.Lock()  # one worker of this process at a time
 
 # In a thread that ``spawn`` started: its hub and rank.
 _seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
@@ -134,8 +136,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if failed is not None:
         worker.process.report(failed)
         graceful = False
-    with _collecting:
-        gc.collect()  # drops references that are caught in cycles
+    _collect_garbage()  # drops references that are caught in cycles
     try:
         if graceful:
             worker.closing.run(float("inf") if timeout is None else checked_timeout(timeout))
@@ -247,3 +248,23 @@ def leftovers(worker: Worker) -> list[str]:
 
 def describe_leftovers(found: list[str]) -> str:
     return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+
+
+def _collect_garbage() -> None:
+    """Collect all garbage. ``gc.collect`` does nothing while another thread collects, perhaps only what is young."""
+    mine = threading.get_ident()
+    begun: list[int] = []
+
+    def note(phase: str, info: Any) -> None:
+        if phase == "start" and threading.get_ident() == mine:
+            begun.append(info["generation"])
+
+    with _collecting:
+        gc.callbacks.append(note)
+        try:
+            gc.collect()
+            while 2 not in begun:
+                time.sleep(0.001)
+                gc.collect()
+        finally:
+            gc.callbacks.remove(note)

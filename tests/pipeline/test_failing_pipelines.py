@@ -1,0 +1,231 @@
+"""Steps that cannot work: who is to blame is named, nobody waits for ever, and the next step is right."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import on_worker0, wait_until_nobody_takes_part
+
+import jdistgrad as jd
+from jdistgrad import pipeline as pp
+from jdistgrad.pipeline.schedule import Action, Kind
+
+
+def ones(width):
+    return jnp.ones((width, width))
+
+
+def multiply(params, x):
+    return jnp.tanh(x @ params / len(params))
+
+
+def mean(output, target):
+    return jnp.mean(output - target)
+
+
+def fails(params, x):
+    raise RuntimeError("the stage broke")
+
+
+@jax.custom_vjp
+def breaks_backwards(x):
+    return x
+
+
+def _no_rule(_, cotangent):
+    raise RuntimeError("the rule broke")
+
+
+breaks_backwards.defvjp(lambda x: (x, None), _no_rule)
+
+
+def fails_backwards(params, x):
+    return breaks_backwards(multiply(params, x))
+
+
+def fails_with_three_rows(params, x):
+    if len(x) == 3:
+        raise RuntimeError("three rows broke it")
+    return multiply(params, x)
+
+
+def refs_on_all(widths=None):
+    size = jd.world_size()
+    return [jd.remote(k % size, ones, args=((widths or [4] * 3)[k],)) for k in range(3)]
+
+
+def pipeline_of(functions, refs, **options):
+    workers = [k % jd.world_size() for k in range(3)]
+    options = {"loss": mean, "workers": workers, **options}
+    return jd.Pipeline(list(zip(functions, refs, strict=True)), pp.one_f_one_b(3, 4), **options)
+
+
+def notes(raised):
+    return "\n".join(raised.value.__notes__)
+
+
+X, Y = np.ones((8, 4), "float32"), np.zeros((8, 4), "float32")
+
+
+def steps_well(refs):
+    with jd.context():
+        loss = pipeline_of([multiply] * 3, refs).step(X, targets=Y)
+    assert float(loss) == pytest.approx(np.tanh(np.tanh(np.tanh(1.0))), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "what", "action"), [(fails, "stage broke", "F0"), (fails_backwards, "rule broke", "B0")]
+)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_worker0
+def test_a_stage_that_raises_is_named_with_microbatch_action_and_worker(world, stage, function, what, action):
+    refs, functions = refs_on_all(), [multiply] * 3
+    functions[stage] = function
+    with jd.context() as ctx:
+        with pytest.raises(RuntimeError, match=what) as raised:
+            pipeline_of(functions, refs).step(X, targets=Y)
+        assert ctx.closed
+    (named,) = [line for line in notes(raised).splitlines() if line.startswith("In ")]
+    assert f"In {stage}{action}: stage {stage}, microbatch 0," in named
+    assert f"worker{stage % jd.world_size()}" in named
+    steps_well(refs)
+    wait_until_nobody_takes_part()
+
+
+@on_worker0
+def test_no_optimizer_uses_half_of_a_steps_gradients(world):
+    refs = refs_on_all()
+    import optax
+
+    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs)
+    with jd.context() as ctx:
+        with pytest.raises(RuntimeError, match="stage broke"):
+            pipeline_of([fails, multiply, multiply], refs).step(X, targets=Y)
+        with pytest.raises(jd.ContextError, match="closed"):
+            optimizer.step(ctx)
+    assert all((ref.to_here() == 1).all() for ref in refs)
+
+
+@on_worker0
+def test_shapes_that_do_not_fit_the_next_stage(world):
+    refs = refs_on_all([4, 5, 4])
+    with pytest.raises(TypeError, match="dot_general") as raised, jd.context():
+        pipeline_of([multiply] * 3, refs).step(X, targets=Y)
+    assert "In 1F0: stage 1, microbatch 0, forward" in notes(raised)
+
+
+def batch(rows):
+    return np.ones((rows, 4), "float32"), np.zeros((rows, 4), "float32")
+
+
+@on_worker0
+def test_steps_fail_and_the_next_is_right(world):
+    refs = refs_on_all()
+    pipeline = pipeline_of([multiply, multiply, fails_with_three_rows], refs)
+    for rows in [8, 12, 8, 12, 12, 8]:
+        x, y = batch(rows)
+        with jd.context():
+            if rows == 12:
+                with pytest.raises(RuntimeError, match="three rows"):
+                    pipeline.step(x, targets=y)
+            else:
+                assert float(pipeline.step(x, targets=y)) == pytest.approx(np.tanh(np.tanh(np.tanh(1.0))), rel=1e-6)
+    wait_until_nobody_takes_part()
+
+
+_go_on = threading.Event()
+
+
+def stands_still_with_three_rows(params, x):
+    if len(x) == 3:
+        _go_on.wait(60)
+    return multiply(params, x)
+
+
+def go_on():
+    _go_on.set()
+
+
+@on_worker0
+def test_a_stage_that_stands_still_ends_the_step_after_its_timeout(world):
+    """The stages before it have been compiled for the shape: the last worker alone has something to do."""
+    refs, last = refs_on_all(), jd.world_size() - 1
+    if last == 0:
+        pytest.skip("one rank would stand still itself: the runs with more ranks run this test")
+    functions, (x, y) = [multiply] * 3, batch(12)
+    with jd.context():
+        pipeline_of(functions, refs).step(x, targets=y)
+    functions[last] = stands_still_with_three_rows
+    with pytest.raises(jd.CallTimeoutError) as raised, jd.context():
+        pipeline_of(functions, refs, timeout=3.0).step(x, targets=y)
+    jd.rpc_sync(last, go_on)
+    assert f"worker{last} (rank {last}): {last}F0: stage {last}, microbatch 0, forward: computing" in notes(raised)
+    steps_well(refs)
+
+
+def vector_loss(output, target):
+    return output[:, 0]
+
+
+def test_what_cannot_be_made_a_pipeline_is_refused(world):
+    @on_worker0
+    def check(world):
+        refs = refs_on_all()
+        good = list(zip([multiply] * 3, refs, strict=True))
+        schedule = pp.gpipe(3, 2)
+        workers = [0] * 3
+        cases = [
+            (lambda: jd.Pipeline(good[:2], schedule), jd.ScheduleError, "3 stages, but 2"),
+            (lambda: jd.Pipeline(good, schedule, workers=[0]), jd.ScheduleError, "3 workers, but workers= names 1"),
+            (lambda: jd.Pipeline(good, schedule, workers=[0, 0, "nobody"]), jd.UnknownWorkerError, "nobody"),
+            (lambda: jd.Pipeline([multiply, *good[1:]], schedule), TypeError, "a stage is jd.pipeline.Stage"),
+            (lambda: jd.Pipeline([(multiply, 3.0), *good[1:]], schedule), TypeError, "expected a reference"),
+            (
+                lambda: jd.Pipeline([*good[:2], pp.Stage(multiply, refs[2], inputs=(0,))], schedule, workers=workers),
+                jd.ScheduleError,
+                "no stage takes the result of stage 1",
+            ),
+            (
+                lambda: jd.Pipeline([pp.Stage(multiply, refs[0], inputs=(2,)), *good[1:]], schedule, workers=workers),
+                jd.ScheduleError,
+                "stage 0 takes the result of stage 2",
+            ),
+            (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError, "never end"),
+        ]
+        for make, kind, match in cases:
+            with pytest.raises(kind, match=match):
+                make()
+
+    check(world=world)
+
+
+def deadlocking():
+    rows = [[Action(Kind.FORWARD, k, 0), Action(Kind.BACKWARD, k, 0)] for k in range(3)]
+    rows[1].reverse()
+    return pp.Schedule((0, 1, 2), tuple(map(tuple, rows)))
+
+
+@on_worker0
+def test_steps_that_cannot_be_taken_are_refused(world):
+    refs = refs_on_all()
+    pipeline = pipeline_of([multiply] * 3, refs)
+    with pytest.raises(jd.ContextError, match=r"with jd\.context"):
+        pipeline.step(X, targets=Y)
+    with jd.context():
+        with pytest.raises(ValueError, match="2 rows cannot be split into 4"):
+            pipeline.step(X[:2], targets=Y[:2])
+        with pytest.raises(ValueError, match="argument 1 of the step has 7 rows, argument 0 of the step has 8"):
+            pipeline.step(X, targets=Y[:7])
+        with pytest.raises(ValueError, match=r"no first axis.*whole"):
+            pipeline.step(3.0, targets=Y)
+        with pytest.raises(jd.DifferentiationError, match=r"by jd\.rpc_sync under"):
+            jax.grad(lambda x: pipeline.step(x, targets=Y))(X)
+        with pytest.raises(TypeError, match="no loss"):
+            pipeline_of([multiply] * 3, refs, loss=None).step(X)
+        with pytest.raises(ValueError, match="nothing to report"):
+            pipeline.report()
+    with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
+        pipeline_of([multiply] * 3, refs, loss=vector_loss).step(X, targets=Y)
+    steps_well(refs)
