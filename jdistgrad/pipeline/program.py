@@ -11,7 +11,7 @@ from jdistgrad.errors import CallTimeoutError, ScheduleError
 from jdistgrad.pipeline.checking import check
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.schedule import Schedule
-from jdistgrad.pipeline.shares import Done, Plan, Share, doing, forget_done
+from jdistgrad.pipeline.shares import Done, Plan, Share, doing, forget_done, wait_for_any
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -142,10 +142,8 @@ def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:
     """Return when all futures are done. Raise the first error as soon as there is one."""
     waiting = list(futures.values())
     while waiting:
-        worker.wait_for(waiting, None)
+        wait_for_any(worker, waiting)
         forget_done(waiting)
-        if waiting and worker.failure is not None:
-            raise worker.failure
 
 
 def as_stage(given: Any) -> Stage:

@@ -24,9 +24,10 @@ from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
-from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worker import Worker, current_worker
 
 FORWARD, BACKWARD = "forward", "backward"
+LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
 LONG_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "inputs", Kind.WEIGHT: "parameters"}
 
 
@@ -265,12 +266,19 @@ class Run:
             self._wait((future,))
 
     def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        self._worker.wait_for((*futures, *self._watched), None)
+        wait_for_any(self._worker, (*futures, *self._watched))
         self._others_fault = True
         forget_done(self._watched)
         self._others_fault = False
-        if self._worker.failure is not None:
-            raise self._worker.failure
+
+
+def wait_for_any(worker: Worker, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+    """Return when one of the futures is done, or after a while. Raise the error of a world that is broken."""
+    worker.wait_for(futures, None)
+    if not any(one.done() for one in futures):  # a single future in one process: see ``Transport.wait_for``
+        concurrent.futures.wait(futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
+    if worker.failure is not None:
+        raise worker.failure
 
 
 def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:

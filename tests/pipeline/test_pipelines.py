@@ -1,6 +1,7 @@
 """Steps of pipelines against the serial program, and against each other: all schedules must give the same bits."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.wire.local import LocalTransport
 
 WIDTHS = [5, 7, 6, 4, 3, 6, 5]
 
@@ -265,6 +267,34 @@ def test_recordings_are_those_of_the_forecast_and_none_stays(world):
         assert pipeline.report().recordings == list(pp.forecast(schedule, pp.Costs()).recordings)
         assert "forecast" in str(pipeline.report())
     wait_until_nobody_takes_part()
+
+
+def slow(params, x):
+    """Wait for the others to begin their waits, and then a little."""
+    return jax.pure_callback(asleep, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)) @ params["w"]
+
+
+def asleep(x):
+    time.sleep(0.2)
+    return x
+
+
+@pytest.mark.one_process
+@on_worker0
+def test_who_waits_for_a_result_sleeps(world, monkeypatch):
+    """A wait that returned at once would take the processor from the stage that computes."""
+    takes, wait = [], LocalTransport.wait_for
+
+    def counted(self, futures, timeout):
+        takes.append(len(futures))
+        wait(self, futures, timeout)
+
+    monkeypatch.setattr(LocalTransport, "wait_for", counted)
+    refs, (x, y) = references(3, range(3)), data(3)
+    stages = [(slow, refs[0]), (layer, refs[1]), (layer, refs[2])]
+    pipeline = jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean_square)
+    stepped(pipeline, refs, x, targets=y)
+    assert 0 < len(takes) < 200
 
 
 def values_in_inbox(ctx):
