@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jdistgrad.pipeline.costs import Costs
 from jdistgrad.pipeline.forecasting import Forecast, forecast
+from jdistgrad.pipeline.picture import draw
 from jdistgrad.pipeline.schedule import Kind, Schedule
 from jdistgrad.pipeline.shares import Done
 
 
 class Report:
-    """What each worker did in a step, and when.
+    """What each worker did in a step, and when. Notebooks show it as a picture, like its ``forecast``.
 
     Attributes:
       seconds: of the step, on the worker that took it.
@@ -74,5 +74,10 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
-    def _repr_svg_(self) -> Any:
-        return self.forecast._repr_svg_()
+    def svg(self) -> str:
+        """Return a picture of the step as it was, as SVG. The clock of each row starts when its worker did."""
+        spans = [[(begin - row[0][0], end - row[0][0]) for _, begin, end in row] for row in self.times]
+        title = f"measured: step {self.seconds:.4g}, bubble {self.bubble:.1%}, recordings {max(self.recordings)}"
+        return draw(title, self.schedule, spans, self.seconds)
+
+    _repr_svg_ = svg

@@ -1,6 +1,7 @@
 """Steps of pipelines against the serial program, and against each other: all schedules must give the same bits."""
 
 import functools
+import re
 import time
 
 import jax
@@ -266,6 +267,9 @@ def test_recordings_are_those_of_the_forecast_and_none_stays(world):
             assert [jd.rpc_sync(one, values_in_inbox, args=(ctx.id,)) for one in workers] == [0] * len(workers)
         assert pipeline.report().recordings == list(pp.forecast(schedule, pp.Costs()).recordings)
         assert "forecast" in str(pipeline.report())
+        boxes = re.findall(r'<rect stroke=.* x="(.+?)" .* width="(.+?)" .*<title>\d[FBIW]\d: ', pipeline.report().svg())
+        assert len(boxes) == sum(map(len, schedule.actions))
+        assert all(76 <= float(x) <= float(x) + float(width) < 900 for x, width in boxes)
     wait_until_nobody_takes_part()
 
 
