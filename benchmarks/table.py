@@ -17,6 +17,7 @@ import data_parallel
 import devices
 import gradients
 import local
+import pipelines
 from measure import ROWS, Row, options
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build" / "benchmarks"
@@ -53,7 +54,7 @@ def plot(found: list[tuple[str, float, float | None]], path: pathlib.Path) -> No
 
 def main() -> None:
     chosen = options(__doc__)
-    for topic in (calls, local, gradients, data_parallel, devices):
+    for topic in (calls, local, gradients, data_parallel, devices, pipelines):
         topic.main(chosen)
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}"

@@ -1,0 +1,110 @@
+"""Job of pipelines.py: worker 0 takes steps of pipelines over all ranks."""
+
+import functools
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from measure import median, report
+
+import jdistgrad as jd
+from jdistgrad import pipeline as pp
+
+MICROBATCHES = 8
+
+
+def make(width):
+    return jnp.ones(width)
+
+
+def scale(params, x):
+    return x * params[0]
+
+
+def mean(output, target):
+    return jnp.mean(output)
+
+
+def asleep(seconds, x):
+    time.sleep(seconds)
+    return x
+
+
+def sleep(seconds, x):
+    return jax.pure_callback(functools.partial(asleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sleeping(seconds, params, x):
+    """The identity: forward it takes ``seconds``, and so does each half of the backward pass."""
+    return sleep(seconds, x)
+
+
+sleeping.defvjp(
+    lambda seconds, params, x: (sleep(seconds, x), params),
+    lambda seconds, params, cotangent: (sleep(seconds, params), sleep(seconds, cotangent)),
+)
+
+
+@functools.cache
+def sleeper(seconds):
+    return jd.register(functools.partial(sleeping, seconds), name=f"sleeping {seconds}")
+
+
+def pipeline_of(functions, schedule):
+    """Return a pipeline of stages in turn on all ranks."""
+    placement = schedule.placement
+    stages = [(function, jd.remote(placement[k], make, args=(4,))) for k, function in enumerate(functions)]
+    return jd.Pipeline(stages, schedule, loss=mean)
+
+
+def step(pipeline, x, calls):
+    def run():
+        with jd.context():
+            pipeline.step(x, targets=x[:, :1])
+
+    return median(run, calls, 10)
+
+
+def own_time(bytes_between):
+    """Return the time of a step for each action of a worker."""
+    schedule = pp.one_f_one_b(jd.world_size(), MICROBATCHES)
+    x = np.ones((MICROBATCHES, bytes_between // 4), "float32")
+    return step(pipeline_of([scale] * schedule.stages, schedule), x, 100) / len(schedule.actions[0])
+
+
+def sleeping_steps(schedule, seconds, calls=8):
+    x = np.ones((schedule.microbatches, 4), "float32")
+    return step(pipeline_of([sleeper(seconds)] * schedule.stages, schedule), x, calls)
+
+
+def main():
+    me, size = jd.init(), None
+    for seconds in (0.005, 0.0025):
+        sleeper(seconds)
+    if me.rank == 0:
+        size = jd.world_size()
+        orders = {
+            "one_f_one_b": (pp.one_f_one_b(size, MICROBATCHES), 0.005),
+            "zero_bubble": (pp.zero_bubble(size, MICROBATCHES), 0.005),
+            "interleaved": (pp.interleaved(size, MICROBATCHES, 2), 0.0025),
+        }
+        if size > 2:
+            orders = {
+                "one_f_one_b": (pp.one_f_one_b(size, 16), 0.005),
+                "zero_bubble": (pp.zero_bubble(size, 16), 0.005),
+            }
+        found = {f"sleeping_{name}_{size}": sleeping_steps(*order) for name, order in orders.items()}
+        if size == 2:
+            found |= {"own_4k": own_time(4 << 10), "own_1m": own_time(1 << 20)}
+        report(**found)
+    jd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Benchmark of pipelines: plans, the time of an action, sleeping stages; against torch.distributed.pipelining over gloo.
+
+    python benchmarks/pipelines.py            # make bench
+
+PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
+"""
+
+import statistics
+
+from measure import compare, microseconds, milliseconds, options, row, run_job, seconds, take_turns, title
+
+from jdistgrad import pipeline as pp
+
+JOB = "benchmarks/jobs/pipelines_jdistgrad.py"
+
+
+def plans():
+    """Time what is computed before a step of 16 workers x 128 microbatches."""
+    makes = {
+        "GPipe": lambda: pp.gpipe(16, 128),
+        "1F1B": lambda: pp.one_f_one_b(16, 128),
+        "interleaved, 2 chunks": lambda: pp.interleaved(16, 128, 2),
+        "zero bubble": lambda: pp.zero_bubble(16, 128),
+        "zero bubble in a V": lambda: pp.zbv(16, 128),
+    }
+    for name, make in makes.items():
+
+        def plan(make=make):
+            schedule = make()
+            pp.check(schedule)
+            pp.forecast(schedule, pp.Costs())
+
+        found = statistics.median(seconds(plan) for _ in range(7))
+        row(f"plan, check, forecast: {name}, 16 x 128", milliseconds([found]), "", "", "<= 50 ms")
+
+
+def table(found):
+    ours, torch = found["jdistgrad"], found.get("torch", {})
+    compare(
+        "an action of 1F1B, 4 KiB between 2 stages",
+        microseconds,
+        ours["own_4k"],
+        "torch",
+        torch.get("own_4k"),
+        "<= 0.25 x",
+    )
+    compare("the same, 1 MiB", microseconds, ours["own_1m"], "torch", torch.get("own_1m"), "<= 0.25 x")
+    for name, what, target in (
+        ("one_f_one_b", "1F1B, sleeping 5 ms forward, 10 ms backward", "<= 138 ms"),
+        ("interleaved", "interleaved, the same in 2 chunks", "<= 130 ms"),
+        ("zero_bubble", "zero bubble, the same", "125 ms"),
+    ):
+        figure = f"sleeping_{name}_2"
+        compare(f"2 ranks, m = 8: {what}", milliseconds, ours[figure], "torch", torch.get(figure), target)
+
+
+def more_ranks(rounds):
+    for size in (4, 8):
+        jobs = [run_job(JOB, n=size) for _ in range(rounds)]
+        for name, make in (("one_f_one_b", pp.one_f_one_b), ("zero_bubble", pp.zero_bubble)):
+            ideal = pp.forecast(make(size, 16), pp.Costs(0.005, None, 0.005, 0.005)).seconds
+            found = statistics.median(job[f"sleeping_{name}_{size}"] for job in jobs)
+            shown = f"forecast {1e3 * ideal:.0f} ms"
+            row(
+                f"{size} ranks, m = 16, sleeping: {name}",
+                milliseconds([found]),
+                shown,
+                f"{found / ideal:.3f}",
+                "<= 1.03 x",
+            )
+
+
+def main(chosen):
+    names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
+    title("plans of pipelines, one process")
+    plans()
+    title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
+    table(take_turns("pipelines", names, chosen.rounds))
+    title(f"pipelines of more ranks than cores; medians of {chosen.rounds} jobs")
+    more_ranks(chosen.rounds)
+
+
+if __name__ == "__main__":
+    main(options(__doc__))
