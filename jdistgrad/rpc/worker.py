@@ -182,7 +182,8 @@ class Worker(Mailbox):
         self.releasing.flush()
         self.calls.expire(now)
         self.losses.look()
-        self.peers.look(self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited(), now)
+        awaited = self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
+        self.peers.look(awaited, now)
         self.watchdog.look(now)
 
     # The end.

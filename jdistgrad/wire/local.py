@@ -137,6 +137,10 @@ class LocalTransport:
     def lose(self, peer: int) -> None:
         """Do nothing: ``send`` knows which workers have left."""
 
+    def kill(self, peer: int) -> bool:
+        """Do nothing: the other workers are threads of this process."""
+        return False
+
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:

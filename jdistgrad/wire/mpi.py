@@ -143,11 +143,15 @@ class MPITransport:
         if task is not None:
             self._receiver.run(task)
 
-    # Ranks that have died. ``lose`` may be called on any thread, the rest on the thread that looks for messages.
+    # Ranks that have died. Any thread may call ``lose`` and ``kill``; the rest is for the one that looks for messages.
 
     def lose(self, peer: int) -> None:
         """Send nothing more to a lost worker."""
         self._lost.add(peer)
+
+    def kill(self, peer: int) -> bool:
+        """Kill the process of a worker that stands still; return False if it is out of reach."""
+        return self._failures is not None and self._failures.kill(peer)
 
     def _look_beside_failures(self) -> tuple[bool, Task | None]:
         now = time.monotonic()

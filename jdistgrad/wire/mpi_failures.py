@@ -8,6 +8,7 @@ import contextlib
 import os
 import pathlib
 import select
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class Failures:
         self._comm, self._group, self._acknowledged = comm, comm.Get_group(), 0
         self._found: set[int] = set()
         self._poll, self._watched = select.poll(), dict[int, int]()
+        self._in_reach: set[int] = set()  # ranks of this machine
         machine, own = processes[comm.rank]
         for rank, (other, number) in enumerate(processes):
             if machine and other == machine and number != own:
@@ -81,6 +83,7 @@ class Failures:
         with contextlib.suppress(OSError, AttributeError):  # gone already, or an old kernel: MPI tells
             descriptor = os.pidfd_open(process)
             self._watched[descriptor] = rank
+            self._in_reach.add(rank)
             self._poll.register(descriptor, select.POLLIN)
 
     def find(self) -> list[int]:
@@ -105,6 +108,14 @@ class Failures:
             self._poll.unregister(descriptor)
             os.close(descriptor)
         return {self._watched.pop(descriptor) for descriptor in ended}
+
+    def kill(self, rank: int) -> bool:
+        """Kill the process of a rank, unless it has ended; return False if it is out of reach. For any thread."""
+        for descriptor, watched in self._watched.copy().items():
+            if watched == rank:
+                with contextlib.suppress(OSError):  # ended meanwhile
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return rank in self._in_reach
 
     def close(self) -> None:
         for descriptor in self._watched:

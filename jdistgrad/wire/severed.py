@@ -25,6 +25,10 @@ class Severed:
     def lose(self, peer: int) -> None:
         """Do nothing: nothing is sent from here."""
 
+    def kill(self, peer: int) -> bool:
+        """Do nothing: only the parent may kill."""
+        return False
+
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> NoReturn:
         raise WorldClosedError(self._why)
 

@@ -61,6 +61,9 @@ class Transport(Protocol):
     def lose(self, peer: int) -> None:
         """Send nothing more to a worker that is lost, in a world that survives."""
 
+    def kill(self, peer: int) -> bool:
+        """Kill the process of a worker that stands still, in a world that survives; return False if that cannot be."""
+
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
 

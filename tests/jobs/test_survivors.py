@@ -65,12 +65,12 @@ PREFACE = """
 def surviving_job(tmp_path):
     """Return a function that runs a program by `jdistgrad run --survive`."""
 
-    def run(n, source, *options):
+    def run(n, source, **environment):
         script = tmp_path / "program.py"
         script.write_text(textwrap.dedent(PREFACE) + textwrap.dedent(source))
         done = subprocess.run(
-            [sys.executable, "-m", "jdistgrad", "run", "--survive", "-n", str(n), str(script), *options],
-            env={**os.environ, "PYTHONPATH": PATH},
+            [sys.executable, "-m", "jdistgrad", "run", "--survive", "-n", str(n), str(script)],
+            env={**os.environ, "PYTHONPATH": PATH, **environment},
             text=True,
             timeout=100,
             stdout=subprocess.PIPE,
@@ -155,6 +155,34 @@ def test_rank_0_and_another_are_killed_while_calls_go_both_ways(surviving_job):
         print(me.name, sorted(told), jd.shutdown(timeout=20))
         """,
     ).expect("worker2 [0, 1] []", "worker3 [0, 1] []")
+
+
+def test_a_worker_that_stands_still_is_killed_though_only_a_settlement_is_missing(surviving_job):
+    """Nobody calls it, but until it has settled with the dead one, nothing can be freed. The job ends with the last."""
+    job = surviving_job(
+        4,
+        """
+        me = jd.init()
+        jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
+        if me.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if me.rank == 1:
+            time.sleep(0.5)
+            die()
+        until(lambda: told)
+        value = jd.RRef(jnp.ones(3))
+        del value
+        until(lambda: owned() == 0)
+        print(told[2], jd.shutdown(timeout=20), flush=True)
+        if jd.rank() == 3:
+            time.sleep(1)
+            print("the last one ends", flush=True)
+        """,
+        JDISTGRAD_HEARTBEAT="0.3",
+        JDISTGRAD_SILENCE="2",
+    )
+    job.expect("it gave no sign of life for 2 s []", "the last one ends")
+    assert "ending the job" not in job.output
 
 
 def test_what_a_context_misses_from_a_lost_worker_fails_by_name(surviving_job):

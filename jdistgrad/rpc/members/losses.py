@@ -56,6 +56,10 @@ class Losses:
         """Return whether settlements of accounts are still to come, or what they have left free is still here."""
         return self._to_sweep
 
+    def awaited(self) -> set[int]:
+        """Return the ranks of the workers whose silence would keep this worker from freeing values."""
+        return {survivor for survivor, _ in self._settling.open()} if self._to_sweep else set()
+
     def lose(self, info: WorkerInfo) -> None:
         """Take note that a worker is lost; what takes time runs on another thread."""
         with self._lock:

@@ -22,7 +22,7 @@ class Peers:
 
     Attributes:
       lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
-      hung: the first worker that gave no sign of life.
+      hung: the first worker that gave no sign of life, and may still be there.
     """
 
     def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
@@ -52,8 +52,9 @@ class Peers:
         for peer in ask:
             mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
         for peer in silent:
-            self.hung = self.hung or mailbox.directory.workers[peer]
             self.lose(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
+            if not (mailbox.survives and mailbox.transport.kill(peer)):  # mpirun would wait for it at the end
+                self.hung = self.hung or mailbox.directory.workers[peer]
 
     def lose(self, peer: int, reason: str) -> None:
         """Give a peer up: present and later calls to it fail."""
