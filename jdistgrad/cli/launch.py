@@ -182,7 +182,8 @@ def run(
                 job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
             if job.returncode and not job.ended:
                 name_missing(n, launcher_env.notes(notes, launcher_env.CALLED))
-            return (1 if survive and none_ended(n, notes) else job.returncode), job.ended
+            failed = survive and not job.ended and none_ended(n, notes)
+            return (1 if failed else job.returncode), job.ended
 
     return attempts(attempt, restarts)
 

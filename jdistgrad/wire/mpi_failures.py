@@ -62,6 +62,22 @@ def is_failure(error: MPI.Exception) -> bool:
     return error.Get_error_class() in OF_FAILURES
 
 
+def failed(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator that have died, as far as MPI knows; none if this MPI does not tell."""
+    if not hasattr(comm, "Get_failed"):
+        return []
+    try:
+        group: Any = comm.Get_failed()
+    except (MPI.Exception, NotImplementedError):
+        return []
+    everybody = comm.Get_group()
+    try:
+        return sorted(MPI.Group.Translate_ranks(group, range(group.size), everybody))
+    finally:
+        group.Free()
+        everybody.Free()
+
+
 class Failures:
     """The search for ranks that have died.
 

@@ -4,12 +4,14 @@ Rank 0 collects the hellos of all ranks and sends to each rank all those that ca
 be there, is the communicator duplicated. A hello holds only numbers, strings, and containers of them.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from mpi4py import MPI
 
 from jdistgrad.errors import WorldError
-from jdistgrad.wire import plain
+from jdistgrad.wire import mpi_failures, plain
 from jdistgrad.wire.polling import poll
 
 ROLL_TAG, ROSTER_TAG = 31_071, 31_072
@@ -22,7 +24,8 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
     Raises:
       WorldError: some ranks were missing after ``timeout`` seconds; raised on every rank that called.
     """
-    hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
+    with naming_the_dead(comm):
+        hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
     missing = sorted(set(range(comm.size)) - set(hellos))
     if missing:
         raise WorldError(
@@ -35,10 +38,27 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
 
 def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     """Return a communicator of our own. Every rank must call it."""
-    twin, request = comm.Idup()
-    if not poll(request.Test, timeout):
-        raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
-    return twin
+    with naming_the_dead(comm):
+        twin, request = comm.Idup()
+        if not poll(request.Test, timeout):
+            raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
+        return twin
+
+
+@contextlib.contextmanager
+def naming_the_dead(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let errors of MPI in the block that come from the death of ranks name these."""
+    try:
+        yield
+    except MPI.Exception as error:
+        dead = mpi_failures.failed(comm)
+        if not dead:
+            raise
+        raise WorldError(
+            f"init: ranks {dead} of {comm.size} have died or ended. A world may go on without ranks, but it opens only "
+            "with all ranks of the job: start the job again.",
+            missing=dead,
+        ) from error
 
 
 def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:

@@ -230,8 +230,51 @@ def test_averages_in_which_a_lost_rank_takes_part_fail_by_name(surviving_job):
     ).expect("worker0 []", "worker2 []")
 
 
+def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_job):
+    surviving_job(
+        3,
+        """
+        me = jd.init()
+        jd.on_lost(lambda worker, why: sys.exit(3))
+        jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
+        if me.rank == 1:
+            die()
+        until(lambda: told)
+        jd.shutdown(timeout=20)
+        try:
+            jd.init(timeout=20)
+        except jd.WorldError as error:
+            print(me.rank, 1 in error.missing, error)
+        """,
+    ).expect(
+        "0 True init: ranks [",
+        "2 True init: ranks [",
+        "] of 3 have died or ended",
+        "worker2 (rank 2): a callback of on_lost failed for worker1 (rank 1)",
+    )
+
+
 def test_a_job_of_which_no_rank_is_left_has_failed(surviving_job):
     surviving_job(2, "jd.init()\nraise ValueError('all of us')").expect("none of the 2 ranks came to its end", status=1)
+
+
+def test_a_job_that_is_told_to_end_does_not_blame_its_ranks(surviving_job):
+    job = surviving_job(
+        2,
+        """
+        import pathlib
+
+        def parent(process):
+            return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+        me = jd.init()
+        if me.rank == 0:
+            os.kill(parent(os.getppid()), signal.SIGTERM)  # `jdistgrad run` itself
+        time.sleep(60)
+        """,
+    )
+    assert job.status != 0
+    assert "came to its end" not in job.output
 
 
 def test_a_job_that_was_not_started_to_survive_says_so(mpi_job):

@@ -86,7 +86,7 @@ class Losses:
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
         try:
             callback(info, self._peers.reasons[info.rank])
-        except Exception:
+        except BaseException:  # SystemExit too: it would end only this thread
             log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
 
     # References.
