@@ -5,11 +5,17 @@ import random
 
 import pytest
 
+from jdistgrad.rpc.codec import PickleCodec
+from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.references.accounts import Accounts
 from jdistgrad.rpc.references.owned import OwnerTable
 from jdistgrad.rpc.references.settling import Settling
 from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worlds.opening import THREADS
 from jdistgrad.wire.ids import COUNTER_BITS, worker_of
+from jdistgrad.wire.local import Hub, LocalTransport, LocalWorld
+from jdistgrad.wire.message import Kind, Message
 
 SIZE = 4
 
@@ -241,6 +247,22 @@ def test_a_value_that_its_lost_creator_never_made_is_given_up():
     table.release_all([(identifier, WHOLE)])
     table.announce(identifier)
     assert len(table) == 0
+
+
+def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere():
+    """Its creator has passed it on; both drops overtake the call that makes it."""
+    directory = Directory(["first", "owner", "third"])
+    transport = LocalTransport(LocalWorld(Hub(3)), 1)
+    codec = PickleCodec(allow_code=False)
+    owner = Worker("", 1, directory, transport, codec, timeout=9.0, process=THREADS, survives=True)
+    identifier = 0 << COUNTER_BITS | 5
+    kept, given = WHOLE.split()
+    for source, weight, noted in [(2, given, False), (0, kept, True)]:
+        assert owner.receive(Message(Kind.DROP, source, 0, [(identifier, weight.units, weight.scale, noted)])) is None
+    assert owner.references.announce(identifier).freed
+    assert owner.references.to_forget() == {0: [identifier]}
+    assert len(owner.references.accounts) == 0
+    owner.close_threads()
 
 
 def test_a_sum_that_passes_zero_between_settlements_frees_nothing():

@@ -60,8 +60,8 @@ class References:
             return self.owned.announce(identifier)
         noted = accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
         entry = self.owned.announce(identifier, NOTHING if noted else WHOLE)
-        if entry.freed:
-            accounts.forget([identifier])
+        if entry.freed:  # all of its weight was here before
+            self._freed({identifier: entry})
         return entry
 
     def share(self, identifier: int) -> Claim | None:
