@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jdistgrad.errors import ContextError
+from jdistgrad.errors import ContextError, WorkerLostError
 from jdistgrad.wire.ids import IdSource, spell, worker_of
 
 T = TypeVar("T")
@@ -93,13 +93,24 @@ class ScopeTable:
         """Open a new scope."""
         return self.enter(self._ids.next())
 
-    def enter(self, identifier: int) -> Scope:
-        """Return the scope with this id, made if it is new here. Raises ContextError if it has been closed."""
+    def enter(self, identifier: int, caller: int | None = None) -> Scope:
+        """Return the scope with this id, made if it is new here.
+
+        Arguments:
+          caller: the worker in whose call the id has come. If it is lost, nobody would tell this worker of the end of a
+            scope that is new here.
+
+        Raises:
+          ContextError: the scope has been closed.
+          WorkerLostError: it is not open here, and its opener or the caller is lost.
+        """
         with self._lock:
             scope = self._open.get(identifier)
             if scope is None:
-                if identifier in self._closed or worker_of(identifier) in self._lost:
+                if identifier in self._closed:
                     raise closed_error(identifier)
+                for peer in self._lost & {worker_of(identifier), caller}:
+                    raise lost_error(identifier, peer)
                 scope = self._open[identifier] = Scope(identifier)
             return scope
 
@@ -122,10 +133,10 @@ class ScopeTable:
         """Return a scope, or None if it is not open here."""
         return self._open.get(identifier)
 
-    def lose(self, opener: int) -> None:
-        """Let nobody enter a scope that a lost worker has opened."""
+    def lose(self, peer: int) -> None:
+        """Let nobody enter a scope that a lost worker has opened, nor one that is new here in a call of that worker."""
         with self._lock:
-            self._lost.add(opener)
+            self._lost.add(peer)
 
     def identifiers(self) -> list[int]:
         with self._lock:
@@ -136,6 +147,14 @@ def closed_error(identifier: int) -> ContextError:
     return ContextError(
         f"context {spell(identifier)} has been closed. Calls, gradients and optimizer steps that use it belong inside "
         "its `with jdistgrad.context()` block.",
+        context=identifier,
+    )
+
+
+def lost_error(identifier: int, peer: int) -> WorkerLostError:
+    return WorkerLostError(
+        f"context {spell(identifier)} cannot be entered: the worker of rank {peer}, from which it came, is lost.",
+        worker=peer,
         context=identifier,
     )
 

@@ -221,9 +221,14 @@ class MPITransport:
         bulk = [piece for piece, length in zip(frame.pieces, frame.lengths, strict=True) if frames.is_bulk(length)]
         if not bulk:
             return self._receive(arrived.peer, frame)
-        parts = [part for piece in bulk for part in chunks(piece)]
-        requests = [self._comm.Irecv([part, MPI.BYTE], arrived.peer, self._tag(frame.number)) for part in parts]
-        self._incoming.append(Transfer(requests, frame.pieces, arrived.peer, frame))
+        arriving = Transfer([], frame.pieces, arrived.peer, frame)
+        try:
+            for part in (part for piece in bulk for part in chunks(piece)):
+                arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], arrived.peer, self._tag(frame.number)))
+        except MPI.Exception:
+            self._dropped.append(arriving)  # MPI may still write to what it was given
+            raise
+        self._incoming.append(arriving)
         return None
 
     def _tag(self, number: int) -> int:

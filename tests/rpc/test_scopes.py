@@ -118,6 +118,21 @@ def test_calls_and_the_release_in_any_order_leave_an_empty_table(order):
     assert len(table) == 0
 
 
+def test_no_scope_begins_through_a_lost_worker():
+    """Its opener would not know of this worker. A scope that was entered before goes on; its opener has been asked."""
+    table = ScopeTable(0)
+    before, new, other = (2 << COUNTER_BITS | number for number in range(3))
+    opened_by_the_lost = 1 << COUNTER_BITS
+    entered = table.enter(before, caller=1)
+    table.lose(1)
+    assert table.enter(before, caller=1) is entered
+    for refused, caller in [(new, 1), (opened_by_the_lost, 2)]:
+        with pytest.raises(jd.WorkerLostError, match=r"context \d:\d cannot be entered: the worker of rank 1"):
+            table.enter(refused, caller=caller)
+    assert table.enter(other, caller=2).id == other
+    assert len(table) == 2
+
+
 def test_many_threads_enter_one_scope():
     table, found, together = ScopeTable(0), [], threading.Barrier(8)
 

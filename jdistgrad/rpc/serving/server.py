@@ -91,7 +91,7 @@ class Served:
         self.message.body, self.function = None, function
         self.context = scope[0] if scope else None
         try:
-            with within(scopes.enter(*scope) if scope else None):
+            with within(scopes.enter(scope[0], self.message.source) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):
                     args, kwargs = delivered(args, kwargs)
                 mailbox.wait_for_arguments((args, kwargs))
