@@ -182,7 +182,7 @@ def run(
                 job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
             if job.returncode and not job.ended:
                 name_missing(n, launcher_env.notes(notes, launcher_env.CALLED))
-            failed = survive and not job.ended and none_ended(n, notes)
+            failed = survive and not job.ended and has_failed(n, notes)
             return (1 if failed else job.returncode), job.ended
 
     return attempts(attempt, restarts)
@@ -195,8 +195,10 @@ def name_missing(n: int, arrived: Collection[int]) -> None:
         print(f"jdistgrad: ranks {missing} of {n} had not called init when the job ended", file=sys.stderr, flush=True)
 
 
-def none_ended(n: int, notes: str) -> bool:
-    """Return whether all ranks of a job that survives have died, and say so: mpirun's exit status does not tell."""
+def has_failed(n: int, notes: str) -> bool:
+    """Return whether a job that survives has failed, as mpirun's exit status does not tell; say so if all have died."""
+    if launcher_env.notes(notes, launcher_env.FAILED):
+        return True
     none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
     if none:
         print(f"jdistgrad: none of the {n} ranks came to its end", file=sys.stderr, flush=True)

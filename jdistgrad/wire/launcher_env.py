@@ -15,9 +15,9 @@ OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
 
 # Where ranks leave notes for `jdistgrad run`, and what the notes are called: before MPI starts, ranks cannot tell each
 # other that they have called ``init``; and mpirun's exit status does not tell whether any rank of a job that survives
-# came to its end.
+# came to its end, nor whether one failed when the others needed it no more.
 NOTES = "JDISTGRAD_NOTES"
-CALLED, JOINED, ENDED = "called", "joined", "ended"
+CALLED, JOINED, ENDED, FAILED = "called", "joined", "ended", "failed"
 
 
 def leave_note(what: str) -> None:

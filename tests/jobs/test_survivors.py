@@ -258,6 +258,17 @@ def test_a_job_of_which_no_rank_is_left_has_failed(surviving_job):
     surviving_job(2, "jd.init()\nraise ValueError('all of us')").expect("none of the 2 ranks came to its end", status=1)
 
 
+def test_a_rank_that_fails_after_the_end_of_the_world_counts(surviving_job):
+    surviving_job(
+        3,
+        """
+        me = jd.init()
+        jd.shutdown(timeout=20)
+        assert me.rank != 1, "the result is wrong"
+        """,
+    ).expect("AssertionError: the result is wrong", status=1)
+
+
 def test_a_job_that_is_told_to_end_does_not_blame_its_ranks(surviving_job):
     job = surviving_job(
         2,

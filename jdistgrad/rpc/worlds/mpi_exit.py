@@ -41,6 +41,8 @@ def guard(rank: int) -> None:
         if error is not _reported:
             previous(kind, error, trace)
         if _fork is None and _latest is not None and _latest.survives:
+            if _latest.closing.told:
+                launcher_env.leave_note(launcher_env.FAILED)
             _die(_latest, f"it failed: {in_short(error)}")
         elif _fork is None:
             end_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
