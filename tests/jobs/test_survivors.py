@@ -269,6 +269,19 @@ def test_a_rank_that_fails_after_the_end_of_the_world_counts(surviving_job):
     ).expect("AssertionError: the result is wrong", status=1)
 
 
+def test_a_job_ends_with_its_last_worker_that_moves(surviving_job):
+    surviving_job(
+        2,
+        """
+        me = jd.init()
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raise ValueError("no more data")
+        """,
+        JDISTGRAD_SILENCE="3",
+    ).expect("no other worker gave a sign of life, to go on without it; ending the job", status=None)
+
+
 def test_a_job_that_is_told_to_end_does_not_blame_its_ranks(surviving_job):
     job = surviving_job(
         2,

@@ -15,6 +15,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from jdistgrad.config import settings
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
@@ -96,14 +97,20 @@ def _die(worker: Worker, why: str) -> None:
     try:
         if not worker.closed:
             worker.peers.leave(why)
-            others = set(range(worker.size)) - {worker.rank, *worker.peers.lost}
-            poll(lambda: worker.given_up_by >= others - worker.peers.lost.keys(), TOLD_SECONDS)
+            poll(lambda: worker.given_up_by >= others_of(worker), TOLD_SECONDS)
+            if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
+                end_job(f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it")
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None
                 stream.flush()
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def others_of(worker: Worker) -> set[int]:
+    """Return the ranks of the other workers that are not lost."""
+    return set(range(worker.size)) - {worker.rank, *worker.peers.lost}
 
 
 class Fork:
