@@ -249,7 +249,9 @@ class DataParallel(Corrected):
         Example:
           >>> shown = dp.mean({"loss": 0.5, "correct": 12})
         """
-        means: Tree = self.collectives.allreduce(jax.tree.map(_as_float, metrics), "mean")
+        found, driver = jax.tree.map(_as_float, metrics), self._driver_of(metrics)
+        goes_on = driver is not None and driver.goes_on
+        means: Tree = driver.mean(found) if driver and goes_on else self.collectives.allreduce(found, "mean")
         return means
 
     def average_in(self, ctx: Context | int, rrefs: Sequence[RRef[Any]]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from faults import many, program, ranks, restarts, steps, survivors
+from faults import many, program, ranks, restarts, steps, steps_survived, survivors
 from faults.outcomes import Outcome
 
 
@@ -32,6 +32,7 @@ ROWS = {
     for row in (
         Row("killed", ranks.killed, 1000, 2),
         Row("survived kills", survivors.killed, 1000, 2),
+        Row("survived kills in data-parallel steps", steps_survived.killed, 500, 2),
         Row("standing still", ranks.standing_still, 60, 1),
         Row("ending", ranks.ending, 100, 1),
         Row("failing functions", played("faults.calls"), 1000, 30),

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
-from jdistgrad.errors import CollectiveError
+from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.worker import find_worker
 
@@ -36,6 +36,7 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
+    _require_alive(range(world.seat().size) if chosen is None else chosen)
     made = Local(chosen) if world.is_local() else _between_processes(chosen and MPI.subset(chosen))
     made.meets_in_programs = check
     return made
@@ -67,6 +68,19 @@ def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
             "this world, each once, the caller's among them. Workers outside a group take no part in it."
         )
     return chosen
+
+
+def _require_alive(ranks: Sequence[int]) -> None:
+    """Raise WorkerLostError if one of these workers is lost."""
+    worker = find_worker()
+    lost = [] if worker is None else [rank for rank in ranks if rank in worker.peers.lost]
+    for rank in lost:
+        assert worker is not None
+        raise WorkerLostError(
+            f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are left, on "
+            "all of them: jd.collectives.of_this_world([...]).",
+            worker=worker.directory.workers[rank],
+        )
 
 
 def shared() -> HostCollectives:

@@ -173,6 +173,16 @@ class HostCollectives(Collectives):
     def twin(self) -> "HostCollectives":
         """Return the same group over a channel of its own. Every rank must call it."""
 
+    # In a group that has gone on without ranks, the others count as ranks of the group as it was made:
+
+    def place_of(self, rank: int) -> int:
+        """Return the place, in the group as it is now, of a rank of the group as it was made."""
+        return rank
+
+    def rank_at(self, place: int) -> int:
+        """Return the rank, in the group as it was made, at a place in the group as it is now."""
+        return place
+
     @abc.abstractmethod
     def announce(self, word: bytes, what: str) -> Meeting:
         """Begin a meeting with this rank's word. The words of all ranks have one length."""

@@ -1,5 +1,6 @@
 """Collectives over the devices along a mesh axis, inside ``jax.shard_map``: XLA's own."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from jax import lax
 
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.worker import find_worker
+
+log = logging.getLogger("jdistgrad.data_parallel")
 
 
 class Mesh(Collectives):
@@ -23,6 +27,13 @@ class Mesh(Collectives):
 
     def __init__(self, axis_name: Any):
         self.axis_name = axis_name
+        worker = find_worker()
+        if worker is not None and worker.survives and jax.distributed.is_initialized():
+            log.warning(
+                "%r: a mesh over several processes does not go on without one that dies: jax.distributed ends all of "
+                "them. Steps over MPI that are called from Python go on.",
+                self,
+            )
 
     def __repr__(self) -> str:
         return f"Mesh({self.axis_name!r})"

@@ -38,6 +38,11 @@ AT_ONCE = 100e-6  # seconds
 _begun: dict[int, Any] = {}  # the gathers under way: MPI uses their memory even when this rank no longer waits
 
 
+def keep_until_the_end(request: Any, *memory: Any) -> None:
+    """Keep the memory of a request that this rank may cease to wait for."""
+    _begun[id(request)] = (request, *memory)
+
+
 class MPI(HostCollectives):
     """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.
 
@@ -96,7 +101,11 @@ class MPI(HostCollectives):
         """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
         from mpi4py import MPI as mpi  # noqa: N811
 
-        return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks))
+        chosen, worker = mpi.COMM_WORLD.group.Incl(ranks), find_worker()
+        if worker is None or not worker.survives:
+            return mpi.COMM_WORLD.Create_group(chosen)
+        tag = f"jdistgrad {list(ranks)}"  # not from the communicator of all, some of whom may be dead
+        return mpi.Intracomm.Create_from_group(chosen, tag, errhandler=mpi.ERRORS_RETURN)
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size})"
@@ -116,15 +125,15 @@ class MPI(HostCollectives):
         try:
             request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
         except Exception as error:
-            raise_lost(error, self.world_ranks, what)
+            self._raise_lost(error, what)
             raise
-        _begun[id(request)] = (word, everybody, request)
+        keep_until_the_end(request, word, everybody)
 
         def has_ended() -> bool:
             try:
                 return bool(request.Test())
             except Exception as error:
-                raise_lost(error, self.world_ranks, what)
+                self._raise_lost(error, what)
                 raise
 
         def wait(timeout: float) -> list[bytes]:
@@ -134,6 +143,10 @@ class MPI(HostCollectives):
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return Meeting(wait, has_ended)
+
+    def _raise_lost(self, error: Exception, what: str) -> None:
+        """Raise WorkerLostError if an error of MPI comes from the loss of a worker; else return."""
+        raise_lost(error, self.world_ranks, what)
 
     def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
         with together:

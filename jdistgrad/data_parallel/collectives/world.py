@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.rpc.current import fork_error
@@ -34,25 +34,41 @@ class WatchedBlock:
       worker: the worker; None without a world, when there is no watchdog.
       entry: the collective.
       ranks: the world ranks of all participants.
-      blocking: whether the block is inside MPI, where only the end of the job ends a wait.
+      blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
+      goes_on: whether the others do not wait for a lost worker.
+
+    Attributes:
+      interrupt: ends the collective on all ranks, if they can go on without those that are lost.
     """
 
-    __slots__ = ("_blocking", "_entry", "_participation", "_ranks", "_worker")
+    __slots__ = ("_blocking", "_entry", "_goes_on", "_participation", "_ranks", "_worker", "interrupt")
 
-    def __init__(self, worker: Any, entry: CollectiveEntry, ranks: Sequence[int], *, blocking: bool):
+    def __init__(
+        self,
+        worker: Any,
+        entry: CollectiveEntry,
+        ranks: Sequence[int],
+        *,
+        blocking: bool,
+        goes_on: bool = False,
+    ):
         self._worker, self._entry, self._ranks, self._blocking = worker, entry, ranks, blocking
+        self.interrupt: Callable[[], None] | None = None
+        self._goes_on = goes_on
         self._participation: Participation | None = None
 
     def __enter__(self) -> "WatchedBlock":
         if self._worker is not None and len(self._ranks) > 1:
-            self._participation = self._worker.watchdog.begin(self._entry, self._ranks, blocking=self._blocking)
+            self._participation = self._worker.watchdog.begin(
+                self._entry, self._ranks, blocking=self._blocking, interrupt=self.interrupt, goes_on=self._goes_on
+            )
         return self
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
         if self._participation is not None:
             self._worker.watchdog.end(self._participation)
         if isinstance(error, Exception):
-            raise_lost(error, self._ranks, self._entry.what)
+            raise_lost(error, self._ranks, self._entry.what, patient=self.interrupt is None)
 
     def check(self) -> None:
         """Raise if a participant will never come."""
@@ -101,15 +117,37 @@ class WatchedBlock:
         return {one: found[self._ranks[one]].place for one in missing if self._ranks[one] in found}
 
 
-def raise_lost(error: Exception, ranks: Sequence[int], what: str) -> None:
-    """Raise WorkerLostError if an error of MPI comes from the loss of a worker among these ranks; else return."""
+def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bool = True) -> None:
+    """Raise WorkerLostError if an error of MPI comes from the loss of a worker among these ranks; else return.
+
+    Arguments:
+      patient: wait for the name of the lost worker.
+    """
     worker = find_worker()
     if worker is None or not worker.survives or not type(error).__module__.startswith("mpi4py"):
         return
-    poll(lambda: worker.peers.lost.keys() & set(ranks), TOLD_SECONDS)  # another thread is about to find out
+    if patient:
+        poll(lambda: worker.peers.lost.keys() & set(ranks), TOLD_SECONDS)  # another thread is about to find out
+    elif is_failure(error) and not worker.peers.lost.keys() & set(ranks):
+        text = f"{worker.info} ({what}): a rank has died, or has given this operation up since another has died"
+        raise errors.WorkerLostError(text) from error
     for rank in sorted(worker.peers.lost.keys() & set(ranks)):
         text = f"{worker.info} ({what}): {worker.peers.lost[rank]}. Collectives do not go on without it."
         raise errors.WorkerLostError(text, worker=worker.directory.workers[rank]) from error
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return the names of workers of this world."""
+    return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
+
+
+def is_failure(error: Exception) -> bool:
+    """Return whether an error is one of MPI that may come from the death of a rank."""
+    if not type(error).__module__.startswith("mpi4py"):
+        return False
+    from jdistgrad.wire import mpi_failures
+
+    return mpi_failures.is_failure(cast("mpi_failures.MPI.Exception", error))
 
 
 def seat() -> Seat:

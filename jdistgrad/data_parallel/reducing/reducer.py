@@ -16,9 +16,11 @@ from jdistgrad.data_parallel.buckets.leaves import is_sparse
 from jdistgrad.data_parallel.collectives import roll_call
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining, Roll, RollCall
+from jdistgrad.data_parallel.collectives.survivors import Survivors
 from jdistgrad.data_parallel.reducing import averaging
 from jdistgrad.data_parallel.reducing.agreement import Terms, require_agreement, require_same_bits
 from jdistgrad.data_parallel.reducing.memory import Scratch
+from jdistgrad.data_parallel.reducing.repeating import Memory, whole
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.reducing.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.reducing.statistics import Clock, Span
@@ -85,6 +87,52 @@ class Reducer:
                 self.fail(step, bucket)
             raise
 
+    # Going on without ranks that die.
+
+    @property
+    def votes(self) -> bool:
+        """Return whether the ranks vote after each operation. In ``join`` blocks they shadow each other instead."""
+        return isinstance(self.collectives, Survivors) and self.joining is Joining.NONE
+
+    def vote(self, error: BaseException | None) -> bool:
+        """Return whether an operation is whole on every rank; if not, go on without those lost. All ranks come to it.
+
+        Arguments:
+          error: the error with which the operation has failed here.
+        """
+        group = self.collectives
+        if isinstance(group, Survivors) and isinstance(error, CollectiveError | NonFiniteError):
+            group.explain(error)
+        if not self.votes or isinstance(self.broken, CollectiveError) or not isinstance(group, Survivors):
+            return True
+        try:
+            if group.vote(whole=not isinstance(error, WorkerLostError)):
+                return True
+            self.collectives = group.without_lost()
+        except (WorkerLostError, MissingRanksError) as failure:
+            self.broken = CollectiveError(f"these steps do not go on any more: {failure}")
+            raise
+        self.broken, self._failed = None, 0
+        self._announced.clear()
+        return False
+
+    def memory(self) -> Memory:
+        """Return what must be put back before an operation is done again."""
+        return Memory(self.step, {digest: dict(states) for digest, states in self.states.items()})
+
+    def put_back(self, before: Memory) -> None:
+        self.step, self.states = before.step, before.states
+
+    def abandon(self, step: int, bucket: int) -> None:
+        """Announce a failure of this rank alone, in the group as it is after the loss of a rank too."""
+        error = None
+        try:
+            self.fail(step, bucket)
+        except WorkerLostError as lost:
+            error = lost
+        if not self.vote(error):
+            self.abandon(step, bucket)
+
     def fail(self, step: int, bucket: int) -> None:
         """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
         if step > self._failed:
@@ -108,9 +156,12 @@ class Reducer:
     def agree(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
         """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ."""
         digest = terms.digest()
-        if digest in self.plans:
-            return self.plans[digest]
-        return self._share_plan(self._meet(self._roll(Act.AGREE, digest=digest), terms), terms, order)
+        return self.plans[digest] if digest in self.plans else self._agree_anew(terms, order)
+
+    @whole
+    def _agree_anew(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
+        call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
+        return self._share_plan(call, terms, order)
 
     def _share_plan(self, call: RollCall, terms: Terms | None, order: Sequence[int] | None) -> BucketPlan:
         """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
@@ -204,6 +255,7 @@ class Reducer:
             path=slot.path,
         )
 
+    @whole
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Return which parameters any rank used. Ranks that have joined used none."""
         self._meet(self._roll(Act.USED, len(used)))
@@ -213,6 +265,7 @@ class Reducer:
         self.collectives.reduce_in_place(used, "max")
         return used.astype(bool)
 
+    @whole
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return each of some times on the rank where it is longest."""
         self._meet(self._roll(Act.TUNE, len(seconds)))
@@ -220,13 +273,21 @@ class Reducer:
         self.collectives.reduce_in_place(found, "max")
         return found.tolist()
 
+    @whole
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """Overwrite this rank's leaves with the root's."""
+        root = self.collectives.place_of(root)
         self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
             self.collectives.broadcast_in_place(memory, root)
         return memories
 
+    @whole
+    def mean(self, tree: Any) -> Any:
+        """Return the mean of a tree of arrays."""
+        return self.collectives.allreduce(tree, "mean")
+
+    @whole
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
         """Compare the leaves of all ranks."""
         self._meet(self._roll(Act.VERIFY, digest=terms.digest()), terms)
@@ -243,7 +304,7 @@ class Reducer:
             call = self._meet(self._roll(Act.SHADOW))
             if call.leader is None:
                 self.joining = Joining.NONE
-                return max(self.last_active)
+                return self.collectives.rank_at(max(self.last_active))
             lead = call.rolls[call.leader]
             self.step = max(self.step, lead.step)
             if lead.act is Act.AGREE:

@@ -1,7 +1,9 @@
 """Averaging inside one compiled step: pure and synchronous, for all collectives."""
 
 import contextlib
+import functools
 import hashlib
+import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 from jdistgrad.rpc.functions import Args
+
+log = logging.getLogger("jdistgrad.data_parallel")
 
 
 class CompiledAverage:
@@ -36,6 +40,8 @@ class CompiledAverage:
 
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
         """Return the average of a tree of gradients, and the hook's new states. Every rank must call it."""
+        if self._driver is not None and self._driver.goes_on:
+            _say_what_does_not_go_on()
         leaves, structure = flatten(gradients)
         buckets = self._buckets(gradients)
         with self._section(what, buckets) as all_:
@@ -85,6 +91,14 @@ class CompiledAverage:
             self._rules.require_averages(terms.leaves)
             return self._rules.plan(terms, None).buckets
         return self._driver.buckets(tree)
+
+
+@functools.cache
+def _say_what_does_not_go_on() -> None:
+    log.warning(
+        "averages inside jax.jit do not go on without a rank that dies: they fail, or the job ends. Steps and averages "
+        "that are called from Python go on."
+    )
 
 
 def average_buckets(

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_dimensions, is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
+from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.agreement import Terms
 from jdistgrad.data_parallel.reducing.reducer import Reducer
+from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
@@ -29,12 +31,14 @@ from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.data_parallel.steps.trace import Trace, readiness
 from jdistgrad.rpc.functions import Args, Kwargs
 
+T = TypeVar("T")
+
 
 class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
-        twin = collectives.twin()
+        twin = self._channel(collectives)
         twin.timeout = rules.timeout
         self._rules, self._reducer = rules, Reducer(twin, rules)
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
@@ -43,6 +47,15 @@ class Driver:
         self._tuning = Tuning(rules) if rules.bucket_cap_mb == "auto" else None
         self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
+
+    def _channel(self, collectives: HostCollectives) -> HostCollectives:
+        """Return a channel of this driver's own."""
+        return able_to_go_on(collectives)
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether steps go on without ranks that die."""
+        return self._reducer.votes
 
     @property
     def joining(self) -> bool:
@@ -60,6 +73,10 @@ class Driver:
     def verify(self, tree: Any) -> None:
         """Check that a tree is the same on every rank."""
         self._thread.run(self._reducer.verify, *self._on_host(tree))
+
+    def mean(self, tree: Any) -> Any:
+        """Return the mean of a tree of arrays over all ranks."""
+        return self._thread.run(self._reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
         described = describe_all(tree)
@@ -97,10 +114,30 @@ class Driver:
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step with a compiled program."""
-        reduction = self._begin(program.plan)
-        with _abandon_on_error(reduction):
-            results = program.run(args, kwargs, reduction.launch)
-        return results, self._end(program.plan, program.structure, reduction, program.used)
+
+        def compute(reduction: Reduction) -> Any:
+            return program.run(args, kwargs, reduction.launch)
+
+        results, averaged, handling = self._whole(compute, lambda: self._begin(program.plan))
+        return results, self._end(program.plan, program.structure, averaged, handling, program.used)
+
+    def _whole(
+        self, compute: Callable[[Reduction], T], begin: Callable[[], Reduction]
+    ) -> tuple[T, list[Any], Handling]:
+        """Return what a function computes that launches all gradients of a reduction; the averages; their handling.
+
+        If a rank dies meanwhile, all this is done again without it.
+        """
+        while True:
+            before = self._reducer.memory() if self.goes_on else None
+            reduction = begin()
+            with _abandon_on_error(reduction):
+                results = compute(reduction)
+            try:
+                return results, reduction.finish(), reduction.handling
+            except UnfinishedError:
+                assert before is not None
+                self._reducer.put_back(before)
 
     def _tune(self, tuning: Tuning) -> None:
         """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
@@ -120,22 +157,28 @@ class Driver:
     def average(self, gradients: Any) -> Any:
         """Return the average of a tree of gradients, which is not overwritten."""
         plan = self._plan_for(gradients)
-        return self._average(plan, gradients, self._begin(plan, Act.AVERAGE))
+        return self._average(plan, gradients, lambda: self._begin(plan, Act.AVERAGE))[0]
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
         plan = self._plan_for(gradients)
-        current = dict(enumerate(states))
-        reduction = self._begin(plan, Act.AVERAGE, hook=hook, states=current)
-        return self._average(plan, gradients, reduction), [current[number] for number in range(len(states))]
+
+        def begin() -> Reduction:
+            return self._begin(plan, Act.AVERAGE, hook=hook, states=dict(enumerate(states)))
+
+        averages, handling = self._average(plan, gradients, begin)
+        return averages, [handling.states[number] for number in range(len(states))]
 
     def _average(
-        self, plan: BucketPlan, gradients: Any, reduction: Reduction, used: Sequence[bool] | None = None
-    ) -> Any:
+        self, plan: BucketPlan, gradients: Any, begin: Callable[[], Reduction], used: Sequence[bool] | None = None
+    ) -> tuple[Any, Handling]:
         leaves, structure = flatten(gradients)
-        with _abandon_on_error(reduction):
+
+        def compute(reduction: Reduction) -> None:
             reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
-        return self._end(plan, structure, reduction, used)
+
+        _, averaged, handling = self._whole(compute, begin)
+        return self._end(plan, structure, averaged, handling, used), handling
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one."""
@@ -153,9 +196,15 @@ class Driver:
         self._reducer.step += 1
         return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
 
-    def _end(self, plan: BucketPlan, structure: Any, reduction: Reduction, used: Sequence[bool] | None = None) -> Any:
-        averaged = reduction.finish()
-        self._note(plan, structure, reduction.handling.clock, used)
+    def _end(
+        self,
+        plan: BucketPlan,
+        structure: Any,
+        averaged: Sequence[Any],
+        handling: Handling,
+        used: Sequence[bool] | None = None,
+    ) -> Any:
+        self._note(plan, structure, handling.clock, used)
         return jax.tree.unflatten(structure, averaged)
 
     def _note(self, plan: BucketPlan, structure: Any, clock: Clock, used: Sequence[bool] | None) -> None:
@@ -165,8 +214,9 @@ class Driver:
             shared = self._thread.run(self._reducer.share_used, self._usage.take(structure, used))
             self.used = jax.tree.unflatten(structure, shared.tolist())
             unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
-        who = self._reducer.collectives
-        self.statistics = after_step(self.statistics, plan, clock, unused, who.rank, who.size)
+        group = self._reducer.collectives
+        rank, size = group.rank_at(group.rank), group.size
+        self.statistics = after_step(self.statistics, plan, clock, unused, rank, size)
 
     # Agreement.
 

@@ -27,6 +27,7 @@ from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.devices import Devices
+from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.collectives.several_devices import back, first_faults, on_one, on_several
@@ -101,6 +102,9 @@ class DeviceDriver(Driver):
                 return programs.find(args, kwargs, (*kind, "apart"), functools.partial(self._on_several, programs))
             return programs.find(args, kwargs, kind, make, self._devices.span)
         return super()._compiled(programs, args, kwargs, overlap=overlap)
+
+    def _channel(self, collectives: HostCollectives) -> HostCollectives:
+        return collectives.twin()
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
         if jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(on_several, found.closed.consts)):
@@ -187,7 +191,7 @@ class DeviceDriver(Driver):
         self._warn("host", IN_HOST_MEMORY)
         kept = dataclasses.replace(handling, overwrite=False)
         near = gradients if handling.hook is None else on_one(gradients, self._devices.device)
-        averaged = self._average(plan, near, Reduction(self._reducer, self._thread, plan, kept), used)
+        averaged, _ = self._average(plan, near, lambda: Reduction(self._reducer, self._thread, plan, kept), used)
         return averaged if near is gradients else back(averaged, gradients)
 
     def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:

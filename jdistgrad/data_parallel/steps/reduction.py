@@ -11,6 +11,7 @@ import jax
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
 from jdistgrad.data_parallel.reducing.reducer import Reducer
+from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
@@ -119,10 +120,14 @@ class Reduction:
 
     def abandon(self) -> None:
         """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
-        self._thread.submit(self._reducer.fail, self.handling.step, len(self._launched))
+        self._thread.submit(self._reducer.abandon, self.handling.step, len(self._launched))
 
     def finish(self) -> list[Any]:
-        """Wait for every bucket; return the averaged gradients, by leaf."""
+        """Wait for every bucket; return the averaged gradients, by leaf.
+
+        Raises:
+          UnfinishedError: a rank has died meanwhile; begin again.
+        """
         if len(self._launched) < len(self._plan.buckets):
             missing = self._launching.missing()
             raise LeafError(
@@ -130,12 +135,22 @@ class Reduction:
                 "every leaf ready in every step, those that are zero too.",
                 path=missing[0],
             )
-        if self._launched:
-            self._launched[-1].exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
+        vote = [self._thread.submit(self._vote)] if self._reducer.votes else []
+        for last in [*self._launched, *vote][-1:]:
+            last.exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
+        if vote and not vote[0].result():
+            raise UnfinishedError(
+                f"step {self.handling.step}: a rank has died, so no rank has the averages of this step; the gradients "
+                "are used up. Begin the step again: the other ranks go on without it."
+            )
         for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
             for slot, averaged in zip(bucket.slots, future.result(), strict=True):
                 self._gradients[slot.index] = averaged
         return self._gradients
+
+    def _vote(self) -> bool:
+        errors = (launched.exception() for launched in self._launched)
+        return self._reducer.vote(next(filter(None, errors), None))
 
     def _take(self, number: int) -> list[Any]:
         slots = self._plan.buckets[number].slots

@@ -43,11 +43,19 @@ class CollectiveEntry:
 
 @dataclasses.dataclass(eq=False)
 class Participation:
-    """A collective that this worker is in. ``blocking``: it waits inside MPI, and only the end of the job ends that."""
+    """A collective that this worker is in.
+
+    Attributes:
+      blocking: it waits inside MPI, and only ``interrupt``, or else the end of the job, ends that.
+      interrupt: ends the collective on all ranks that can do without one that is lost.
+      goes_on: whether the others do not wait for a lost worker in it.
+    """
 
     entry: CollectiveEntry
     peers: frozenset[int]
     blocking: bool
+    interrupt: Callable[[], None] | None = None
+    goes_on: bool = False
     since: float = dataclasses.field(default_factory=time.monotonic)
     asked: float = 0.0
     error: errors.DistgradError | None = None
@@ -93,9 +101,17 @@ class Watchdog:
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
         self._engaged: dict[int, Participation] = {}
 
-    def begin(self, entry: CollectiveEntry, peers: Collection[int], *, blocking: bool) -> Participation:
+    def begin(
+        self,
+        entry: CollectiveEntry,
+        peers: Collection[int],
+        *,
+        blocking: bool,
+        interrupt: Callable[[], None] | None = None,
+        goes_on: bool = False,
+    ) -> Participation:
         """Register a collective with other workers, until ``end``. Raises if one of them is already lost."""
-        one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking)
+        one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
         self._engaged[id(one)] = one
         if self._peers.lost:
             for peer, why in list(self._peers.lost.items()):
@@ -119,17 +135,21 @@ class Watchdog:
     def lost(self, peer: int, why: str) -> None:
         """Give up the collectives that a lost worker takes part in."""
         for one in list(self._engaged.values()):
-            if peer in one.peers:
+            if peer in one.peers and one.goes_on:
+                one.peers -= {peer}
+            elif peer in one.peers:
                 self._give_up(one, peer, why)
 
     def _give_up(self, one: Participation, peer: int, why: str) -> None:
         mailbox = self._mailbox
         text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({one.entry.what}): {why}"
-        if one.blocking:
+        if one.blocking and one.interrupt is None:
             mailbox.process.end_job(text)
         elif one.error is None:
             text += mailbox.error_suffix(text)
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
+            if one.interrupt is not None:
+                one.interrupt()
 
     def look(self, now: float) -> None:
         """Ask the other participants where they are, now and then."""

@@ -1,0 +1,157 @@
+"""Groups over MPI that go on without ranks that die: the ranks vote after each operation whether all have come through.
+
+When a rank dies, MPI raises an error on some of the others, and not in the same operation on all. Whoever sees one
+revokes the communicator, so that nobody waits any more in an operation that will not end, and all come to the vote. It
+is MPI's agreement (ULFM's ``MPI_Comm_agree``), whose result is the same on all that are alive, also if ranks die
+meanwhile. Only if all ranks are alive and have come through does the operation count; otherwise all shrink the
+communicator to the living, and do the operation again. So nobody uses a result that another rank does not have.
+
+What it costs: the vote, which all ranks come to at about the same time. What it cannot do: ranks that MPI takes to be
+alive, but which do not answer, keep the others from voting; that ends in an error.
+"""
+
+import copy
+import hashlib
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI, keep_until_the_end
+from jdistgrad.data_parallel.collectives.world import (
+    TOLD_SECONDS,
+    CollectiveEntry,
+    WatchedBlock,
+    is_failure,
+    names_of,
+    raise_lost,
+)
+from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
+from jdistgrad.rpc.worker import find_worker
+from jdistgrad.wire.polling import poll
+
+UNKNOWN_SECONDS = 10.0  # how long MPI may take a worker to be alive that is known to be lost
+VOTE = -1  # the turn of all votes: ranks come to a vote from different operations
+
+log = logging.getLogger("jdistgrad.data_parallel")
+
+
+def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
+    """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
+    worker, twin = find_worker(), collectives.twin()
+    if worker is None or not worker.survives or not isinstance(twin, MPI):
+        return twin
+    made = object.__new__(Survivors)
+    made.__dict__.update(vars(twin))
+    made.first_ranks = made.world_ranks
+    made._of_programs = made
+    return made
+
+
+class Survivors(MPI):
+    """A group that goes on without ranks that die. ``first_ranks``: the world ranks of the group as it was made."""
+
+    first_ranks: tuple[int, ...]
+
+    def place_of(self, rank: int) -> int:
+        worker = self.first_ranks[rank]
+        if worker not in self.world_ranks:
+            raise CollectiveError(f"rank {rank} of this group, {names_of([worker])}, is lost: choose one that is left")
+        return self.world_ranks.index(worker)
+
+    def rank_at(self, place: int) -> int:
+        return self.first_ranks.index(self.world_ranks[place])
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error who the ranks are that it names, if some are lost: the others have moved up."""
+        if self.size < len(self.first_ranks) and error is not None and not hasattr(error, "__notes__"):
+            error.add_note(f"The ranks 0 to {self.size - 1} that are left of this group: {names_of(self.world_ranks)}")
+
+    def vote(self, *, whole: bool) -> bool:
+        """Return whether all ranks are alive and vote that an operation is whole: the same on all that are alive.
+
+        Raises:
+          MissingRanksError: some ranks did not come in time.
+          WorkerLostError: a rank is lost, and MPI does not know of it; or a rank will never come.
+        """
+        if not whole:
+            self._interrupt()
+        ballot = np.array([whole], np.int32)
+        entry = CollectiveEntry("a vote on an operation", self._name, VOTE)
+        with WatchedBlock(find_worker(), entry, self.world_ranks, blocking=False, goes_on=True) as together:
+            try:
+                request = self.comm.Iagree(ballot)
+                self._wait_for_vote(request, ballot, together)
+            except Exception as error:
+                if not is_failure(error):
+                    raise
+                return False
+        return bool(ballot[0])
+
+    def _wait_for_vote(self, request: Any, ballot: np.ndarray, together: WatchedBlock) -> None:
+        end = time.monotonic() + AT_ONCE
+        while not request.Test():
+            if time.monotonic() < end:
+                os.sched_yield()
+                continue
+            keep_until_the_end(request, ballot)
+            if not poll(request.Test, self.timeout, _Check(self, together)):
+                text = f"a vote on an operation did not end within {self.timeout:g} s. {together.unfinished()}"
+                raise MissingRanksError(text, missing=[], seconds=self.timeout)
+            return
+
+    def without_lost(self) -> "Survivors":
+        """Return the group of those that are alive. All of them must call it, after a vote that was not for all."""
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        self._interrupt()
+        other = copy.copy(self)
+        other.comm = self.comm.Shrink()
+        other.rank, other.size = other.comm.rank, other.comm.size
+        places = mpi.Group.Translate_ranks(other.comm.group, range(other.size), self.comm.group)
+        other.world_ranks = tuple(self.world_ranks[place] for place in places)
+        other._name = hashlib.blake2b(self._name + repr(other.world_ranks).encode(), digest_size=8).digest()
+        other._of_programs, other.turn, other.refusal = other, 0, None
+        self._tell_of(set(self.world_ranks) - set(other.world_ranks), other.size)
+        return other
+
+    def _tell_of(self, lost: set[int], left: int) -> None:
+        worker = find_worker()
+        assert worker is not None
+        if lost:
+            poll(lambda: lost <= worker.peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
+            log.warning("data-parallel steps go on on %d ranks, without %s", left, names_of(sorted(lost)))
+
+    def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
+        block = super()._together(what, blocking=blocking, may_leave=may_leave)
+        block.interrupt = self._interrupt
+        return block
+
+    def _raise_lost(self, error: Exception, what: str) -> None:
+        raise_lost(error, self.world_ranks, what, patient=False)
+
+    def _interrupt(self) -> None:
+        """End all operations of this group, on all ranks."""
+        self.comm.Revoke()
+
+
+class _Check:
+    """Raises, while ranks vote, if one will never come, or is lost and MPI does not find out."""
+
+    def __init__(self, group: Survivors, together: WatchedBlock):
+        self._group, self._together, self._known = group, together, dict[int, float]()
+
+    def __call__(self) -> None:
+        self._together.check()
+        worker, now = find_worker(), time.monotonic()
+        assert worker is not None
+        for rank in worker.peers.lost.keys() & set(self._group.world_ranks):
+            if now - self._known.setdefault(rank, now) > UNKNOWN_SECONDS:
+                raise WorkerLostError(
+                    f"{worker.info}: {worker.peers.lost[rank]}, but MPI takes it to be alive, so the others cannot go "
+                    "on without it. Start the job again from its last checkpoint.",
+                    worker=worker.directory.workers[rank],
+                )
