@@ -5,6 +5,7 @@ the parameters at that time: each step must give the same bits. Each prints a li
 """
 
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import random
@@ -111,6 +112,7 @@ class Training:
 def main() -> None:
     chosen = survivors_load.options()
     me = jd.init("peer{rank}")
+    faulthandler.dump_traceback_later(TO_END)
     training = Training(me.rank, chosen.seed)
     training.run(chosen.seconds, dict(zip(chosen.victims, chosen.after, strict=True)))
     training.run_again([rank for rank in range(jd.world_size()) if rank not in chosen.victims])

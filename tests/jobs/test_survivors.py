@@ -211,23 +211,95 @@ def test_what_a_context_misses_from_a_lost_worker_fails_by_name(surviving_job):
     ).expect("worker0 []", "worker2 []")
 
 
-def test_averages_in_which_a_lost_rank_takes_part_fail_by_name(surviving_job):
+def test_steps_in_which_ranks_die_are_done_again_without_them(surviving_job):
+    """Ranks 0 and 2 die between two buckets of a step. The hook counts its steps, each of which must count once."""
     surviving_job(
-        3,
+        4,
+        """
+        import jax
+        import numpy as np
+
+        me = jd.init()
+        counted = {}
+
+        def apply(bucket, count, collectives):
+            if bucket.index == 1 and {0: 3, 2: 6}.get(me.rank) == count:
+                die()
+            counted[bucket.index] = count
+            return collectives.allreduce(bucket.flat / bucket.divisor), count + 1
+
+        hook = jd.hooks.Hook(lambda bucket: 0, apply, "dying")
+        dp = jd.DataParallel(hook=hook, bucket_cap_mb=1e-5, find_unused_parameters=True, timeout=60)
+        step = dp.value_and_grad(lambda p, x: (p["a"] * me.rank**2).sum() + (p["b"] @ x).sum() * me.rank**2)
+        params = dp.broadcast({"a": jnp.ones(3), "b": jnp.ones((2, 5)), "c": jnp.ones(())}, root=2)
+        sizes, sums = [], []
+        for number in range(9):
+            value, gradients = step(params, jnp.ones((5, 1 + me.rank)))
+            sizes.append(dp.statistics().size)
+            sums.append(float(gradients["a"][0]))
+            assert set(counted.values()) == {number}, (number, counted)
+            assert dp.used == {"a": True, "b": True, "c": False}
+        assert sizes == [4, 4, 4, 3, 3, 3, 2, 2, 2], sizes
+        np.testing.assert_allclose(sums, [3.5] * 3 + [14 / 3] * 3 + [5] * 3, rtol=1e-6)
+        assert dp.statistics().rank == me.rank
+        assert dp.average({"x": jnp.full(2, 2.0 + me.rank)})["x"].tolist() == [4, 4]
+        assert dp.mean({"x": me.rank})["x"] == 2
+        assert dp.broadcast(jnp.ones(()) * me.rank, root=3) == 3
+        dp.verify(params)
+        try:
+            dp.broadcast(params, root=2)
+        except jd.errors.CollectiveError as error:
+            assert "rank 2 of this group, worker2 (rank 2), is lost" in str(error), error
+        text = lost_error(jd.DataParallel)
+        assert "worker0 (rank 0) is lost" in text and "of_this_world([...])" in text, text
+        again = jd.DataParallel(jd.collectives.of_this_world([1, 3]))
+        assert again.mean({"x": me.rank})["x"] == 2
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect(
+        "worker1 []",
+        "worker3 []",
+        "data-parallel steps go on on 3 ranks, without worker0 (rank 0)",
+        "data-parallel steps go on on 2 ranks, without worker2 (rank 2)",
+    )
+
+
+def test_what_does_not_go_on_without_a_rank_says_so(surviving_job):
+    surviving_job(
+        4,
         """
         import jax
 
         me = jd.init()
-        dp = jd.DataParallel(timeout=20)
-        dp.average({"x": jnp.ones(3)})
+        dp = jd.DataParallel(timeout=60)
+        like = {"x": jnp.ones(3), "y": jnp.ones((2, 2))}
+        dp.average(like)
+        jax.jit(dp.average)(like)
+        reduction = dp.reduction(like)
+        reduction.ready(1, jnp.ones((2, 2)))
         if me.rank == 1:
             die()
-        for _ in range(2):
-            text = lost_error(lambda: [dp.average({"x": jnp.ones(3)}) for _ in range(2)])
-            assert "worker1 (rank 1) is lost" in text, text
+        reduction.ready(0, jnp.ones(3))
+        text = lost_error(reduction.finish)
+        assert "Begin the step again" in text, text
+        reduction = dp.reduction(like)
+        reduction.ready(0, jnp.ones(3) * me.rank)
+        reduction.ready(1, jnp.ones((2, 2)))
+        assert jnp.allclose(reduction.finish()[0], 5 / 3)
+        text = lost_error(jd.barrier)
+        assert "worker1 (rank 1) is lost" in text, text
+
+        def join():
+            with dp.join():
+                if me.rank == 3:
+                    die()
+                for _ in range(2):
+                    dp.average(like)
+
+        lost_error(join)
         print(me.name, jd.shutdown(timeout=20))
         """,
-    ).expect("worker0 []", "worker2 []")
+    ).expect("worker0 []", "worker2 []", "averages inside jax.jit do not go on without a rank that dies")
 
 
 def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_job):

@@ -35,12 +35,16 @@ CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
 
-_begun: dict[int, Any] = {}  # the gathers under way: MPI uses their memory even when this rank no longer waits
+_begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
 
 
-def keep_until_the_end(request: Any, *memory: Any) -> None:
-    """Keep the memory of a request that this rank may cease to wait for."""
+def keep(request: Any, *memory: Any) -> None:
+    """Keep the memory of a request until it has ended."""
     _begun[id(request)] = (request, *memory)
+
+
+def let_go(request: Any) -> None:
+    _begun.pop(id(request))
 
 
 class MPI(HostCollectives):
@@ -127,7 +131,7 @@ class MPI(HostCollectives):
         except Exception as error:
             self._raise_lost(error, what)
             raise
-        keep_until_the_end(request, word, everybody)
+        keep(request, word, everybody)
 
         def has_ended() -> bool:
             try:
@@ -139,7 +143,7 @@ class MPI(HostCollectives):
         def wait(timeout: float) -> list[bytes]:
             if not has_ended():
                 self._wait_for(has_ended, what, timeout, together)
-            _begun.pop(id(request))
+            let_go(request)
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return Meeting(wait, has_ended)

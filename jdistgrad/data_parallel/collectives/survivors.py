@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI, keep_until_the_end
+from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI, keep, let_go
 from jdistgrad.data_parallel.collectives.world import (
     TOLD_SECONDS,
     CollectiveEntry,
@@ -97,10 +97,11 @@ class Survivors(MPI):
             if time.monotonic() < end:
                 os.sched_yield()
                 continue
-            keep_until_the_end(request, ballot)
+            keep(request, ballot)
             if not poll(request.Test, self.timeout, _Check(self, together)):
                 text = f"a vote on an operation did not end within {self.timeout:g} s. {together.unfinished()}"
                 raise MissingRanksError(text, missing=[], seconds=self.timeout)
+            let_go(request)
             return
 
     def without_lost(self) -> "Survivors":
