@@ -105,11 +105,16 @@ class MPI(HostCollectives):
         """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
         from mpi4py import MPI as mpi  # noqa: N811
 
-        chosen, worker = mpi.COMM_WORLD.group.Incl(ranks), find_worker()
-        if worker is None or not worker.survives:
-            return mpi.COMM_WORLD.Create_group(chosen)
-        tag = f"jdistgrad {list(ranks)}"  # not from the communicator of all, some of whom may be dead
-        return mpi.Intracomm.Create_from_group(chosen, tag, errhandler=mpi.ERRORS_RETURN)
+        whole, worker = mpi.COMM_WORLD, find_worker()
+        others = set(range(whole.size)) - set(ranks)
+        if worker is not None and worker.survives and others and others <= worker.peers.lost.keys():
+            whole = whole.Shrink()  # MPI makes no group from one that has dead ranks
+        places = mpi.Group.Translate_ranks(mpi.COMM_WORLD.group, list(ranks), whole.group)
+        try:
+            return whole.Create_group(whole.group.Incl(places))
+        except mpi.Exception as error:
+            raise_lost(error, sorted(others), "new collectives of some of the workers that are left")
+            raise
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size})"

@@ -210,12 +210,12 @@ class Driver:
     def _note(self, plan: BucketPlan, structure: Any, clock: Clock, used: Sequence[bool] | None) -> None:
         """Update ``used`` and ``statistics`` after a step."""
         unused: list[str] = []
+        group = self._reducer.collectives  # that of the averages: a rank may die in what follows
+        rank, size = group.rank_at(group.rank), group.size
         if self._rules.find_unused_parameters:
             shared = self._thread.run(self._reducer.share_used, self._usage.take(structure, used))
             self.used = jax.tree.unflatten(structure, shared.tolist())
             unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
-        group = self._reducer.collectives
-        rank, size = group.rank_at(group.rank), group.size
         self.statistics = after_step(self.statistics, plan, clock, unused, rank, size)
 
     # Agreement.
