@@ -1,8 +1,10 @@
 """A few faults of every row, and the judging of outcomes. ``make faults`` injects as many as its page says."""
 
+import json
+
 import pytest
 
-from faults import load, program, ranks, steps
+from faults import load, program, ranks, steps, steps_survived, survivors_load
 from faults.jobs import Ended
 from faults.outcomes import HUNG, NAMED, PATIENCE, SURVIVED, WRONG, Outcome, counted, table
 from faults.rows import ROWS
@@ -56,6 +58,29 @@ def test_a_rank_that_ends_by_itself_must_end_the_job():
 )
 def test_the_rank_that_failed_is_found_in_the_output(text, named):
     assert ranks.names(2, text) == named
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({}, ""),
+        ({"digests": ["a", "b", "x"], "again": ["x"]}, "rank 3 has taken other steps: 3 and 3 in number, different"),
+        (
+            {"sizes": [4, 4, 3, 3], "digests": ["a", "b", "c", "d"], "ended": [0, 1, 2, 3]},
+            "rank 3 has taken other steps",
+        ),
+        ({"again": ["x"]}, "rank 3: the steps without the lost have other bits"),
+        ({"left": ["a reference"]}, "rank 3: ['a reference']"),
+        ({"ended": [0.0, 1.0, 3.0]}, "the first good step came after 1.50 s"),
+    ],
+)
+def test_survivors_of_a_data_parallel_step_are_judged(changed, problem):
+    good = {"sizes": [4, 4, 3], "digests": ["a", "b", "c"], "ended": [0.0, 1.0, 2.0], "again": ["c"], "left": []}
+    reports = [(0, good), (1, good), (3, good | changed)]
+    said = [f"{survivors_load.STRUCK}[2, 1.5]", *(survivors_load.SURVIVOR + json.dumps(report) for report in reports)]
+    found = steps_survived.judge({2}, Ended(0, "\n".join(said), None, []), "")
+    assert found.text.startswith(problem)
+    assert found.good == (not problem)
 
 
 def test_steps_that_differ_must_be_told():
