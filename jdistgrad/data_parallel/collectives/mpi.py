@@ -105,7 +105,8 @@ class MPI(HostCollectives):
         """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
         from mpi4py import MPI as mpi  # noqa: N811
 
-        whole, worker = mpi.COMM_WORLD, find_worker()
+        whole: Any = mpi.COMM_WORLD
+        worker = find_worker()
         others = set(range(whole.size)) - set(ranks)
         if worker is not None and worker.survives and others and others <= worker.peers.lost.keys():
             whole = whole.Shrink()  # MPI makes no group from one that has dead ranks
