@@ -1,20 +1,23 @@
-"""The interface of the collectives, and their derivatives, which are the same for all implementations.
+"""The interface of the collectives, and what their derivatives are, the same for all implementations.
 
 A collective is differentiated as part of the *sum of all ranks' results*: every rank's use of its result counts. So the
 transpose of an allreduce is an allreduce of the cotangents; of a broadcast, their sum on the root; of an allgather, on
 each rank the sum of all ranks' cotangents of that rank's row. With ``J`` the operation on the inputs of all ranks
 together, ``<y, J x> = <J' y, x>`` summed over ranks. A loss that every rank computes alike is counted ``size`` times:
-differentiate ``loss / size``.
+differentiate ``loss / size``. Forward mode pushes the tangents of all ranks at once; a maximum or minimum has reverse
+mode only.
 """
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
 
 Op = Literal["sum", "max", "min"]
 AnyOp = Literal["sum", "max", "min", "mean", "prod"]
@@ -42,19 +45,19 @@ class Collectives(abc.ABC):
 
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
         if op == "prod":
-            return jnp.prod(self._gathered(x), axis=0, dtype=x.dtype)
+            return jnp.prod(self.perform("allgather", x), axis=0, dtype=x.dtype)
         if op == "mean":
-            return self._summed(x) / self.size
-        return self._summed(x) if op == "sum" else _extreme(self, op, x)
+            return self.perform("sum", x) / self.size
+        return self.perform("sum", x) if op == "sum" else _extreme(self, op, x)
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
         root = self._checked_root(root)
-        return jax.tree.map(lambda x: self._from_root(jnp.asarray(x), root), tree)
+        return jax.tree.map(lambda x: self.perform("broadcast", jnp.asarray(x), root), tree)
 
     def allgather(self, tree: Any) -> Any:
         """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
-        return jax.tree.map(lambda x: self._gathered(jnp.asarray(x)), tree)
+        return jax.tree.map(lambda x: self.perform("allgather", jnp.asarray(x)), tree)
 
     def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
         """Return the rows of all ranks, one after another. The ranks may have different numbers of rows.
@@ -72,7 +75,7 @@ class Collectives(abc.ABC):
         counts = self._checked_counts([int(count) for count in counts], *next(iter(mine), (0,)))
 
         def gathered(x: Any) -> jax.Array:
-            rows = self._gathered(_padded(jnp.asarray(x), max(counts)))
+            rows = self.perform("allgather", _padded(jnp.asarray(x), max(counts)))
             return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(counts)])
 
         return jax.tree.map(gathered, tree)
@@ -92,32 +95,65 @@ class Collectives(abc.ABC):
         return jax.tree.map(lambda x: self._exchanged(jnp.asarray(x), table), tree)
 
     def _exchanged_equally(self, x: jax.Array) -> jax.Array:
-        return self._swapped(self._blocks(x, "alltoall")).reshape(x.shape)
+        return self.perform("alltoall", self._blocks(x, "alltoall")).reshape(x.shape)
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         mine, most = table[self.rank], max(map(max, table))
         if sum(mine) != len(x):
             raise ValueError(f"alltoall: splits of {list(mine)} rows for an array of {len(x)} rows")
         ends = np.cumsum(mine)[:-1].tolist()
-        blocks = self._swapped(jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
+        blocks = self.perform("alltoall", jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
         return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
 
     def reduce_scatter(self, tree: Any) -> Any:
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
-        return jax.tree.map(lambda x: self._scattered(self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
+        return jax.tree.map(
+            lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree
+        )
 
-    def shift(self, tree: Any, by: int = 1, *, wrap: bool = True) -> Any:
+    def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
 
-        The ranks are a ring; without ``wrap`` a row, whose first ranks get zeros. Transpose: the way back.
+        The ranks are a ring; without ``wrap`` a row, at whose beginning (for a negative ``by``, whose end) ranks get
+        zeros, or ``edge``. Transpose: the way back.
+
+        Arguments:
+          edge: what ranks get to which no other sends: a tree like ``tree``, or one number for all of it.
+
+        Example:
+          >>> left = everybody.shift(u[-1], wrap=False, edge=0.0)  # the last of the left neighbour's points
+          >>> right = everybody.shift(u[0], by=-1, wrap=False, edge=0.0)
         """
+        if wrap and edge is not None:
+            raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
+        route = shifted(self.size, by, wrap=wrap)
+        found = jax.tree.map(lambda x: self.perform("shift", jnp.asarray(x), route), tree)
+        return found if edge is None else self._filled(found, edge, route)
 
-        def shifted(x: jax.Array) -> jax.Array:
-            y = self._moved(x, by)
-            source = self.rank - by
-            return y if wrap else jnp.where((source >= 0) & (source < self.size), y, jnp.zeros_like(y))
+    def _filled(self, tree: Any, edge: Any, route: Route) -> Any:
+        """Return a tree, or ``edge`` on the ranks to which nothing is sent on this route."""
+        arrived = jnp.asarray(route.arrives(self.size))[self.rank]
+        return jax.tree.map(
+            lambda x, e: jnp.where(arrived, x, jnp.broadcast_to(jnp.asarray(e, x.dtype), x.shape)),
+            tree,
+            _like(tree, edge),
+        )
 
-        return jax.tree.map(lambda x: shifted(jnp.asarray(x)), tree)
+    def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
+        """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
+
+        Transpose: the way back. All ranks call it with the same pairs, also those that neither send nor receive. There
+        is no ``send`` and no ``recv`` that only two ranks call: what ``recv`` returns would not depend on anything that
+        its rank differentiates, so JAX would not send the cotangent back. For two ranks, make collectives of these two.
+
+        Arguments:
+          pairs: ``(sender, receiver)``; each rank is at most one pair's sender, and at most one's receiver.
+
+        Example:
+          >>> everybody.permute(x, [(0, 2)])  # rank 0's x on rank 2
+        """
+        route = permuted(self.size, pairs)
+        return jax.tree.map(lambda x: self.perform("permute", jnp.asarray(x), route), tree)
 
     def _blocks(self, x: jax.Array, what: str) -> jax.Array:
         return self._divisible(x, what).reshape(self.size, len(x) // self.size, *x.shape[1:])
@@ -146,28 +182,6 @@ class Collectives(abc.ABC):
             f"alltoall: a compiled program must know splits[sender][receiver] for all {self.size} ranks, not {splits}"
         )
 
-    # The operations on one array, with their derivatives:
-
-    def _summed(self, x: jax.Array) -> jax.Array:
-        return _sum(self, x)
-
-    def _from_root(self, x: jax.Array, root: int) -> jax.Array:
-        return _broadcast(self, root, x)
-
-    def _gathered(self, x: jax.Array) -> jax.Array:
-        return _allgather(self, x)
-
-    def _swapped(self, blocks: jax.Array) -> jax.Array:
-        """Return the blocks that each rank has for this rank, of ``blocks[receiver]`` on each rank."""
-        return _alltoall(self, blocks)
-
-    def _scattered(self, x: jax.Array) -> jax.Array:
-        """Return this rank's block of rows of the sum of the ranks' arrays."""
-        return _scatter(self, x)
-
-    def _moved(self, x: jax.Array, by: int) -> jax.Array:
-        return _shift(self, by % self.size, x)
-
     def _checked_root(self, root: int) -> int:
         if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
             raise ValueError(f"broadcast: the root must be a rank from 0 to {self.size - 1}, not {root!r}")
@@ -192,8 +206,12 @@ class Collectives(abc.ABC):
     # What an implementation must have:
 
     @abc.abstractmethod
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        """Apply the operation of this name, at once or as part of a compiled program."""
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        """Apply the operation of this name to an array, at once or as part of a compiled program, with its derivatives.
+
+        Arguments:
+          how: the root of a broadcast, the route of a shift or a permutation.
+        """
 
 
 def _checked(x: Any, op: str) -> jax.Array:
@@ -203,14 +221,6 @@ def _checked(x: Any, op: str) -> jax.Array:
     if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
         raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
     return array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(collectives: Collectives, x: jax.Array) -> jax.Array:
-    return collectives.perform("sum", x)
-
-
-_sum.defvjp(lambda c, x: (_sum(c, x), None), lambda c, _, g: (_sum(c, g),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -231,51 +241,9 @@ def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[j
 _extreme.defvjp(_extreme_forward, _extreme_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _broadcast(collectives: Collectives, root: int, x: jax.Array) -> jax.Array:
-    return collectives.perform("broadcast", x, root)
-
-
-def _broadcast_backward(collectives: Collectives, root: int, _: None, g: jax.Array) -> tuple[jax.Array]:
-    total = _sum(collectives, g)
-    return (jnp.where(collectives.rank == root, total, jnp.zeros_like(total)),)
-
-
-_broadcast.defvjp(lambda c, root, x: (_broadcast(c, root, x), None), _broadcast_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _allgather(collectives: Collectives, x: jax.Array) -> jax.Array:
-    return collectives.perform("allgather", x)
-
-
-_allgather.defvjp(lambda c, x: (_allgather(c, x), None), lambda c, _, g: (_sum(c, g)[c.rank],))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _alltoall(collectives: Collectives, blocks: jax.Array) -> jax.Array:
-    return collectives.perform("alltoall", blocks)
-
-
-_alltoall.defvjp(lambda c, x: (_alltoall(c, x), None), lambda c, _, g: (_alltoall(c, g),))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(collectives: Collectives, x: jax.Array) -> jax.Array:
-    return collectives.perform("scatter", x)
-
-
-_scatter.defvjp(
-    lambda c, x: (_scatter(c, x), None), lambda c, _, g: (_allgather(c, g).reshape(c.size * len(g), *g.shape[1:]),)
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _shift(collectives: Collectives, by: int, x: jax.Array) -> jax.Array:
-    return collectives.perform("shift", x, by)
-
-
-_shift.defvjp(lambda c, by, x: (_shift(c, by, x), None), lambda c, by, _, g: (_shift(c, -by % c.size, g),))
+def _like(tree: Any, edge: Any) -> Any:
+    """Return a tree with another's structure: ``edge`` has it, or is one number for all leaves."""
+    return jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
 
 
 def _padded(x: jax.Array, count: int) -> jax.Array:

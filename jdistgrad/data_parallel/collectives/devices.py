@@ -82,8 +82,8 @@ class Devices(MPI):
     def rank(self, rank: int) -> None:
         self._rank = rank
 
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        return self.in_programs.perform(name, x, root) if self.span.is_traced else super().perform(name, x, root)
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return self.in_programs.perform(name, x, how) if self.span.is_traced else super().perform(name, x, how)
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         return self.in_programs._exchanged(x, table) if self.span.is_traced else super()._exchanged(x, table)
@@ -96,13 +96,13 @@ class Devices(MPI):
             with super().section(what) as all_:
                 yield all_
 
-    def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         if on_several(x):
-            y = self.eager(name, on_one(x, self.device), root)
+            y = self.eager(name, on_one(x, self.device), how)
             return back(y, x) if y.shape == x.shape else y
-        what, key = described(name, x, root), (name, root, jax.typeof(x))
+        what, key = described(name, x, how), (name, how, jax.typeof(x))
         if key not in self._programs:
-            found = traced(self.span, lambda x: self.in_programs.perform(name, x, root), (x,), {})
+            found = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
             self._programs[key] = SpanningProgram(self.span, found.closed, [x])
         shared = self._programs[key].prepare([x])
         with in_one_order:
@@ -180,8 +180,8 @@ class Devices(MPI):
 class InPrograms(Mesh):
     """The ranks in a program over all devices."""
 
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        found = super().perform(name, x, root)
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        found = super().perform(name, x, how)
         if name not in ("max", "min") or not jnp.issubdtype(x.dtype, jnp.floating):
             return found
         unknown = super().perform("sum", jnp.isnan(x).astype(jnp.int32))

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced, copied, like
+from jdistgrad.data_parallel.buckets.host_arrays import copied, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.primitive import collective_p
+from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
@@ -26,7 +28,7 @@ from jdistgrad.rpc.worker import find_worker
 T = TypeVar("T")
 
 TIMEOUT = 300.0
-DETAILS = {"broadcast": " from rank {}", "shift": " by {}"}
+DETAILS = {"broadcast": " from rank {}", "shift": " {}", "permute": " {}"}
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -42,18 +44,18 @@ class HostCollectives(Collectives):
     _beside: "Beside | None" = None  # runs the operations that were started
     _closed: bool = False
 
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        return _batchable(self, name, root)(x) if any_traced(x) else self.eager(name, x, root)
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return collective_p.bind(x, by=self, name=name, how=how)
 
     # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
 
-    def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
-        self.agree(described(name, x, root))
-        memory = self.on_host(name, x, root)
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        self.agree(described(name, x, how))
+        memory = self.on_host(name, x, how)
         spread = name == "allgather" and len(x.devices()) > 1  # the sharding of x has no axis for the ranks
         return jnp.asarray(memory) if spread else like(memory, x)
 
-    def on_host(self, name: str, x: Any, root: int) -> np.ndarray:
+    def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
         """Return the operation of this name applied to a concrete array, in new memory."""
         if name == "allgather":
             return self.gather_arrays(np.asarray(x))
@@ -62,11 +64,11 @@ class HostCollectives(Collectives):
         if name == "scatter":
             rows = np.ascontiguousarray(x)
             return self.sum_blocks(rows.reshape(self.size, len(rows) // self.size, *rows.shape[1:]))
-        if name == "shift":
-            return self.shift_array(np.ascontiguousarray(x).reshape(np.shape(x)), root)
+        if isinstance(how, Route):
+            return self.pass_on(np.ascontiguousarray(x).reshape(np.shape(x)), how)
         memory = copied(x)
         if name == "broadcast":
-            self.broadcast_in_place(memory, root)
+            self.broadcast_in_place(memory, how)
         else:
             self.reduce_in_place(memory, name)  # type: ignore[arg-type]
         return memory
@@ -162,10 +164,10 @@ class HostCollectives(Collectives):
         other.timeout, other.meets_in_programs = timeout, meets_in_programs
         return other
 
-    def traced(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         """Apply the operation of this name to a tracer."""
-        with self.section(described(name, x, root)) as all_:
-            return all_.compiled(name, x, root)
+        with self.section(described(name, x, how)) as all_:
+            return all_.compiled(name, x, how)
 
     # What an implementation must have. On host memory, called by one thread at a time:
 
@@ -208,8 +210,8 @@ class HostCollectives(Collectives):
         return combined(self.exchange_blocks(memory), "sum").astype(memory.dtype, copy=False)
 
     @abc.abstractmethod
-    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
-        """Return the array of the rank that is ``by`` places before this one in the ring."""
+    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
+        """Return the array of the rank that sends to this one on a route; zeros if none does."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
@@ -221,13 +223,13 @@ class HostCollectives(Collectives):
 
     # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
 
-    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
+    def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
         shape = self._shape_after(name, x)
         result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
         if not on_cpus():
-            return io_callback(lambda x: channel.on_host(name, x, root), result, x, ordered=True)
-        (made,) = call_in_order(lambda x: [channel.on_host(name, x, root)], [result], x, effect=in_order())
+            return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
+        (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=in_order())
         return made
 
     def _shape_after(self, name: str, x: jax.Array) -> tuple[int, ...]:
@@ -316,23 +318,6 @@ def combined(parts: Sequence[np.ndarray] | np.ndarray, op: str) -> np.ndarray:
     return result
 
 
-def described(name: str, x: Any, root: int) -> str:
+def described(name: str, x: Any, how: Any) -> str:
     """Describe an operation in the words that the ranks compare."""
-    return f"{name} of {x.dtype}{list(x.shape)}" + (DETAILS.get(name, "").format(root))
-
-
-def _batchable(collectives: HostCollectives, name: str, root: int) -> Callable[[jax.Array], jax.Array]:
-    """Return the operation as a function that vmap turns into one operation on the whole batch."""
-
-    @jax.custom_batching.custom_vmap
-    def call(x: jax.Array) -> jax.Array:
-        return collectives.traced(name, x, root)
-
-    @call.def_vmap
-    def batched(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        if name in ("alltoall", "scatter"):
-            return jnp.moveaxis(collectives.perform(name, jnp.moveaxis(x, 1, 0), root), 0, 1), in_batched[0]
-        y = collectives.perform(name, x, root)
-        return (jnp.moveaxis(y, 1, 0) if name == "allgather" and in_batched[0] else y), in_batched[0]
-
-    return call
+    return f"{name} of {x.dtype}{list(x.shape)}" + DETAILS.get(name, "").format(how)

@@ -13,6 +13,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
 from jdistgrad.errors import MissingRanksError
 
@@ -110,10 +111,11 @@ class Local(HostCollectives):
         self._exchange("the end of a sum of blocks", None)
         return total
 
-    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
-        shared = self._exchange(f"a shift of {memory.dtype}{list(memory.shape)} by {by}", memory)
-        found = np.array(shared[(self.rank - by) % self.size])
-        self._exchange("the end of a shift", None)
+    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
+        shared = self._exchange(f"a move of {memory.dtype}{list(memory.shape)} {route}", memory)
+        source = route.source(self.rank)
+        found = np.zeros_like(memory) if source is None else np.array(shared[source])
+        self._exchange("the end of a move", None)
         return found
 
     def free(self) -> None:

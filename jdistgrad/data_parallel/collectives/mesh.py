@@ -54,38 +54,18 @@ class Mesh(Collectives):
                 f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
             ) from error
 
-    # JAX differentiates its own collectives.
-
-    def _summed(self, x: jax.Array) -> jax.Array:
-        return self.perform("sum", x)
-
-    def _from_root(self, x: jax.Array, root: int) -> jax.Array:
-        return self.perform("broadcast", x, root)
-
-    def _gathered(self, x: jax.Array) -> jax.Array:
-        return self.perform("allgather", x)
-
-    def _swapped(self, blocks: jax.Array) -> jax.Array:
-        return self.perform("alltoall", blocks)
-
-    def _moved(self, x: jax.Array, by: int) -> jax.Array:
-        return self.perform("shift", x, by % self.size)
-
-    def _scattered(self, x: jax.Array) -> jax.Array:
-        return self.perform("scatter", x)
-
     def _row_counts(self, mine: int) -> Sequence[int]:
         return [mine] * self.size
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
 
-    def perform(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         index = self.rank
         if name == "allgather":
             return lax.all_gather(x, self.axis_name)
         if name == "broadcast":
-            kept = jnp.where(index == root, x, jnp.zeros_like(x))
+            kept = jnp.where(index == how, x, jnp.zeros_like(x))
             if x.dtype == bool:
                 return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
             return lax.psum(kept, self.axis_name)
@@ -93,14 +73,14 @@ class Mesh(Collectives):
             return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
         if name == "scatter":
             return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
-        if name == "shift":
-            return lax.ppermute(x, self.axis_name, [(rank, (rank + root) % self.size) for rank in range(self.size)])
+        if name in ("shift", "permute"):
+            return lax.ppermute(x, self.axis_name, how.pairs)
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
 
     def gather_same(self, x: jax.Array) -> jax.Array:
         """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
         if not self._typed():
-            return self._gathered(jnp.asarray(x))
+            return self.perform("allgather", jnp.asarray(x))
         rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
         return lax.psum(rows, self.axis_name)
 

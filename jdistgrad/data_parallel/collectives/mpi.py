@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
@@ -29,7 +30,7 @@ from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
 SUMMED = 2 << 20  # bytes, see ``sum_blocks``
-HERE_TAG, SHIFT_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
+HERE_TAG, ROUTE_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
 GRACE_SECONDS = 3.0
 CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
@@ -241,14 +242,14 @@ class MPI(HostCollectives):
                 total[start : start + count] = combined(arrived.reshape(self.size, count), "sum")
         return total.reshape(memory.shape[1:])
 
-    def shift_array(self, memory: np.ndarray, by: int) -> np.ndarray:
+    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
         octets = memory.reshape(-1).view(np.uint8)
-        received = np.empty_like(octets)
-        target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        with self._together(f"a shift of {memory.nbytes} bytes by {by}"):
+        received = np.zeros_like(octets)  # which it stays if no rank sends
+        target, source = _ends(route, self.rank)
+        with self._together(f"a move of {memory.nbytes} bytes {route}"):
             for start in range(0, octets.size, CHUNK):
                 part = slice(start, start + CHUNK)
-                self.comm.Sendrecv(octets[part], target, SHIFT_TAG, received[part], source, SHIFT_TAG)
+                self.comm.Sendrecv(octets[part], target, ROUTE_TAG, received[part], source, ROUTE_TAG)
         return received.view(memory.dtype).reshape(memory.shape)
 
     def free(self) -> None:
@@ -288,26 +289,26 @@ class WithMpi4jax(MPI):
         if on_cpus():
             call_in_order(self._sections.leave, (), effect=_in_order(), quick=True)
 
-    def compiled(self, name: str, x: jax.Array, root: int) -> jax.Array:
+    def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
         if name == "scatter":
             blocks = x.reshape(self.size, len(x) // self.size, *x.shape[1:])
-            return self.compiled("alltoall", blocks, root).sum(axis=0, dtype=x.dtype)
+            return self.compiled("alltoall", blocks, how).sum(axis=0, dtype=x.dtype)
         shape = (self.size, *x.shape) if name == "allgather" else x.shape
         if x.size == 0:
             return jnp.zeros(shape, x.dtype)
-        if self.size == 1:
+        if self.size == 1 and not isinstance(how, Route):
             return x.reshape(shape)
         if self._met is not None:
             x = jnp.where(self._met, x, jnp.zeros_like(x))
         flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype))
         step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name in ("allgather", "alltoall") else 1)))
         pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
-        found = [self._run(name, piece, root) for piece in pieces]
+        found = [self._run(name, piece, how) for piece in pieces]
         whole = found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
         return whole.reshape(shape).astype(x.dtype)
 
-    def _run(self, name: str, x: jax.Array, root: int) -> jax.Array:
+    def _run(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         import mpi4jax
         from mpi4py import MPI as mpi  # noqa: N811
 
@@ -315,12 +316,13 @@ class WithMpi4jax(MPI):
         if name == "allgather":
             return mpi4jax.allgather(x, comm=comm)
         if name == "broadcast":
-            return mpi4jax.bcast(x, root, comm=comm)
+            return mpi4jax.bcast(x, how, comm=comm)
         if name == "alltoall":
             return mpi4jax.alltoall(x, comm=comm)
-        if name == "shift":
-            source, target = (self.rank - root) % self.size, (self.rank + root) % self.size
-            return mpi4jax.sendrecv(x, x, source, target, comm=comm)
+        if isinstance(how, Route):
+            target, source = _ends(how, self.rank)
+            moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=comm)
+            return jnp.zeros_like(moved) if source == mpi.PROC_NULL else moved
         reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=comm)
         if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduced
@@ -361,6 +363,14 @@ class Sections:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__()
+
+
+def _ends(route: Route, rank: int) -> tuple[int, int]:
+    """Return the ranks that this rank sends to and gets from, in MPI's numbers."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    target, source = route.target(rank), route.source(rank)
+    return mpi.PROC_NULL if target is None else target, mpi.PROC_NULL if source is None else source
 
 
 def has_mpi4jax() -> bool:

@@ -54,18 +54,18 @@ class OnDevice(WithMpi4jax):
         other._eagerly = {}
         return other
 
-    def eager(self, name: str, x: jax.Array, root: int = 0) -> jax.Array:
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         if on_several(x):
-            y = self.eager(name, on_one(x, self.device), root)
+            y = self.eager(name, on_one(x, self.device), how)
             return back(y, x) if y.shape == x.shape else y
-        if (name, root) not in self._eagerly:
-            self._eagerly[name, root] = jax.jit(functools.partial(self._apply, name, root))
+        if (name, how) not in self._eagerly:
+            self._eagerly[name, how] = jax.jit(functools.partial(self._apply, name, how))
         with in_one_order:
-            self.agree(described(name, x, root))
-            return self._eagerly[name, root](x)
+            self.agree(described(name, x, how))
+            return self._eagerly[name, how](x)
 
-    def _apply(self, name: str, root: int, x: jax.Array) -> jax.Array:
-        return self.traced(name, x, root)
+    def _apply(self, name: str, how: Any, x: jax.Array) -> jax.Array:
+        return self.traced(name, x, how)
 
     # As ``Devices``: steps as programs.
 
