@@ -1,5 +1,6 @@
 """The data-parallel examples, as threads, as jobs and on a mesh: they learn, with the result of the serial program."""
 
+import functools
 import re
 import sys
 
@@ -49,6 +50,7 @@ def test_they_are_programs():
     )
     assert last < 0.5 < 2 < first
     assert right > 85
+    assert len(re.findall(r"on 3 ranks: \de-0[5-9] from", as_job(3, "heat.py"))) == 2
     assert "the serial ones: True" in as_job(4, "uneven_inputs.py")
     assert "embedding on worker2, 2 trainers; loss 0.693 -> 0.2" in as_job(3, "remote_embedding.py")
 
@@ -103,3 +105,20 @@ def test_the_how_to_page_runs_as_it_stands(tmp_path):
     jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-4), on_mesh, expected)
     assert names["big"]["w"].sharding.shard_shape((8, 16)) == (1, 16)
     assert names["big_state"][0].mu["w"].sharding.shard_shape((8, 16)) == (1, 16)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_a_rod_that_is_cut_has_the_derivatives_of_the_whole(example, n):
+    rod = example("heat")
+    for found in jd.spawn(rod.main, n):
+        for whole, serial in zip(found, rod.serially(), strict=True):
+            np.testing.assert_allclose(whole, serial, atol=1e-5 * np.max(np.abs(serial)))
+
+
+def test_a_rod_is_cut_along_an_axis_of_a_mesh(example):
+    rod, rows = example("heat"), P("parts")
+    mesh = jax.make_mesh((8,), ("parts",), axis_types=(jax.sharding.AxisType.Auto,))
+    padded = functools.partial(rod.with_neighbours, jd.collectives.Mesh("parts"))
+    cut = jax.shard_map(functools.partial(rod.derivatives, padded), mesh=mesh, in_specs=rows, out_specs=rows)
+    for found, serial in zip(cut(rod.GUESS, rod.TRUTH, rod.START, rod.DIRECTION), rod.serially(), strict=True):
+        np.testing.assert_allclose(found, serial, atol=1e-5 * np.max(np.abs(serial)))
