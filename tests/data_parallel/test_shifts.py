@@ -40,19 +40,17 @@ def some_pairs(seed, size):
 
 
 def results(c, pairs, x, direction):
-    """Return what all ranks' loss is made of, and its derivatives of both orders in both modes."""
+    """Return what all ranks' loss is made of, its derivative in forward mode, and both orders in reverse mode."""
 
     def outcome(x):
         def step(u, _):
             v = c.shift(u, wrap=False, edge=EDGE) * jnp.cos(c.shift(u, -2)) - c.shift(u, -1, wrap=False)
             return u + 0.3 * c.permute(v * (c.rank + 1), pairs), None
 
-        u, _ = jax.lax.scan(step, x, length=2)
-        return jnp.sin(jax.lax.fori_loop(0, 2, lambda k, u: u + 0.2 * c.shift(u * u, 2), u)) * (c.rank + 1)
+        return jnp.sin(jax.lax.scan(step, x, length=3)[0]) * (c.rank + 1)
 
     gradient = jax.grad(lambda x: jnp.sum(outcome(x)))
-    by_reverse_mode = jax.grad(lambda x: jnp.sum(gradient(x) * direction))(x)
-    return *jax.jvp(outcome, (x,), (direction,)), *jax.jvp(gradient, (x,), (direction,)), by_reverse_mode
+    return *jax.jvp(outcome, (x,), (direction,)), *jax.jvp(gradient, (x,), (direction,))
 
 
 def inputs(size):
