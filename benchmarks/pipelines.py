@@ -1,4 +1,4 @@
-"""Benchmark of pipelines: plans, the time of an action, sleeping stages; against torch.distributed.pipelining over gloo.
+"""Benchmark of pipelines: plans, the time of an action, stages that sleep; against torch.distributed.pipelining.
 
     python benchmarks/pipelines.py            # make bench
 
