@@ -37,6 +37,7 @@ ROWS = {
         Row("ending", ranks.ending, 100, 1),
         Row("failing functions", played("faults.calls"), 1000, 30),
         Row("Ctrl-C", played("faults.interrupts"), 1000, 30),
+        Row("failing pipelines", played("faults.pipelines"), 500, 10),
         Row("differing trees", played("faults.trees"), 1000, 30),
         Row("killed and started again", restarts.resumed, 20, 0),
         Row("differing steps", steps.differing, 100, 1),
