@@ -1,0 +1,75 @@
+"""The examples of pipelines, and their how-to page: they learn what one process would learn."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+from helpers.jobs import EXAMPLES, as_job, example as example
+
+import jdistgrad as jd
+
+
+def test_a_transformer_in_four_stages_learns_as_one_process_would(example, monkeypatch):
+    program, steps = example("pipeline"), 20
+    monkeypatch.setattr(program, "STEPS", steps)
+    results = jd.spawn(program.main, 4)[0]
+    expected = serial_losses(program, steps)
+    assert expected[-1] < 0.75 * expected[0]
+    for losses, report, _ in results.values():
+        assert losses == results["1F1B"][0]
+        assert report.recordings == list(report.forecast.recordings)
+    np.testing.assert_allclose(results["1F1B"][0], expected, rtol=1e-2)
+
+
+def serial_losses(program, steps):
+    from data_parallel import batch
+
+    params = [program.init_params(stage) for stage in range(program.STAGES)]
+    tx, losses = optax.adam(program.RATE), []
+    state = tx.init(params)
+
+    def loss_fn(params, x, labels):
+        for function, one in zip(program.FUNCTIONS, params, strict=True):
+            x = function(one, x)
+        return program.cross_entropy(x, labels)
+
+    @jax.jit
+    def step(params, state, images, labels):
+        loss, gradients = jax.value_and_grad(loss_fn)(params, images, labels)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for number in range(steps):
+        params, state, loss = step(params, state, *batch(number))
+        losses.append(float(loss))
+    return losses
+
+
+def test_stages_of_the_transformer_share_the_ranks_of_a_smaller_job():
+    output = as_job(3, "pipeline.py")
+    first, last, right = map(float, re.search(r"1F1B: loss (.*) -> (.*), (.*)% of the digits", output).groups())
+    assert (last < 1 < 2 < first, right > 60) == (True, True)
+    assert "the same losses, bit for bit: True" in output
+    assert output.count("us per action beyond it") == 3
+
+
+def test_two_shards_find_the_same_losses_with_any_number_of_splits(example, monkeypatch):
+    program = example("pipeline_two_shards")
+    monkeypatch.setattr(program, "SPLITS", (1, 2))
+    results = jd.spawn(program.main, 3)[0]
+    np.testing.assert_allclose(results[1][1], results[2][1], rtol=1e-3)
+    assert results[1][1][-1] < results[1][1][0] / 2
+
+
+def test_the_how_to_page_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (EXAMPLES.parent / "docs" / "how-to" / "pipelines.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import jdistgrad" not in block]
+    whole = re.search(r"```python\n(.*?)\nme = jd.init\(\)", page, re.DOTALL).group(1)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    names = {"x": x, "y": x[:, :1]}
+    with jd.local_workers(3):
+        exec(compile("\n".join([whole, *blocks]), "pipelines.md", "exec"), names)
+    assert (tmp_path / "schedule.svg").read_text().startswith("<svg")
+    assert names["outputs"].shape == (64, 1)
