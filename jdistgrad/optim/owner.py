@@ -66,10 +66,8 @@ class OwnedParameters:
 
     def inspect(self, gradients: Sequence[Gradient]) -> Any:
         """Return two numbers: the gradients' squared norm, and 1 if all are finite, else 0."""
-        leaves = [jnp.asarray(leaf) for one in gradients for leaf in one if leaf is not None]
-        squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
-        finite = all(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
-        return np.array([sum(squares), finite], jax.dtypes.canonicalize_dtype(np.float64))
+        found = _inspected([leaf for one in gradients for leaf in one if leaf is not None])
+        return np.array(found, jax.dtypes.canonicalize_dtype(np.float64))
 
     def step(self, gradients: Sequence[Gradient], scale: Any) -> None:
         """Update the values with gradients."""
@@ -140,6 +138,12 @@ def own_parameters(transformation: WithClosures, rrefs: Sequence[Any]) -> OwnedP
 def _known(identifier: int) -> OwnedParameters:
     found: OwnedParameters = current_worker().references.owned.value(identifier).result()
     return found
+
+
+@jax.jit
+def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
+    squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
+    return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 def inspect(identifier: int) -> Any:
