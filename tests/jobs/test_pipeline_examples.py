@@ -5,21 +5,19 @@ import re
 import jax
 import numpy as np
 import optax
-from helpers.jobs import EXAMPLES, as_job, example as example
+from helpers.jobs import EXAMPLES, example as example, output_of
 
 import jdistgrad as jd
 
 
 def test_a_transformer_in_four_stages_learns_as_one_process_would(example, monkeypatch):
-    program, steps = example("pipeline"), 20
+    program, steps = example("pipeline"), 15
     monkeypatch.setattr(program, "STEPS", steps)
-    results = jd.spawn(program.main, 4)[0]
-    expected = serial_losses(program, steps)
-    assert expected[-1] < 0.75 * expected[0]
-    for losses, report, _ in results.values():
-        assert losses == results["1F1B"][0]
-        assert report.recordings == list(report.forecast.recordings)
-    np.testing.assert_allclose(results["1F1B"][0], expected, rtol=1e-2)
+    monkeypatch.setattr(program, "SCHEDULES", {"zero bubble": program.SCHEDULES["zero bubble"]})
+    [(losses, report, _)] = jd.spawn(program.main, 4)[0].values()
+    np.testing.assert_allclose(losses, serial_losses(program, steps), rtol=1e-2)
+    assert losses[-1] < 0.85 * losses[0]
+    assert report.recordings == list(report.forecast.recordings) == [4] * 4
 
 
 def serial_losses(program, steps):
@@ -47,7 +45,7 @@ def serial_losses(program, steps):
 
 
 def test_stages_of_the_transformer_share_the_ranks_of_a_smaller_job():
-    output = as_job(3, "pipeline.py")
+    output = output_of(["-m", "jdistgrad", "run", "-n", "3", str(EXAMPLES / "pipeline.py")], timeout=140)
     first, last, right = map(float, re.search(r"1F1B: loss (.*) -> (.*), (.*)% of the digits", output).groups())
     assert (last < 1 < 2 < first, right > 60) == (True, True)
     assert "the same losses, bit for bit: True" in output
