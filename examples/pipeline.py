@@ -1,7 +1,8 @@
 """A pipeline: a small transformer in four stages, on as many workers as there are, learns to read digits.
 
 Eight microbatches are in flight. Three schedules train the same model; their losses are the same, bit for bit, and for
-each the last step is shown beside its forecast.
+each the last step is shown beside its forecast. With stages this small, messages take as long as computation, and with
+fewer cores than workers, waits for a core are counted too.
 
     jdistgrad run -n 4 examples/pipeline.py                # with fewer ranks, several stages share a rank
     python examples/pipeline.py                            # the same as threads of one process

@@ -1,9 +1,10 @@
 """PyTorch's pipeline example (distributed/rpc/pipeline): a residual network in two shards, and a master that trains it.
 
-It prints the time of a step with the batch in 1, 2, 4 and 8 microbatches. PyTorch's program pipelines only the forward
-pass; here both passes are, by 1F1B. The network is a small one of the same build, fit for CPUs: 4 bottlenecks instead
-of 16, a sixteenth of the channels, images of 32 instead of 128 pixels. Channels are normalized in groups within each
-image, as the stages of a pipeline have no running averages of a batch.
+It prints the time of a step with the batch in 1, 2, 4 and 8 microbatches. (PyTorch's program uses these numbers as the
+numbers of images in one.) There only the forward pass is pipelined; here both passes are, by 1F1B. The network is a
+small one of the same build, fit for CPUs: 4 bottlenecks instead of 16, a sixteenth of the channels, images of 32
+instead of 128 pixels. Channels are normalized in groups within each image, as the stages of a pipeline have no running
+averages of a batch.
 
     jdistgrad run -n 3 examples/pipeline_two_shards.py
     python examples/pipeline_two_shards.py                 # the same as threads of one process
