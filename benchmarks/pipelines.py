@@ -7,11 +7,11 @@ PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 
 import statistics
 
-from measure import compare, microseconds, milliseconds, options, row, run_job, seconds, take_turns, title
+from measure import JOBS, compare, microseconds, milliseconds, options, row, run_job, seconds, take_turns, title
 
 from jdistgrad import pipeline as pp
 
-JOB = "benchmarks/jobs/pipelines_jdistgrad.py"
+JOB = str(JOBS / "pipelines_jdistgrad.py")
 
 
 def plans():
