@@ -383,3 +383,46 @@ def test_xlas_collectives_do_not_survive(mpi_job):
     mpi_job(2, "import jdistgrad as jd\njd.init(survive=True, devices=True)").expect(
         "jax.distributed ends all processes when one dies", status=None
     )
+
+
+def test_a_pipeline_without_a_lost_worker_goes_on(surviving_job):
+    """A stage's worker is killed in a step: the driver knows whom it has lost, and trains on with the others."""
+    job = surviving_job(
+        4,
+        """
+        from jdistgrad import pipeline as pp
+
+        def make_stage(size):
+            return jnp.ones(size)
+
+        def scale(params, x):
+            return x * params
+
+        def scale_and_die(params, x):
+            if len(x) == 3:  # while it is traced for the second batch
+                die()
+            return x * params
+
+        def mean(output, target):
+            return jnp.mean(output - target)
+
+        def step(functions, workers, rows):
+            refs = [jd.remote(worker, make_stage, args=(4,)) for worker in workers]
+            schedule = pp.one_f_one_b(len(workers), 2)
+            pipeline = jd.Pipeline(list(zip(functions, refs)), schedule, loss=mean)
+            x = jnp.ones((2 * rows, 4))
+            with jd.context() as ctx:
+                return float(pipeline.step(x, targets=0 * x))
+
+        me = jd.init()
+        if me.rank == 0:
+            assert step([scale, scale, scale_and_die, scale], [0, 1, 2, 3], 2) == 1
+            error = lost_error(lambda: step([scale, scale, scale_and_die, scale], [0, 1, 2, 3], 3))
+            assert "worker2 (rank 2)" in error, error
+            print("after the loss:", step([scale] * 3, [0, 1, 3], 3))
+        print(f"rank {me.rank}", jd.shutdown(timeout=20))
+        """,
+    )
+    job.expect("after the loss: 1.0")
+    for rank in (0, 1, 3):
+        job.expect(f"rank {rank} []")

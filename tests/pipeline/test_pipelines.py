@@ -382,3 +382,20 @@ def test_random_pipelines(world):
         close((np.asarray(found[0][0]), found[0][1]), (loss, [grads[k] for k in used]), rtol=1e-4, atol=1e-5)
 
     agree()
+
+
+@pytest.mark.one_process
+def test_the_timeline_shows_the_actions_of_each_worker(world):
+    schedule = pp.zero_bubble(3, 3)
+
+    def body():
+        refs, (x, y) = references(3, range(3)), data(3)
+        with jd.context():
+            jd.Pipeline([(layer, ref) for ref in refs], schedule, loss=mean_square).step(x, targets=y)
+
+    with jd.timeline() as recorded:
+        world.drive(body)
+    for worker, row in enumerate(schedule.actions):
+        pieces = sorted((event.start, event.name) for event in recorded.events if event.rank == worker)
+        names = {str(action) for action in row}
+        assert [name for _, name in pieces if name in names] == list(map(str, row))
