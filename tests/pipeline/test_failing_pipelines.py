@@ -151,7 +151,7 @@ def go_on():
 @on_worker0
 def test_a_stage_that_stands_still_ends_the_step_after_its_timeout(world):
     """The stages before it have been compiled for the shape: the last worker alone has something to do."""
-    refs, last = refs_on_all(), jd.world_size() - 1
+    refs, last = refs_on_all(), min(jd.world_size(), 3) - 1
     if last == 0:
         pytest.skip("one rank would stand still itself: the runs with more ranks run this test")
     functions, (x, y) = [multiply] * 3, batch(12)
