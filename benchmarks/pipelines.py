@@ -7,9 +7,25 @@ PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 
 import statistics
 
-from measure import JOBS, compare, microseconds, milliseconds, options, row, run_job, seconds, take_turns, title
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure import (
+    JOBS,
+    compare,
+    in_turn,
+    microseconds,
+    milliseconds,
+    options,
+    row,
+    run_job,
+    seconds,
+    take_turns,
+    title,
+)
 
 from jdistgrad import pipeline as pp
+from jdistgrad.pipeline.stages import Recording, StageFunction
 
 JOB = str(JOBS / "pipelines_jdistgrad.py")
 
@@ -32,6 +48,35 @@ def plans():
 
         found = statistics.median(seconds(plan) for _ in range(7))
         row(f"plan, check, forecast: {name}, 16 x 128", milliseconds([found]), "", "", "<= 50 ms")
+
+
+def layers(params, x):
+    for weights in params:
+        x = jax.nn.gelu(x @ weights)
+        x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    return x
+
+
+def halves():
+    """Time a backward pass in two halves, and the same as one compiled function."""
+    for width, rows in ((256, 64), (512, 256)):
+        draw = np.random.default_rng(0).normal
+        params = [jnp.asarray(draw(size=(width, width)) / width**0.5, jnp.float32) for _ in range(4)]
+        x = jnp.asarray(draw(size=(rows, width)), jnp.float32)
+        pullback = jax.jit(lambda params, x: jax.vjp(layers, params, x)[1])(params, x)
+        pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+        recordings = iter([Recording(StageFunction(layers), (params, x), (True, True), ()) for _ in range(70)])
+
+        def whole(pull=pull, pullback=pullback, x=x):
+            jax.block_until_ready(pull(pullback, x))
+
+        def both(recordings=recordings, x=x):
+            recording = next(recordings)
+            jax.block_until_ready((recording.pull_inputs([x]), recording.pull_parameters()))
+
+        one, two = in_turn([whole, both], 50, lambda: None)
+        what = f"backward pass in two halves, 4 layers {width} wide, {rows} rows"
+        row(what, milliseconds([two]), f"as one {milliseconds([one])}", f"{two / one:.2f}", "<= 1.1 x")
 
 
 def table(found):
@@ -74,6 +119,7 @@ def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
     title("plans of pipelines, one process")
     plans()
+    halves()
     title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("pipelines", names, chosen.rounds))
     title(f"pipelines of more ranks than cores; medians of {chosen.rounds} jobs")
