@@ -69,7 +69,7 @@ def test_damaged_calls_fail_and_count_as_done(wire_world, size):
     genuine = transport.send
 
     def send_damaged(peer, message):
-        if message.kind not in CALLS:  # such as the drop of a reference
+        if message.kind not in CALLS | {Kind.PUSH}:  # such as the drop of a reference
             genuine(peer, message)
             return
         frame, _ = frames.pack(message.kind, message.id, next(transport._numbers[peer]), message.body)
@@ -81,7 +81,8 @@ def test_damaged_calls_fail_and_count_as_done(wire_world, size):
             jd.rpc_async(last(), operator.neg, args=(np.ones(size, np.uint8),)),
             jd.remote(last(), operator.neg, args=(np.ones(size, np.uint8),)).creation(),
         ]
-        current_worker().cast(last(), operator.neg, (np.ones(size, np.uint8),))
+        with jd.context():
+            current_worker().push(last(), "key", np.ones(size, np.uint8))
         del transport.send
         for future in futures:
             assert isinstance(future.exception(20), jd.WireError)
