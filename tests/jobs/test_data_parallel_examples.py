@@ -91,7 +91,8 @@ def test_the_how_to_page_runs_as_it_stands(tmp_path):
     def main():
         me = jd.init()
         x = np.random.default_rng(me.rank).normal(size=(8, 4)).astype("float32")
-        names = {"jax": jax, "jnp": jnp, "jd": jd, "optax": optax, "P": P, "folder": tmp_path, "x": x, "y": x[:, :2]}
+        names = {"jax": jax, "jnp": jnp, "jd": jd, "optax": optax, "P": P, "folder": tmp_path}
+        names |= {"me": me, "x": x, "y": x[:, :2]}
         exec(program, names)
         jd.shutdown()
         return names

@@ -18,6 +18,11 @@ ALONE = {"spawn", "local_workers", "launched", "timeline", "map"}  # these examp
 LEFT_OUT = {  # code that the reader has run before the example
     "get_gradients": "opened = jd.context(); ctx = opened.__enter__(); jd.value_and_grad(loss_fn)(enc)",
     "jit": "loss_fn = lambda enc, head, x, y: enc.to_here().sum() * head.sum()",
+    "Pipeline": """
+x, y, passed = jnp.ones((8, 3)), jnp.zeros((8, 2)), lambda params, x: x
+stages = [(apply, enc), (passed, dec), (passed, dec), (passed, dec)]
+cross_entropy = lambda outputs, targets: jnp.mean((outputs - targets) ** 2)
+""",
 }
 TOGETHER = {
     "init",
