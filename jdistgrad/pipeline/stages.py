@@ -177,9 +177,9 @@ def scalar_of(found: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def added(total: list[Any], more: list[Any]) -> list[Any]:
+@jax.jit
+def plus(total: list[Any], more: list[Any]) -> list[Any]:
     return [a + b for a, b in zip(total, more, strict=True)]
 
 
-plus = jax.jit(lambda total, more: [a + b for a, b in zip(total, more, strict=True)])
+added = jax.jit(plus, donate_argnums=0)

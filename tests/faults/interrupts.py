@@ -12,7 +12,7 @@ import optax
 
 import jdistgrad as jd
 from faults.outcomes import HUNG, Outcome, patience
-from faults.program import judged
+from faults.program import driven, judged
 
 PROMPT_SECONDS = 0.5
 SLACK = 2.0  # three processes on two cores
@@ -63,19 +63,16 @@ class Session:
 
 
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:
-    """Interrupt worker 0; the others serve. What they see of it is nothing."""
-    me = jd.init(timeout=30)
-    if me.rank != 0:
-        jd.shutdown()
-        yield from (judged("served", "", named=False) for _ in range(count))
-        return
+    return driven(count, lambda: presses(chance, count))
+
+
+def presses(chance: random.Random, count: int) -> Iterator[Outcome]:
     session = Session()
     works = [session.call, session.step, session.staged_step, session.in_a_context]
     usual = {work: seconds(work) for work in works for _ in range(2)}
     for _ in range(count):
         work = chance.choice(works)
         yield interrupted(work, chance.uniform(0.0, 1.2 * usual[work]), session.expected())
-    jd.shutdown()
 
 
 def seconds(work: Callable[[], float]) -> float:

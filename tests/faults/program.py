@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torture import watching
 
+import jdistgrad as jd
 from faults import jobs
 from faults.outcomes import GOOD, HUNG, NAMED, SURVIVED, WRONG, Outcome
 from jdistgrad.wire import launcher_env
@@ -97,6 +98,16 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
         return found
     text = "\n".join(f"rank {rank}: {one.kind} {one.text}" for rank, one in enumerate(outcomes))
     return dataclasses.replace(found, text=text)
+
+
+def driven(count: int, drive: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
+    """Let worker 0 inject the faults while the others serve. What they see of the faults is nothing."""
+    me = jd.init(timeout=30)
+    if me.rank == 0:
+        yield from drive()
+    jd.shutdown()
+    if me.rank != 0:
+        yield from (judged("served", "", named=False) for _ in range(count))
 
 
 def judged(fault: str, problem: str, *, named: bool) -> Outcome:

@@ -1,12 +1,12 @@
 """Ranks that are killed in data-parallel steps of jobs that survive: the others go on, with the right bits."""
 
-import random
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from faults import jobs
 from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
-from faults.survivors import LIMIT, SIZE, TWICE, found_in
+from faults.survivors import SIZE, found_in, struck_jobs
 
 SECONDS = 1.0
 GOOD_STEP_SECONDS = 1.0
@@ -14,21 +14,7 @@ GOOD_STEP_SECONDS = 1.0
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a training."""
-    chance = random.Random(seed)
-    for _ in range(count):
-        victims = chance.sample(range(SIZE), 2 if chance.random() < TWICE else 1)
-        moments = [chance.uniform(0.0, 0.9 * SECONDS) for _ in victims]
-        if len(victims) == 2 and chance.random() < 0.5:
-            moments[1] = moments[0] + chance.expovariate(100)  # while the others deal with the first death
-        yield kill(victims, moments, chance.randrange(1 << 20))
-
-
-def kill(victims: list[int], moments: list[float], seed: int) -> Outcome:
-    after = [f"{moment:.4f}" for moment in moments]
-    asked = ["--victims", *map(str, victims), "--after", *after, "--seconds", str(SECONDS), "--seed", str(seed)]
-    arguments = ["-m", "faults.steps_survived_load", *asked]
-    ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
-    return judge(set(victims), ended, " ".join(arguments))
+    return itertools.starmap(judge, struck_jobs("faults.steps_survived_load", SECONDS, count, seed))
 
 
 def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:

@@ -1,5 +1,6 @@
 """Ranks that are killed in jobs that survive: the others go on, know who is lost, and hold nothing at the end."""
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -17,21 +18,22 @@ TWICE = 0.3  # the share of jobs in which two ranks are killed
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a load of calls, references and contexts."""
+    return itertools.starmap(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed))
+
+
+def struck_jobs(program: str, seconds: float, count: int, seed: int) -> Iterator[tuple[set[int], jobs.Ended, str]]:
+    """Run jobs of a program that survive kills at random moments; yield who was killed, the end, and the fault."""
     chance = random.Random(seed)
     for _ in range(count):
         victims = chance.sample(range(SIZE), 2 if chance.random() < TWICE else 1)
-        moments = [chance.uniform(0.0, 0.9 * SECONDS) for _ in victims]
+        moments = [chance.uniform(0.0, 0.9 * seconds) for _ in victims]
         if len(victims) == 2 and chance.random() < 0.5:
             moments[1] = moments[0] + chance.expovariate(100)  # while the others deal with the first death
-        yield kill(victims, moments, chance.randrange(1 << 20))
-
-
-def kill(victims: list[int], moments: list[float], seed: int) -> Outcome:
-    after = [f"{moment:.4f}" for moment in moments]
-    asked = ["--victims", *map(str, victims), "--after", *after, "--seconds", str(SECONDS), "--seed", str(seed)]
-    arguments = ["-m", "faults.survivors_load", *asked]
-    ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
-    return judge(set(victims), ended, " ".join(arguments))
+        after = [f"{moment:.4f}" for moment in moments]
+        asked = ["--victims", *map(str, victims), "--after", *after, "--seconds", str(seconds)]
+        arguments = ["-m", program, *asked, "--seed", str(chance.randrange(1 << 20))]
+        ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
+        yield set(victims), ended, " ".join(arguments)
 
 
 def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:
