@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.wire.arrays import as_jax_array
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -77,4 +79,9 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Return the sum of the microbatches' losses, each with the part of the rows that it has, in order."""
     arrays = [np.asarray(value) for value in values]
     total = sum(value.dtype.type(weight) * value for value, weight in zip(arrays, weights, strict=True))
-    return jnp.asarray(total, arrays[0].dtype)
+    return jnp.asarray(total)
+
+
+def in_jax(tree: Any) -> Any:
+    """Return a tree with its NumPy arrays as arrays of JAX."""
+    return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)

@@ -6,7 +6,7 @@ from typing import Any
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import context
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.pipeline.batches import joined, split_batch, weighted_sum
+from jdistgrad.pipeline.batches import in_jax, joined, split_batch, weighted_sum
 from jdistgrad.pipeline.program import Program, as_stage
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.schedule import Kind, Schedule
@@ -85,7 +85,7 @@ class Pipeline:
         results, weights = self._run(self._program, batch, () if targets is None else (targets,))
         if not isinstance(results[0], tuple):
             return weighted_sum(results, weights)
-        return weighted_sum([loss for loss, _ in results], weights), [aux for _, aux in results]
+        return weighted_sum([loss for loss, _ in results], weights), in_jax([aux for _, aux in results])
 
     def apply(self, *batch: Any) -> Any:
         """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis."""

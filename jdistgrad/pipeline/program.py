@@ -20,6 +20,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 
 ANSWER_SECONDS = 0.5
 
@@ -111,8 +112,9 @@ class Program:
                 mine = self._parts[own]
                 arguments = *mine.arguments(split, weights), list(futures.values())
                 done[own] = mine.share(step, place, self._cached)(*arguments)
-            _wait_for_all(worker, futures)
-            done |= {index: one.result() for index, one in futures.items()}
+            with as_numpy(below=ALIAS_FROM):  # losses, of which only the sum becomes an array of JAX
+                _wait_for_all(worker, futures)
+                done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
             if isinstance(error, CallTimeoutError):
                 self._add_who_does_what(error, worker, step, futures)

@@ -26,7 +26,7 @@ from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD = 0, 1  # the ways of values
 LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
 LONG_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "inputs", Kind.WEIGHT: "parameters"}
 
@@ -251,11 +251,11 @@ class Run:
     def _computing(self) -> None:
         self._ready = time.monotonic()
 
-    def _push(self, way: str, source: int, target: int, microbatch: int, value: Any) -> None:
+    def _push(self, way: int, source: int, target: int, microbatch: int, value: Any) -> None:
         key = self._share.step, way, source, target, microbatch
         self._worker.push(self._plan.ranks[target], key, value)
 
-    def _take(self, way: str, source: int, target: int, microbatch: int) -> Any:
+    def _take(self, way: int, source: int, target: int, microbatch: int) -> Any:
         self._waits_for = source
         found = self._inbox.take((self._share.step, way, source, target, microbatch), self._wait)
         self._waits_for = None

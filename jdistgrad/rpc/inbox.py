@@ -6,12 +6,12 @@ away; the thread that takes it opens it, since opening may run code of users' cl
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad.errors import ContextError
+from jdistgrad.rpc.layouts import Key
 
-Key = Hashable
 Opener = Callable[[], tuple[Key, Any]]
 Wait = Callable[[Sequence[concurrent.futures.Future[Any]]], None]
 

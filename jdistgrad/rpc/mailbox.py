@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -13,11 +13,12 @@ from jdistgrad import errors
 from jdistgrad.ffi import sites
 from jdistgrad.rpc import current, devices, trees
 from jdistgrad.rpc.directory import Directory
+from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import ENCODED, Message, Parcel
+from jdistgrad.wire.message import ENCODED, Codec, Kind, Message, Parcel
 from jdistgrad.wire.severed import Severed
 from jdistgrad.wire.transport import Task, Transport
 
@@ -37,14 +38,6 @@ class Process:
 
     end_job: Callable[[str], None]
     report: Callable[[BaseException], None]
-
-
-class Codec(Protocol):
-    """The conversion of users' values into parcels and back."""
-
-    def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
-
-    def decode(self, parcel: Parcel) -> Any: ...
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -83,6 +76,7 @@ class Mailbox:
         self.closed = self.severed = False
         self.error_suffix: Callable[[str], str] = lambda cause: ""
         self.note_gifts: Callable[[int, Parcel], None] | None = None
+        self._layouts = Layouts(self.codec)
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 
@@ -110,7 +104,7 @@ class Mailbox:
             parcel: Parcel | None = None
             try:
                 if message.kind in ENCODED and self._wants_encoding(peer, message.body):
-                    parcel = self.codec.encode(message.body, snapshot=snapshot)
+                    parcel = self._encoded(message, snapshot=snapshot)
                     message = Message(message.kind, message.source, message.id, parcel)
                     if parcel.attached and self.note_gifts is not None:
                         self.note_gifts(peer, parcel)
@@ -120,6 +114,11 @@ class Mailbox:
                     parcel.undo()
                 self.work.not_sent(message.kind, peer)
                 raise
+
+    def _encoded(self, message: Message, *, snapshot: bool) -> Parcel:
+        if message.kind is Kind.PUSH:
+            return self._layouts.encode(*message.body)
+        return self.codec.encode(message.body, snapshot=snapshot)
 
     def _wants_encoding(self, peer: int, body: Any) -> bool:
         return not (body is None or self.hands_over or peer == self.rank or isinstance(body, Parcel))
@@ -142,7 +141,7 @@ class Mailbox:
         if not isinstance(body, Parcel):
             return body
         try:
-            return self.codec.decode(body)
+            return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
         except errors.FunctionError as error:
             log.error("%s refuses a %s from rank %d: %s", self.info, message.kind.name, message.source, error)
             raise

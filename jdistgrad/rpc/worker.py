@@ -11,7 +11,8 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.inbox import Inbox, Key
+from jdistgrad.rpc.inbox import Inbox
+from jdistgrad.rpc.layouts import Key
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.losses import Losses
@@ -21,7 +22,6 @@ from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.server import Server
-from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
@@ -133,15 +133,9 @@ class Worker(Mailbox):
 
     def _pushed(self, message: Message) -> None:
         try:
-            self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self._open_pushed, message))
+            self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
         except errors.ContextError as closed:
             log.debug("%s drops a value that rank %d has pushed: %s", self.info, message.source, closed)
-
-    def _open_pushed(self, message: Message) -> tuple[Key, Any]:
-        """Return a pushed value and its key. Small arrays are NumPy arrays: such values are for compiled code."""
-        with as_numpy(below=ALIAS_FROM):
-            found: tuple[Key, Any] = self.open(message)
-            return found
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""

@@ -6,13 +6,14 @@ it is decoded only once.
 
 import functools
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad.wire.arrays import ALIAS_FROM, check_kept, dtype_name, named_dtype, padded, padding, raw_bytes
+from jdistgrad.wire.arrays import ALIAS_FROM, bytes_of, check_kept, dtype_name, named_dtype, padded, padding
 
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
@@ -29,7 +30,7 @@ class ArrayBlock(list[Any]):
             return list, (tuple(self),)
         note = _note(tuple([(one.dtype, one.shape) for one in hosts]))
         block = b"".join([one.tobytes() + padding(one.nbytes) for one in hosts if one.nbytes < ALIAS_FROM])
-        return arrived, (note, block, [raw_bytes(one) for one in hosts if one.nbytes >= ALIAS_FROM])
+        return arrived, (note, block, [pickle.PickleBuffer(bytes_of(one)) for one in hosts if one.nbytes >= ALIAS_FROM])
 
 
 def _hosts(arrays: Sequence[Any]) -> list[np.ndarray] | None:

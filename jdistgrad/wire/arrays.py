@@ -55,15 +55,15 @@ def named_dtype(name: str) -> np.dtype:
     return jnp.dtype(name)
 
 
-def raw_bytes(array: np.ndarray) -> pickle.PickleBuffer:
+def bytes_of(array: np.ndarray) -> memoryview:
     """Return the array's bytes in C order, as a view if the array is contiguous."""
-    return pickle.PickleBuffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def reduce_numpy(array: np.ndarray) -> Any:
     if array.dtype.hasobject or array.dtype.names:
         return NotImplemented
-    return rebuild_numpy, (raw_bytes(array), dtype_name(array.dtype), array.shape)
+    return rebuild_numpy, (pickle.PickleBuffer(bytes_of(array)), dtype_name(array.dtype), array.shape)
 
 
 def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -83,7 +83,7 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
     if array.weak_type and array.ndim == 0:
         return jnp.asarray, (array.item(),)
     host = np.asarray(array)
-    return rebuild_jax, (raw_bytes(host), dtype_name(host.dtype), host.shape)
+    return rebuild_jax, (pickle.PickleBuffer(bytes_of(host)), dtype_name(host.dtype), host.shape)
 
 
 def rebuild_key(data: jax.Array, impl: str) -> jax.Array:

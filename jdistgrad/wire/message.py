@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 
 class Kind(enum.IntEnum):
@@ -57,3 +57,11 @@ class Message:
     source: int
     id: int
     body: Any = None
+
+
+class Codec(Protocol):
+    """The conversion of users' values into parcels and back."""
+
+    def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
+
+    def decode(self, parcel: Parcel) -> Any: ...

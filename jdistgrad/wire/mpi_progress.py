@@ -5,7 +5,8 @@ Every switch of the GIL between threads costs more than a message does. Therefor
 * A thread that waits for an answer looks for it itself. If several threads wait, one looks and the others sleep until
   their answers have come, or until the looking thread leaves with its own answer and wakes one of them to look.
 * Otherwise the *primary* of the serving threads looks. It runs the task that a message brings on its own stack, without
-  a handover, and is no longer primary while the task runs.
+  a handover, and is no longer primary while the task runs. It stops looking while a thread that waits looks; a thread
+  whose task has waited looks again as soon as the task is done.
 * A *standby* wakes every millisecond and becomes primary if there is none: a call that runs long delays the next call
   once, by a millisecond at most, and no call can keep others from being served.
 
@@ -63,7 +64,7 @@ class Progress:
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._last_activity = self._next_tick = time.monotonic()
-        self._last_wait = 0.0
+        self._last_wait, self._last_waiter = 0.0, 0
         self._stopped = False
         self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
 
@@ -94,7 +95,7 @@ class Progress:
         with put_off_interrupt() as interrupt:
             while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
                 if self._baton.acquire(blocking=False):
-                    self._last_wait = float("inf")
+                    self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
                     try:
                         self._look_until(done, deadline, interrupt)
                     finally:
@@ -147,19 +148,21 @@ class Progress:
     def _serve(self) -> None:
         self._enter()
         while not self._stopped:
-            if not self._primary.acquire(blocking=False):
+            task = self._be_primary() if self._primary.acquire(blocking=False) else None
+            if task is None:
                 self._stand_by()
-            elif (task := self._be_primary()) is not None:
+            else:
                 self._run_here(task)
                 del task  # it may hold a call's values
 
     def _be_primary(self) -> Task | None:
-        """Look until there is a task to run, and return the task."""
+        """Look until there is a task to run, and return it; or None as soon as another thread looks."""
         try:
             if self._free < 2:
                 self._one_more()
             task = None
-            while task is None and not self._stopped:
+            self._tick_if_due()
+            while task is None and not self._stopped and not self._another_looks():
                 task = self._look_once()
                 self._tick_if_due()
             if task is not None:
@@ -173,9 +176,13 @@ class Progress:
             self._free -= 1
             self._busy += 1
 
+    def _another_looks(self) -> bool:
+        """Return whether a thread that waits for an answer is looking, or will be soon."""
+        return time.monotonic() - self._last_wait < LONGEST
+
     def _look_once(self) -> Task | None:
-        if time.monotonic() - self._last_wait < LONGEST or not self._baton.acquire(blocking=False):
-            pause(LONGEST)  # a thread that waits for an answer is looking, or will be soon
+        if not self._baton.acquire(blocking=False):
+            pause(LONGEST)
             return None
         try:
             moved, task = self._look_safely()
@@ -230,3 +237,5 @@ class Progress:
             self._free += 1
             self._busy -= 1
         self._last_activity = time.monotonic()
+        if self._last_waiter == threading.get_ident():  # it will not wait again soon
+            self._last_wait = 0.0

@@ -82,7 +82,7 @@ def test_damaged_calls_fail_and_count_as_done(wire_world, size):
             jd.remote(last(), operator.neg, args=(np.ones(size, np.uint8),)).creation(),
         ]
         with jd.context():
-            current_worker().push(last(), "key", np.ones(size, np.uint8))
+            current_worker().push(last(), (0,), np.ones(size, np.uint8))
         del transport.send
         for future in futures:
             assert isinstance(future.exception(20), jd.WireError)

@@ -14,6 +14,7 @@ from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_w
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.inbox import Inbox
+from jdistgrad.rpc.layouts import pickled
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import ANSWERS, CALLS, Kind, Message, Parcel
 
@@ -64,7 +65,8 @@ def forge(kinds, stream):
     def send_forged(peer, message):
         if message.kind in kinds:
             del transport.send
-            message = Message(message.kind, message.source, message.id, Parcel(memoryview(stream), []))
+            body = pickled((2,), stream) if message.kind is Kind.PUSH else memoryview(stream)
+            message = Message(message.kind, message.source, message.id, Parcel(body, []))
         genuine(peer, message)
 
     transport.send = send_forged
@@ -105,12 +107,12 @@ def taken(key):
 @on_worker0
 def test_a_forged_push_fails_who_takes_it(wire_world):
     with jd.context():
-        current_worker().push(last(), "genuine", 3)
-        assert jd.rpc_sync(last(), taken, args=("genuine",)) == 3
+        current_worker().push(last(), (1,), "genuine")
+        assert jd.rpc_sync(last(), taken, args=((1,),)) == "genuine"
         forge({Kind.PUSH}, FORGED["os.system"])
-        current_worker().push(last(), "forged", 3)
+        current_worker().push(last(), (2,), "forged")
         with pytest.raises(jd.FunctionError, match="may not be named in a message"):
-            jd.rpc_sync(last(), taken, args=("forged",), timeout=20)
+            jd.rpc_sync(last(), taken, args=((2,),), timeout=20)
     still_works()
 
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.mpi_progress import Progress
 
 
@@ -228,6 +229,22 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
     mailbox.tasks.put(lambda: (second_runs.set(), done.wait(30)))
     mailbox.tasks.put(done.set)
     assert done.wait(30)
+
+
+def test_who_has_waited_in_a_task_looks_as_soon_as_the_task_is_done(monkeypatch):
+    """Whoever sleeps until others may have stopped looking sleeps to the end of the test here."""
+    end = threading.Event()
+    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin: 0.0)
+    monkeypatch.setattr(mpi_progress, "pause", lambda seconds: end.wait(30) if seconds else os.sched_yield())
+    mailbox = Mailbox()
+    try:
+        waited = concurrent.futures.Future()
+        mailbox.tasks.put(lambda: waited.set_result(mailbox.progress.wait_for((mailbox.future(),), 30)))
+        waited.result(30)
+        assert mailbox.future().result(10)
+    finally:
+        end.set()
+        mailbox.stop()
 
 
 def test_waiting_ends_with_its_time(mailbox):

@@ -1,0 +1,125 @@
+"""Values pushed between workers: a key, a layout and arrays. A layout that was seen before is only looked up.
+
+A layout is the tree of a value, and the kind, dtype and shape of each of its arrays. A loop pushes many values of few
+layouts; pickle would say the same again each time.
+"""
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdistgrad.errors import DistgradError, EncodingError
+from jdistgrad.wire import arrays, pinned
+from jdistgrad.wire.message import Codec, Parcel
+
+Key = tuple[int, ...]
+Type = tuple[bool, str, tuple[int, ...]]  # whether the array is JAX's, its dtype and its shape
+
+HEAD = struct.Struct("<II")  # how many numbers the key has; what follows the key
+PICKLED, LAID_OUT = 0, 1
+REMEMBERED = 1024
+
+
+class Layout(NamedTuple):
+    tree: Any
+    types: tuple[Type, ...]
+
+
+class Layouts:
+    """The encoding of pushed values.
+
+    Arguments:
+      codec: encodes layouts, and the values that do not consist of plain arrays.
+    """
+
+    def __init__(self, codec: Codec):
+        self._codec = codec
+        self._written = functools.lru_cache(REMEMBERED)(self._write)
+        self._layout = functools.lru_cache(REMEMBERED)(self._read)
+
+    def encode(self, key: Key, value: Any) -> Parcel:
+        """Return a value's parcel. Dicts arrive in the order of their keys. The arrays must not change meanwhile."""
+        leaves, layout = self._apart(value)
+        if not layout:
+            parcel = self._codec.encode(value, snapshot=False)
+            return Parcel(pickled(key, parcel.stream), parcel.buffers, parcel.attached, parcel.undo)
+        copies = pinned.of_all(lambda: leaves)
+        buffers = [
+            arrays.bytes_of(leaf if type(leaf) is np.ndarray else np.asarray(copies.of(leaf))) for leaf in leaves
+        ]
+        return Parcel(_stream(key, LAID_OUT, layout), buffers)
+
+    def _apart(self, value: Any) -> tuple[list[Any], bytes]:
+        """Return a value's arrays and its layout; no layout if the value has to be pickled."""
+        try:
+            leaves, tree = jax.tree.flatten(value)
+        except Exception:  # keys without an order, or a user's class that raises: pickle knows better
+            return [], b""
+        types = tuple(map(_type_of, leaves))
+        return leaves, b"" if None in types else self._written(tree, types)
+
+    def _write(self, tree: Any, types: tuple[Type, ...]) -> bytes:
+        try:
+            example = jax.tree.unflatten(tree, range(len(types)))
+            same = jax.tree.structure(example) == tree
+            return bytes(self._codec.encode((example, types), snapshot=False).stream) if same else b""
+        except Exception:  # a user's class that takes arrays only
+            return b""
+
+    def decode(self, parcel: Parcel) -> tuple[Key, Any]:
+        """Return the key and the value. Small arrays are NumPy arrays: pushed values are for compiled code.
+
+        Raises:
+          EncodingError: the bytes are no pushed value.
+          FunctionError: they name what may not be named in a message.
+        """
+        try:
+            numbers, form = HEAD.unpack_from(parcel.stream)
+            key = struct.unpack_from(f"<{numbers}q", parcel.stream, HEAD.size)
+            rest = parcel.stream[HEAD.size + 8 * numbers :]
+            with arrays.as_numpy(below=arrays.ALIAS_FROM):
+                if form == LAID_OUT:
+                    return key, _together(self._layout(bytes(rest)), parcel.buffers)
+                return key, self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
+        except DistgradError:
+            raise
+        except Exception as error:
+            raise EncodingError(f"a pushed value could not be rebuilt: {type(error).__name__}") from error
+
+    def _read(self, written: bytes) -> Layout:
+        example, types = self._codec.decode(Parcel(written, []))
+        return Layout(jax.tree.structure(example), types)
+
+
+def pickled(key: Key, stream: Any) -> memoryview:
+    """Return what comes first in the message of a value that is pickled."""
+    return _stream(key, PICKLED, stream)
+
+
+def _stream(key: Key, form: int, rest: Any) -> memoryview:
+    return memoryview(b"".join((HEAD.pack(len(key), form), struct.pack(f"<{len(key)}q", *key), rest)))
+
+
+def _type_of(leaf: Any) -> Type | None:
+    """Return the type of an array whose bytes say all else; None for anything else."""
+    if type(leaf) is np.ndarray:
+        return None if leaf.dtype.hasobject or leaf.dtype.names else (False, arrays.dtype_name(leaf.dtype), leaf.shape)
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.is_fully_addressable:
+        return None
+    if not isinstance(leaf.dtype, np.dtype) or (leaf.weak_type and not leaf.ndim):  # random keys; numbers
+        return None
+    return True, arrays.dtype_name(leaf.dtype), leaf.shape
+
+
+def _together(layout: Layout, buffers: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(
+        layout.tree,
+        [
+            (arrays.rebuild_jax if is_jax else arrays.rebuild_numpy)(data, dtype, shape)
+            for (is_jax, dtype, shape), data in zip(layout.types, buffers, strict=True)
+        ],
+    )

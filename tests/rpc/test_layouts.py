@@ -1,0 +1,163 @@
+"""Pushed values: what arrives is what was sent, also if pickle has to carry it, and a layout is written once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdistgrad.errors import EncodingError, FunctionError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.codec import PickleCodec
+from jdistgrad.rpc.layouts import Layouts, pickled
+from jdistgrad.wire.message import Parcel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    left: object
+    right: object
+
+
+@jax.tree_util.register_pytree_node_class
+class OnlyArrays:
+    """A node that refuses whatever is no array, as some users' classes do."""
+
+    def __init__(self, array):
+        self.array = array
+        assert hasattr(array, "shape")
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+class Counting(PickleCodec):
+    encoded = decoded = 0
+
+    def encode(self, value, *, snapshot):
+        self.encoded += 1
+        return super().encode(value, snapshot=snapshot)
+
+    def decode(self, parcel):
+        self.decoded += 1
+        return super().decode(parcel)
+
+
+def equal(found, expected):
+    if not any(isinstance(leaf, jax.Array | np.ndarray) for leaf in trees.leaves(expected)):
+        return found == expected
+    same = jax.tree.structure(found) == jax.tree.structure(expected)
+    return same and all(map(one_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+
+
+def one_equal(found, expected):
+    if not isinstance(expected, jax.Array | np.ndarray):
+        return found == expected
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and np.array_equal(found, expected)
+
+
+def layouts():
+    codec = Counting(allow_code=True)
+    return Layouts(codec), codec
+
+
+def arrived(value, key=(3, -1)):
+    found, _ = layouts()
+    got_key, got = found.decode(found.encode(key, value))
+    assert got_key == key
+    return got
+
+
+LAID_OUT = {
+    "one array": jnp.arange(5.0),
+    "no array": (),
+    "a number as an array": jnp.zeros((), jnp.float32),
+    "an empty array": jnp.zeros((0, 3)),
+    "bfloat16 and bool": (jnp.ones((2, 3), jnp.bfloat16), jnp.array([True, False])),
+    "NumPy, not contiguous": np.arange(12, dtype=np.int16).reshape(3, 4)[:, ::2],
+    "a tree": {"b": [jnp.ones(3), None], "a": Pair(np.ones((2, 1), np.float32), (jnp.zeros(7, jnp.int32),))},
+    "large": {"x": jnp.arange(1 << 16, dtype=jnp.float32), "y": jnp.ones(2)},
+}
+PICKLED = {
+    "a string": "text",
+    "numbers": [1, 2.5, None],
+    "a weakly typed number": jnp.asarray(2.0),
+    "arrays and a string": {"x": jnp.ones(3), "name": "x"},
+    "objects in an array": np.array([None, "a"], object),
+    "a structured array": np.zeros(2, [("a", "i4")]),
+    "keys without an order": {1: 2, "a": 3},
+    "a class for arrays only": OnlyArrays(jnp.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_arrays_arrive_as_they_were(name):
+    assert equal(arrived(LAID_OUT[name]), LAID_OUT[name])
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_other_values_arrive_as_they_were(name):
+    value, got = PICKLED[name], arrived(PICKLED[name])
+    if isinstance(value, OnlyArrays):
+        value, got = value.array, got.array
+    assert type(got) is type(value) or isinstance(value, jax.Array)
+    assert equal(got, value)
+
+
+def test_a_random_key_arrives_as_one():
+    assert equal(jax.random.key_data(arrived(jax.random.key(7))), jax.random.key_data(jax.random.key(7)))
+
+
+def test_a_layout_is_written_and_read_once():
+    """The second value of a layout costs no pickling; one of another shape, dtype or tree does."""
+    found, codec = layouts()
+    for number, value in enumerate([jnp.ones(3), jnp.zeros(3), 2 * jnp.ones(3)]):
+        assert equal(found.decode(found.encode((number,), value)), ((number,), value))
+    assert (codec.encoded, codec.decoded) == (1, 1)
+    for value in (jnp.ones(4), jnp.ones(3, jnp.int32), [jnp.ones(3)], np.ones(3, np.float32)):
+        found.decode(found.encode((0,), value))
+    assert (codec.encoded, codec.decoded) == (5, 5)
+
+
+def test_large_arrays_are_not_copied():
+    found, _ = layouts()
+    value = jnp.arange(1 << 16, dtype=jnp.float32)
+    (buffer,) = found.encode((0,), value).buffers
+    assert np.frombuffer(buffer, np.uint8).ctypes.data == np.asarray(value).ctypes.data
+
+
+def test_an_object_that_cannot_be_sent_is_an_error():
+    found, _ = layouts()
+    with pytest.raises(EncodingError, match="nothing to pickle"):
+        found.encode((0,), Stubborn())
+
+
+class Stubborn:
+    def __reduce__(self):
+        raise TypeError("nothing to pickle")
+
+
+@pytest.mark.parametrize("stream", [b"", b"\1", b"\xff" * 8, b"\xff" * 300, bytes(8)])
+def test_bytes_that_are_no_value_are_an_error(stream):
+    found, _ = layouts()
+    with pytest.raises(EncodingError):
+        found.decode(Parcel(memoryview(stream), []))
+
+
+def test_buffers_that_do_not_fit_the_layout_are_an_error():
+    found, _ = layouts()
+    whole = found.encode((0,), [jnp.ones(3), jnp.ones(4)])
+    for buffers in ([], whole.buffers[:1], whole.buffers[::-1], [*whole.buffers, whole.buffers[0]]):
+        with pytest.raises(EncodingError, match="could not be rebuilt"):
+            found.decode(Parcel(whole.stream, buffers))
+
+
+def test_what_may_not_be_named_is_refused():
+    with pytest.raises(FunctionError, match="may not be named"):
+        Layouts(PickleCodec(allow_code=False)).decode(Parcel(pickled((0,), b"cposix\nsystem\n."), []))
