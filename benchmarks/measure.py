@@ -98,14 +98,14 @@ def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[
 
 
 def take_turns(
-    topic: str, names: Sequence[str], rounds: int, flags: list[str] | None = None
+    topic: str, names: Sequence[str], rounds: int, flags: list[str] | None = None, n: int = 2
 ) -> dict[str, dict[str, list[float]]]:
-    """Run the jobs of a topic in turn, ``rounds`` times. Return each figure of each job, one value per round."""
+    """Run the jobs of a topic on ``n`` ranks in turn, ``rounds`` times. Return each figure of each job, by rounds."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for k in range(rounds):
         os.environ["JDISTGRAD_BENCH"] = "--long" if k == 0 and flags is None else ""
         for name in names:
-            for figure, value in run_job(str(JOBS / f"{topic}_{name}.py"), flags=flags).items():
+            for figure, value in run_job(str(JOBS / f"{topic}_{name}.py"), n=n, flags=flags).items():
                 found[name].setdefault(figure, []).append(value)
     return found
 

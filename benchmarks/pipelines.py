@@ -105,14 +105,25 @@ def more_ranks(rounds):
         for name, make in (("one_f_one_b", pp.one_f_one_b), ("zero_bubble", pp.zero_bubble)):
             ideal = pp.forecast(make(size, 16), pp.Costs(0.005, None, 0.005, 0.005)).seconds
             found = statistics.median(job[f"sleeping_{name}_{size}"] for job in jobs)
-            shown = f"forecast {1e3 * ideal:.0f} ms"
-            row(
-                f"{size} ranks, m = 16, sleeping: {name}",
-                milliseconds([found]),
-                shown,
-                f"{found / ideal:.3f}",
-                "<= 1.03 x",
-            )
+            what, ratio = f"{size} ranks, m = 16, sleeping: {name}", f"{found / ideal:.3f}"
+            row(what, milliseconds([found]), f"forecast {1e3 * ideal:.0f} ms", ratio, "<= 1.03 x")
+
+
+def computing(rounds):
+    """Print how much longer steps of stages that compute take than the work of one rank without any waiting."""
+    jobs = [run_job(str(JOBS / "stages_jdistgrad.py")) for _ in range(rounds)]
+    for name, target in (("one_f_one_b", "1.125"), ("interleaved", "1.063"), ("zero_bubble", "1.042")):
+        step, alone = (statistics.median(job[figure] for job in jobs) for figure in (name, f"{name}_alone"))
+        ratio = statistics.median(job[name] / job[f"{name}_alone"] for job in jobs)
+        what = f"2 ranks, m = 8, stages that compute: {name}"
+        row(what, milliseconds([step]), f"alone {milliseconds([alone])}", f"{ratio:.3f}", f"{target} + 0.03")
+
+
+def two_shards(found):
+    ours, torch = found["jdistgrad"], found.get("torch", {})
+    for figure, steps in ours.items():
+        what = f"PyTorch's pipeline example, {figure.replace('_', ' ')}"
+        compare(what, milliseconds, steps, "torch", torch.get(figure), "<= 0.5 x")
 
 
 def main(chosen):
@@ -122,6 +133,10 @@ def main(chosen):
     halves()
     title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("pipelines", names, chosen.rounds))
+    title("a network in two shards and a master, 3 ranks")
+    two_shards(take_turns("two_shards", names, chosen.rounds, n=3))
+    title(f"stages that compute; medians of {chosen.rounds} jobs")
+    computing(chosen.rounds)
     title(f"pipelines of more ranks than cores; medians of {chosen.rounds} jobs")
     more_ranks(chosen.rounds)
 

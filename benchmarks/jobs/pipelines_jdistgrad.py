@@ -39,21 +39,24 @@ def sleep(seconds, x):
     return jax.pure_callback(functools.partial(asleep, seconds), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sleeping(seconds, params, x):
-    """The identity: forward it takes ``seconds``, and so does each half of the backward pass."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sleeping(seconds, halves, params, x):
+    """The identity, which takes ``seconds`` forward and twice as long backward: in one sleep, or one in each half."""
     return sleep(seconds, x)
 
 
-sleeping.defvjp(
-    lambda seconds, params, x: (sleep(seconds, x), params),
-    lambda seconds, params, cotangent: (sleep(seconds, params), sleep(seconds, cotangent)),
-)
+def backward(seconds, halves, params, cotangent):
+    if halves:
+        return sleep(seconds, params), sleep(seconds, cotangent)
+    return params, sleep(2 * seconds, cotangent)
+
+
+sleeping.defvjp(lambda seconds, halves, params, x: (sleep(seconds, x), params), backward)
 
 
 @functools.cache
-def sleeper(seconds):
-    return jd.register(functools.partial(sleeping, seconds), name=f"sleeping {seconds}")
+def sleeper(seconds, *, halves):
+    return jd.register(functools.partial(sleeping, seconds, halves), name=f"sleeping {seconds} {halves}")
 
 
 def pipeline_of(functions, schedule):
@@ -80,13 +83,15 @@ def own_time(bytes_between):
 
 def sleeping_steps(schedule, seconds, calls=8):
     x = np.ones((schedule.microbatches, 4), "float32")
-    return step(pipeline_of([sleeper(seconds)] * schedule.stages, schedule), x, calls)
+    halves = any(one.kind is pp.Kind.WEIGHT for row in schedule.actions for one in row)
+    return step(pipeline_of([sleeper(seconds, halves=halves)] * schedule.stages, schedule), x, calls)
 
 
 def main():
     me, size = jd.init(), None
     for seconds in (0.005, 0.0025):
-        sleeper(seconds)
+        for halves in (False, True):
+            sleeper(seconds, halves=halves)
     if me.rank == 0:
         size = jd.world_size()
         orders = {

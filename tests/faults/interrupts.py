@@ -1,4 +1,4 @@
-"""Ctrl-C at a random moment of a call, a gradient, a staged step or a context: the next of its kind is right."""
+"""Ctrl-C at a random moment of a call, gradient, staged step, context or pipeline: the next of its kind is right."""
 
 import os
 import random
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jdistgrad as jd
@@ -23,6 +24,14 @@ def scale(params, x):
     return params * x
 
 
+def add_sum(params, x):
+    return x + 2.0 * params.sum()
+
+
+def mean(output, target):
+    return jnp.mean(output - target)
+
+
 def make(n: int):
     return jnp.ones(n)
 
@@ -34,6 +43,8 @@ class Session:
         self.refs = [jd.remote(rank, make, args=(3 + rank,)) for rank in range(1, jd.world_size())]
         self.optimizer = jd.DistributedOptimizer(optax.sgd(0.0), self.refs)
         self.staged = jd.jit(self.gradients)
+        schedule = jd.pipeline.one_f_one_b(len(self.refs), 4)
+        self.pipeline = jd.Pipeline([(add_sum, ref) for ref in self.refs], schedule, loss=mean)
 
     def loss(self, *refs):
         futures = [jd.rpc_async(1 + k, scale, args=(ref, 2.0)) for k, ref in enumerate(refs)]
@@ -61,6 +72,13 @@ class Session:
             value, _ = jd.backward(ctx, self.loss, *self.refs)
             return float(value)
 
+    def pipeline_step(self) -> float:
+        zeros = np.zeros((8, 3), "float32")
+        with jd.context() as ctx:
+            value = self.pipeline.step(zeros, targets=zeros)
+            self.optimizer.step(ctx)
+            return float(value)
+
 
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:
     return driven(count, lambda: presses(chance, count))
@@ -68,7 +86,7 @@ def play(chance: random.Random, count: int) -> Iterator[Outcome]:
 
 def presses(chance: random.Random, count: int) -> Iterator[Outcome]:
     session = Session()
-    works = [session.call, session.step, session.staged_step, session.in_a_context]
+    works = [session.call, session.step, session.staged_step, session.in_a_context, session.pipeline_step]
     usual = {work: seconds(work) for work in works for _ in range(2)}
     for _ in range(count):
         work = chance.choice(works)
