@@ -14,6 +14,7 @@ from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import ServedFunction, describe
 
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
@@ -177,9 +178,8 @@ def scalar_of(found: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-@jax.jit
-def plus(total: list[Any], more: list[Any]) -> list[Any]:
+def _plus(total: list[Any], more: list[Any]) -> list[Any]:
     return [a + b for a, b in zip(total, more, strict=True)]
 
 
-added = jax.jit(plus, donate_argnums=0)
+plus, added = once_for_all(jax.jit(_plus)), once_for_all(jax.jit(_plus, donate_argnums=0))
