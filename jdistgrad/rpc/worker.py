@@ -23,10 +23,8 @@ from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.server import Server
 from jdistgrad.wire.ids import IdSource
-from jdistgrad.wire.message import ANSWERS, CALLS, WORK, Kind, Message, Parcel
+from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
-
-ABOUT_LOSSES = frozenset({Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -139,18 +137,20 @@ class Worker(Mailbox):
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""
-        if message.kind is Kind.SETTLE and message.id == self.rank:
+        if message.kind is Kind.LOST and message.id == self.rank:
             text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
             self.given_up_by.add(message.source)
             self.fail(errors.WorkerLostError(text, worker=self.info))
+        elif message.kind is Kind.LOST:
+            self.losses.lost_elsewhere(message)
         elif message.kind is Kind.SETTLE:
             self.losses.settled(message)
         elif message.kind is Kind.PARTAKE:
             return self.losses.takes_part(message)
         elif message.kind is Kind.BREAK:
             return self.losses.broken(message)
-        elif self.references.accounts is not None:
-            self.references.accounts.forget(message.body)
+        else:
+            self.losses.forget(message)
         return None
 
     def _returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> None:

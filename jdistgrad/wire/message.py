@@ -26,11 +26,13 @@ class Kind(enum.IntEnum):
     FORGET = 15
     PARTAKE = 16
     BREAK = 17
+    LOST = 18
 
 
 CALLS = frozenset({Kind.CALL, Kind.REMOTE})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
-WORK = CALLS | ANSWERS | {Kind.PUSH, Kind.DROP, Kind.RELEASE, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK}
+ABOUT_LOSSES = frozenset({Kind.LOST, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
+WORK = CALLS | ANSWERS | ABOUT_LOSSES | {Kind.PUSH, Kind.DROP, Kind.RELEASE}
 ENCODED = (
     CALLS | ANSWERS | {Kind.PUSH}
 )  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...

@@ -42,6 +42,7 @@ class Losses:
         self._settling = Settling(mailbox.rank, mailbox.size)
         self._lost: dict[int, WorkerInfo] = {}
         self._to_sweep = False
+        self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
         self._lock = threading.RLock()
 
@@ -94,30 +95,51 @@ class Losses:
     def _settle(self, lost: int) -> None:
         mailbox, why, self._to_sweep = self._mailbox, self._peers.reasons[lost], True
         self._settling.lose(lost)
-        self._releasing.tell(lost, Message(Kind.SETTLE, mailbox.rank, lost, (why, [])))  # it may only stand still
+        self._releasing.tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0)))  # it may only stand still
         mailbox.transport.lose(lost)
-        balances = self._references.settle(lost)
-        for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
-            part = [(identifier, weight.units, weight.scale) for identifier, weight in balances.get(peer, ())]
-            self._releasing.tell(peer, Message(Kind.SETTLE, mailbox.rank, lost, (why, part)))
         self._give_up_values(lost)
+        for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
+            count = self._references.forgettable[peer]
+            self._releasing.tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count)))
         self._scopes.lose(lost)
         self._start(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
 
-    def settled(self, message: Message) -> None:
-        """Take a survivor's settlement with a lost worker, which is thereby lost here too."""
-        lost, (why, balances) = message.id, message.body
+    def lost_elsewhere(self, message: Message) -> None:
+        """Lose a worker that another has lost, which asks for the settlement of what it owns."""
+        lost, (why, count) = message.id, message.body
         self._peers.lose(lost, why)
         with self._lock:
-            self._references.settled(message.source, balances)
-            self._settling.settled(message.source, lost)
+            self._asked.append((lost, message.source, count))
+            self._answer()
+
+    def forget(self, message: Message) -> None:
+        """Forget references whose values are gone, as their owner says; it may wait with a settlement for that."""
+        with self._lock:
+            self._references.forget(message.source, message.body)
+            self._answer()
+
+    def _answer(self) -> None:
+        """Settle with the owners that ask for it, once everything is forgotten that they freed before."""
+        asked, self._asked = self._asked, []
+        for lost, owner, count in asked:
+            if self._references.forgotten[owner] >= count:
+                balances = self._references.settle(lost, owner)
+                self._releasing.tell(owner, Message(Kind.SETTLE, self._mailbox.rank, lost, balances))
+            elif owner not in self._lost:
+                self._asked.append((lost, owner, count))
+
+    def settled(self, message: Message) -> None:
+        """Take a survivor's settlement with a lost worker."""
+        with self._lock:
+            self._references.settled(message.source, message.body)
+            self._settling.settled(message.source, message.id)
             self._end_hold()
 
     def _give_up_values(self, lost: int) -> None:
-        """Fail the values that a lost worker was to make here."""
+        """Hold the values that are owned here, and fail those that a lost worker was to make."""
         error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
-        for entry in self._references.owned.give_up(lost, error):
+        for entry in self._references.lose(lost, error):
             self._start(functools.partial(entry.value.set_exception, error))
 
     def _end_hold(self) -> None:

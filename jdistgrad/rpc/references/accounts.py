@@ -7,10 +7,14 @@ gone.
 
 When a worker dies, each survivor refuses its messages from then on, and so its own account with the dead is final. The
 weight that the dead held, or that was on its way to or from it, is the sum of the survivors' accounts with it: what
-they gave it, less what came back. So each survivor *settles*: it returns the balance of its account, which may be
-negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do not
-matter, only that the owner frees nothing until it has all of them (``settling``). No message on its way between
+they gave it, less what came back. So each survivor *closes* its account, and *settles*: it returns the balance, which
+may be negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do
+not matter, only that the owner frees nothing until it has all of them (``settling``). No message on its way between
 survivors matters either: no survivor's weight is counted, only weight that left for the dead.
+
+A balance must not come to an owner that has freed the value: that owner could not tell it from that of a value that is
+still to be announced, and would keep it for ever. So a survivor settles with an owner when the owner says that it has
+lost the worker, from when on it frees nothing, and has been told to forget all that the owner freed before.
 
 If a survivor dies before or after it has settled, the same sum holds for all that are dead together: what they gave
 each other cancels out, and a settlement counts as weight that came from the worker that settled.
@@ -31,34 +35,36 @@ class Accounts:
         self._rank = rank
         self._owners: dict[int, int] = {}  # by reference
         self._balances: dict[int, dict[int, Weight]] = {}  # by reference, by worker
-        self._settled: set[int] = set()
+        self._closed: set[int] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._balances)
 
     def give(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        """Note weight that goes to a worker; return False, and note nothing, if the account has been settled."""
+        """Note weight that goes to a worker; return False, and note nothing, if the account is closed."""
         with self._lock:
             return self._note(peer, gifts)
 
     def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        """Note weight that came from a worker; return False, and note nothing, if the account has been settled."""
+        """Note weight that came from a worker; return False, and note nothing, if the account is closed."""
         with self._lock:
             return self._note(peer, [(identifier, owner, -weight) for identifier, owner, weight in gifts])
 
-    def settle(self, lost: int) -> dict[int, list[tuple[int, Weight]]]:
-        """Close the account with a lost worker; return its balances by owner. It takes no more entries."""
+    def close(self, lost: int) -> None:
+        """Let the account with a lost worker take no more entries, and forget the references that it owned."""
         with self._lock:
-            self._settled.add(lost)
-            balances: dict[int, list[tuple[int, Weight]]] = {}
-            for identifier, owner in list(self._owners.items()):
-                weight = self._balances[identifier].get(lost)
-                if owner == lost:
-                    self._forget(identifier)
-                elif weight is not None:
-                    balances.setdefault(owner, []).append((identifier, weight))
-                    self._change(identifier, lost, -weight)
+            self._closed.add(lost)
+            for identifier in [one for one, owner in self._owners.items() if owner == lost]:
+                self._forget(identifier)
+
+    def settle(self, lost: int, owner: int) -> list[tuple[int, Weight]]:
+        """Clear the closed account with a lost worker of an owner's references; return the balances."""
+        with self._lock:
+            owned = [identifier for identifier, of in self._owners.items() if of == owner]
+            balances = [(one, self._balances[one][lost]) for one in owned if lost in self._balances[one]]
+            for identifier, weight in balances:
+                self._change(identifier, lost, -weight)
             return balances
 
     def has(self, identifier: int) -> bool:
@@ -75,10 +81,10 @@ class Accounts:
             return {identifier: dict(balances) for identifier, balances in self._balances.items()}
 
     def _note(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        if peer in self._settled:
+        if peer in self._closed:
             return False
         for identifier, owner, weight in gifts:
-            if owner not in (peer, *self._settled):
+            if owner not in (peer, *self._closed):
                 self._owners[identifier] = owner
                 self._change(identifier, peer, weight)
         return True

@@ -35,7 +35,6 @@ class OwnerTable:
         self._entries: dict[int, Owned] = {}
         self._lock = threading.Lock()
         self._held = False
-        self._settled: dict[int, Weight] = {}  # settlements for ids that are not here: freed, or not yet announced
         self._orphans: dict[int, BaseException] = {}  # by lost creator: the error of values that will never be made
 
     def __len__(self) -> int:
@@ -52,7 +51,7 @@ class OwnerTable:
                 return Owned(announced=True, freed=True)  # nobody has it: it was given up
             entry = self._entry(identifier)
             entry.announced = True
-            entry.outstanding = entry.outstanding - returned - self._settled.pop(identifier, NOTHING)
+            entry.outstanding = entry.outstanding - returned
             self._drop_if_free(identifier, entry)
             return entry
 
@@ -91,6 +90,7 @@ class OwnerTable:
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> dict[int, Owned]:
         """Take back weights of references; return the entries that are now free, by id, for the caller to destroy.
 
+        A settlement's weight may be negative. An entry is also free if its value was given up.
         Values may have destructors that use this table, so they must not die under the lock.
         """
         with self._lock:
@@ -104,16 +104,6 @@ class OwnerTable:
         with self._lock:
             self._held = held
 
-    def settle(self, balances: Iterable[tuple[int, Weight]]) -> None:
-        """Take back weight, which may be negative, in the place of a lost worker. Only while values are held."""
-        with self._lock:
-            for identifier, weight in balances:
-                entry = self._entries.get(identifier)
-                if entry is not None:
-                    entry.outstanding = entry.outstanding - weight
-                elif worker_of(identifier) not in self._orphans:
-                    self._settled[identifier] = self._settled.get(identifier, NOTHING) + weight
-
     def sweep(self) -> dict[int, Owned]:
         """Return the entries that settlements have left free, for the caller to destroy."""
         with self._lock:
@@ -122,16 +112,15 @@ class OwnerTable:
                 self._drop_if_free(identifier, entry)
             return free
 
-    def give_up(self, creator: int, error: BaseException) -> list[Owned]:
-        """Return the values of a lost creator that are not being made yet, for the caller to fail them.
+    def give_up(self, creator: int, error: BaseException) -> dict[int, Owned]:
+        """Return the values of a lost creator that are not being made yet, by id, for the caller to fail them.
 
         Whoever asks for such a value later gets the error, even if a call of the lost worker still makes it.
         """
         with self._lock:
             self._orphans[creator] = error
-            self._settled = {one: weight for one, weight in self._settled.items() if worker_of(one) != creator}
             never = [one for one, entry in self._entries.items() if not entry.announced and worker_of(one) == creator]
-            return [self._entries.pop(identifier) for identifier in never]
+            return {identifier: self._entries.pop(identifier) for identifier in never}
 
     def identifiers(self) -> list[int]:
         with self._lock:
@@ -144,7 +133,7 @@ class OwnerTable:
 
     def _release(self, identifier: int, weight: Weight) -> Owned:
         if identifier not in self._entries and worker_of(identifier) in self._orphans:
-            return Owned()
+            return Owned(announced=True, freed=True)  # nobody has it: it was given up
         entry = self._entry(identifier)
         entry.outstanding = entry.outstanding - weight
         self._drop_if_free(identifier, entry)

@@ -24,6 +24,8 @@ class References:
 
     Attributes:
       accounts: the weight that went to each worker and came from it, in a world that survives.
+      forgettable: how many references each worker may forget, told of or still to be told; ``forgotten``: how many each
+        owner has told this worker to forget.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
@@ -32,6 +34,8 @@ class References:
         self.accounts = Accounts(mailbox.rank) if mailbox.survives else None
         self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
         self._to_forget = collections.deque[tuple[int, int]]()
+        self.forgettable = collections.Counter[int]()
+        self.forgotten = collections.Counter[int]()
         if self.accounts is not None:
             mailbox.note_gifts = self._note_gifts
 
@@ -142,24 +146,36 @@ class References:
 
         parcel.undo = take_back
 
-    def settle(self, lost: int) -> dict[int, list[tuple[int, Weight]]]:
-        """Hold what is owned here, settle the account with a lost worker, and return the balances of other owners."""
+    def lose(self, lost: int, error: BaseException) -> list[Owned]:
+        """Hold what is owned here, and close the account with a lost worker; return the values it will not make."""
         assert self.accounts is not None
         self.owned.hold(held=True)
-        balances = self.accounts.settle(lost)
-        self.owned.settle(balances.pop(self._mailbox.rank, []))
-        return balances
+        self.accounts.close(lost)
+        self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
+        return self._freed(self.owned.give_up(lost, error))
+
+    def settle(self, lost: int, owner: int) -> list[tuple[int, int, int]]:
+        """Return the balances with a lost worker to the owner that asks for them."""
+        assert self.accounts is not None
+        balances = self.accounts.settle(lost, owner)
+        return [(identifier, weight.units, weight.scale) for identifier, weight in balances]
 
     def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
         """Take back weight that a survivor returns in the place of a lost worker."""
         assert self.accounts is not None
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale in balances]
         if self.accounts.take(source, [(identifier, self._mailbox.rank, weight) for identifier, weight in weights]):
-            self.owned.settle(weights)
+            self._freed(self.owned.release_all(weights))
 
     def sweep(self) -> list[Any]:
         """Return the entries of values that only lost workers held: all accounts with these are settled."""
         return self._freed(self.owned.sweep())
+
+    def forget(self, owner: int, identifiers: list[int]) -> None:
+        """Forget references whose values are gone, as their owner says."""
+        assert self.accounts is not None
+        self.accounts.forget(identifiers)
+        self.forgotten[owner] += len(identifiers)
 
     def to_forget(self) -> dict[int, list[int]]:
         """Return the references that other workers may forget since the last call, by worker."""
@@ -173,7 +189,9 @@ class References:
         if self.accounts is not None and entries:
             self.accounts.forget(entries)
             for identifier in entries:
-                self._to_forget.extend((peer, identifier) for peer in self._noted_by.pop(identifier, ()))
+                noted_by = self._noted_by.pop(identifier, ())
+                self._to_forget.extend((peer, identifier) for peer in noted_by)
+                self.forgettable.update(noted_by)
         return list(entries.values())
 
 
