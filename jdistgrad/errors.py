@@ -44,7 +44,7 @@ class EncodingError(DistgradError, TypeError):
 
 
 class WireError(DistgradError, RuntimeError):
-    """Bytes arrived that are not a complete message of this package.
+    """Bytes arrived that are not a complete message of this package, or a message could not be sent.
 
     ``kind``, ``id`` and the frame's ``number`` identify the message where they could be read.
     """

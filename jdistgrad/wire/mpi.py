@@ -123,7 +123,7 @@ class MPITransport:
         except MPI.Exception as error:
             self._dropped.append(transfer)
             if self._failures is None or not is_failure(error):
-                raise
+                raise errors.WireError(f"the message to rank {peer} could not be sent: {error}") from error
             raise self._is_lost(peer) from error
         self._progress.active()
 

@@ -56,6 +56,7 @@ class Transport(Protocol):
         Raises:
           WorldClosedError: the transport is closed (over MPI).
           WorkerLostError: the peer has left (in a local world), or is lost (over MPI, in a world that survives).
+          WireError: the transport has failed (over MPI).
         """
 
     def lose(self, peer: int) -> None:

@@ -152,11 +152,11 @@ class Caller:
         pending.future.answer(functools.partial(raise_error, error), self._mailbox.run)
 
 
-CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError
+CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
 
 
 def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
-    """Return an error of encoding again, with the name of the call."""
+    """Return an error of encoding or sending again, with the name of the call."""
     return type(error)(f"cannot call {what}: {error}")
 
 
