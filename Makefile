@@ -11,7 +11,7 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs test-install torture faults lint bench bench-gpu docs doctor clean
+.PHONY: demo test test-worlds test-jobs test-install test-unruly torture faults lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -44,6 +44,12 @@ test-jobs: .venv/installed-test
 
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing
+
+# Calls and gradients over transports that deliver some messages late and, over MPI, some twice, drawn from SEED.
+OVER_UNRULY := tests/rpc tests/autograd tests/pipeline
+test-unruly: .venv/installed-test
+	$(BIN)/python -m pytest --unruly $(SEED) $(OVER_UNRULY)
+	$(RUN) -n 3 -m pytest --unruly $(SEED) $(OVER_UNRULY)
 
 # Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's. Two and four ranks
 # run what depends on their number.

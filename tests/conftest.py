@@ -11,6 +11,7 @@ import textwrap
 import jax
 import pytest
 from helpers.jobs import finished_job
+from helpers.unruly import make_all_unruly
 
 import jdistgrad as jd
 from jdistgrad.config import settings
@@ -23,6 +24,15 @@ if not launcher_env.launched():
 elif settings.devices:  # `make test-devices-3`: jax.distributed must start before the first array of any test module
     jd.init()
     jd.shutdown()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--unruly",
+        type=int,
+        metavar="SEED",
+        help="deliver some messages of every world late, and over MPI some twice, drawn from a seed",
+    )
 
 
 def pytest_sessionstart(session):
@@ -39,6 +49,8 @@ def pytest_generate_tests(metafunc):
 def pytest_configure(config):
     config.addinivalue_line("markers", "host_memory: a test of what collectives do in host memory, not over devices")
     config.addinivalue_line("markers", "over_devices: a test of what collectives do over devices only")
+    if config.getoption("unruly") is not None:
+        make_all_unruly(config.getoption("unruly"))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -43,6 +43,7 @@ ROWS = {
         Row("differing steps", steps.differing, 100, 1),
         Row("foreign bytes", played("faults.frames"), 100_000, 1000),
         Row("late, twice", played("faults.traffic"), 500, 10),
+        Row("single messages", played("faults.messages"), 1000, 30),
         Row("limits", played("faults.limits", limit=600.0), 5, 4),
         Row("mixed load", played("faults.endurance"), 1800, 10),
         Row("many ranks", many.together, 4, 1),

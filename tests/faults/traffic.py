@@ -1,6 +1,6 @@
 """Messages that are late, come twice, or come when nobody waits any more: the numbers are those of quiet traffic.
 
-Over MPI no message comes twice by itself: here the communicator of each rank sends some frames again, and some late.
+Over MPI no message comes twice by itself: here each rank sends some frames again, and some late.
 """
 
 import logging
@@ -14,46 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from mpi4py import MPI
+from helpers.unruly import Fate, Fates, make_unruly
 
 import jdistgrad as jd
 from faults.outcomes import Outcome
 from faults.program import judged
-from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire import frames
-from jdistgrad.wire.mpi import FRAME_TAG
 
-LATE_SECONDS = 0.003
 PATIENCE = 0.02  # of callers that do not wait for a slow function
 SERIAL_STEPS = 3
-
-
-class Restless:
-    """A communicator that sends frames late or, of messages without large pieces, twice."""
-
-    def __init__(self, comm: MPI.Intracomm, chance: random.Random):
-        self._comm, self._chance = comm, chance
-        self._again: list[tuple[MPI.Request, bytes]] = []
-        self.repeated = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def Isend(self, message: Any, peer: int, tag: int) -> MPI.Request:  # noqa: N802
-        if self._chance.random() < 0.3:
-            time.sleep(self._chance.random() * LATE_SECONDS)
-        request = self._comm.Isend(message, peer, tag)
-        if tag == FRAME_TAG and self._chance.random() < 0.3 and alone(message[0]):
-            copy = bytes(message[0])
-            self.repeated += 1
-            self._again = [one for one in self._again if not one[0].Test()]
-            self._again.append((self._comm.Isend([copy, MPI.BYTE], peer, tag), copy))
-        return request
-
-
-def alone(frame: Any) -> bool:
-    """Return whether no large piece follows a frame. A large piece makes a frame's table point beyond its end."""
-    return not frames.unpack(frame).missing()
 
 
 def make(n):
@@ -119,9 +87,8 @@ def play(chance: random.Random, count_: int) -> Iterator[Outcome]:
     me = jd.init(timeout=60)
     training = Training(me.rank, jd.world_size())
     quiet = training.run()
-    transport = current_worker().transport
-    restless = Restless(transport._comm, random.Random(chance.random() + me.rank))
-    transport._comm = restless
+    shares = {Fate.LATE: 0.3, Fate.TWICE: 0.3}
+    fates = make_unruly(fates=Fates(random.Random(chance.random() + me.rank), shares))
     for k in range(count_):
         problem = given_up(training.peers[k % len(training.peers)])
         found = training.run()
@@ -130,9 +97,8 @@ def play(chance: random.Random, count_: int) -> Iterator[Outcome]:
         called = [jd.rpc_async(peer, count, args=(1000 * me.rank + k,)).result() for peer in training.peers]
         problem += "" if called == [1] * len(called) else f" a call was served {max(called)} times"
         yield judged(f"round {k}", problem, named=False)
-    transport._comm = restless._comm
     jax.effects_barrier()
     if any(times != 1 for times in counted().values()):
         raise AssertionError(f"calls were served again: {counted()}")
-    print(f"rank {me.rank}: {restless.repeated} frames sent twice", flush=True)
+    print(f"rank {me.rank}: {fates}", flush=True)
     jd.shutdown(timeout=30)
