@@ -5,6 +5,7 @@ exit status other than 0; for ranks of one machine the kernel tells that too.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import select
@@ -78,6 +79,18 @@ def failed(comm: MPI.Intracomm) -> list[int]:
         everybody.Free()
 
 
+def is_of_process(descriptor: int) -> bool:
+    """Return whether a descriptor still stands for a process, alive or not: programs may close what they do not know.
+
+    Closed, or open for something else since, it says nothing of the process.
+    """
+    try:
+        signal.pidfd_send_signal(descriptor, 0)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return True
+
+
 class Failures:
     """The search for ranks that have died.
 
@@ -90,14 +103,20 @@ class Failures:
         self._found: set[int] = set()
         self._poll, self._watched = select.poll(), dict[int, int]()
         self._in_reach: set[int] = set()  # ranks of this machine
+        self._gone: set[int] = set()  # ranks of this machine that had ended before they could be watched
         machine, own = processes[comm.rank]
         for rank, (other, number) in enumerate(processes):
             if machine and other == machine and number != own:
                 self._watch(rank, number)
 
     def _watch(self, rank: int, process: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # gone already, or an old kernel: MPI tells
+        try:
             descriptor = os.pidfd_open(process)
+        except ProcessLookupError:
+            self._gone.add(rank)
+        except (OSError, AttributeError):  # an old kernel: MPI tells
+            pass
+        else:
             self._watched[descriptor] = rank
             self._in_reach.add(rank)
             self._poll.register(descriptor, select.POLLIN)
@@ -119,22 +138,27 @@ class Failures:
             failed.Free()
 
     def _told_by_kernel(self) -> set[int]:
-        ended = [descriptor for descriptor, _ in self._poll.poll(0)] if self._watched else []
-        for descriptor in ended:
+        ended = set[int]()
+        for descriptor, _ in self._poll.poll(0) if self._watched else []:
             self._poll.unregister(descriptor)
-            os.close(descriptor)
-        return {self._watched.pop(descriptor) for descriptor in ended}
+            rank = self._watched.pop(descriptor)
+            if is_of_process(descriptor):
+                os.close(descriptor)
+                ended.add(rank)
+            else:
+                self._in_reach.discard(rank)
+        return ended | self._gone
 
     def kill(self, rank: int) -> bool:
         """Kill the process of a rank, unless it has ended; return False if it is out of reach. For any thread."""
         for descriptor, watched in self._watched.copy().items():
             if watched == rank:
-                with contextlib.suppress(OSError):  # ended meanwhile
+                with contextlib.suppress(OSError):  # ended meanwhile, or the program has closed the descriptor
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return rank in self._in_reach
 
     def close(self) -> None:
-        for descriptor in self._watched:
+        for descriptor in filter(is_of_process, self._watched):
             os.close(descriptor)
         self._watched.clear()
         self._poll = select.poll()

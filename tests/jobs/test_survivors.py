@@ -185,6 +185,42 @@ def test_a_worker_that_stands_still_is_killed_though_only_a_settlement_is_missin
     assert "ending the job" not in job.output
 
 
+def test_a_callback_for_the_lost_cannot_end_the_world_that_waits_for_it(surviving_job):
+    """A program may have closed what it did not open, too: that neither ends the world nor counts as a death."""
+    surviving_job(
+        3,
+        """
+        from jdistgrad.rpc.worker import current_worker
+
+        me, errors = jd.init(), []
+        watched = sorted(current_worker().transport._failures._watched)
+        os.close(watched[0])
+        reads, writes = os.pipe()
+        os.write(writes, b"1")
+        os.dup2(reads, watched[1])
+
+        @jd.on_lost
+        def stop(worker, why):
+            try:
+                jd.shutdown(timeout=5)
+            except jd.WorldError as error:
+                errors.append(str(error))
+            told[worker.rank] = why
+
+        assert [jd.rpc_sync(rank, square, args=(rank,)) for rank in range(3)] == [0, 1, 4]
+        time.sleep(0.2)
+        assert [jd.rpc_sync(rank, square, args=(rank,)) for rank in range(3)] == [0, 1, 4]
+        assert told == {}
+        jd.barrier()
+        if me.rank == 1:
+            die()
+        until(lambda: told)
+        assert "runs a callback of on_lost" in errors[0], errors
+        print(me.name, told, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 {1: 'it was killed or ended'} []", "worker2 {1: 'it was killed or ended'} []")
+
+
 def test_what_a_context_misses_from_a_lost_worker_fails_by_name(surviving_job):
     """The worker that waits has no call to the dead one; its opener has."""
     surviving_job(

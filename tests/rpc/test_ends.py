@@ -207,3 +207,14 @@ def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
 
     assert jd.spawn(main, 3) == [0, 1, 2]
     assert asked.is_set()
+
+
+def shut_down():
+    jd.shutdown()
+
+
+@on_worker0
+def test_a_served_function_cannot_wait_for_its_own_end(big_world):
+    for rank in range(3):
+        with pytest.raises(jd.WorldError, match=rf"shutdown of worker{rank} .*: this thread serves .*shut_down"):
+            jd.rpc_sync(rank, shut_down, timeout=20)

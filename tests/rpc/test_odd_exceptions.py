@@ -121,6 +121,22 @@ def test_a_result_that_ends_the_thread_when_it_is_pickled(wire_world):
     still_works()
 
 
+class LostInReduce:
+    """A result that asks a third worker when it is pickled."""
+
+    def __reduce__(self):
+        raise jd.WorkerLostError("worker7 (rank 7) is lost: it was killed", worker=7)
+
+
+@needs_pickling
+@on_worker0
+def test_a_result_that_needs_a_lost_worker_when_it_is_pickled(wire_world):
+    with pytest.raises(jd.WorkerLostError, match=r"worker7 .* is lost") as caught:
+        jd.rpc_sync(last(), LostInReduce, timeout=SECONDS)
+    assert caught.value.worker == 7
+    still_works()
+
+
 class Returned:
     """A callable whose result is a future that cannot be waited for."""
 

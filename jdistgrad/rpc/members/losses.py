@@ -44,6 +44,7 @@ class Losses:
         self._to_sweep = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
+        self._calling = threading.local()
         self._lock = threading.RLock()
 
     def on_lost(self, callback: Callback) -> None:
@@ -52,6 +53,10 @@ class Losses:
             before = list(self._lost.values())
         for info in before:
             self._start(functools.partial(self._call, callback, info))
+
+    def calls_here(self) -> bool:
+        """Return whether this thread runs a callback of ``on_lost``."""
+        return getattr(self._calling, "now", False)
 
     def busy(self) -> bool:
         """Return whether settlements of accounts are still to come, or what they have left free is still here."""
@@ -85,10 +90,13 @@ class Losses:
             self._mailbox.work.served()
 
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
+        self._calling.now = True
         try:
             callback(info, self._peers.reasons[info.rank])
         except BaseException:  # SystemExit too: it would end only this thread
             log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
+        finally:
+            self._calling.now = False
 
     # References.
 

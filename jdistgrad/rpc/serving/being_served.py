@@ -1,5 +1,6 @@
 """The calls that a worker is serving: function, caller and duration of each."""
 
+import threading
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ class UnderWay(Protocol):
     message: Message
     function: Any
     since: float
+    thread: int
 
 
 class BeingServed:
@@ -36,6 +38,10 @@ class BeingServed:
 
     def leave(self, call: UnderWay) -> None:
         self._calls.pop(id(call), None)
+
+    def on_this_thread(self) -> list[Any]:
+        """Return the calls whose functions run on this thread."""
+        return [call for call in self.now() if call.thread == threading.get_ident()]
 
     def now(self) -> list[Any]:
         """Return all calls being served, the oldest first."""

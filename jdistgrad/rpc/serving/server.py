@@ -128,8 +128,10 @@ class Served:
             try:
                 self._post(Kind.RESULT, result)
                 return
-            except errors.WorkerLostError:
-                raise
+            except errors.WorkerLostError as lost:
+                if lost.worker in (self.message.source, self._caller()):
+                    raise
+                failure = self._failure(lost)  # the result needs another worker, for its class pickles it so
             except BaseException as unsendable:  # whatever the reason, the caller must get an answer
                 worker = self.server.mailbox.info
                 text = f"{worker} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"

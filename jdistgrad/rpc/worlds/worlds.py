@@ -15,6 +15,7 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
 from jdistgrad.rpc.members.losses import Callback
+from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
@@ -130,12 +131,16 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
+      WorldError: a function that another worker has called, or a callback of ``on_lost``, called this: ``shutdown``
+        would wait for that function to return.
     """
     worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
     if failed is not None:
         worker.process.report(failed)
         graceful = False
+    if graceful:
+        refuse_to_wait_for_itself(worker)
     _collect_garbage()  # drops references that are caught in cycles
     try:
         if graceful:
@@ -155,6 +160,17 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         log.warning("the world went on without lost workers: %s", "; ".join(worker.peers.lost.values()))
     _close(worker, graceful=graceful)
     return found
+
+
+def refuse_to_wait_for_itself(worker: Worker) -> None:
+    """Raise WorldError if this thread runs what a shutdown waits for."""
+    calls = worker.server.being_served.on_this_thread()
+    if calls or worker.losses.calls_here():
+        doing = f"serves {name_of(calls[0])}" if calls else "runs a callback of on_lost"
+        raise errors.WorldError(
+            f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
+            "function set a flag, and call shutdown in the program that called init."
+        )
 
 
 def failure_being_handled(worker: Worker) -> BaseException | None:
