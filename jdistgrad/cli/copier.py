@@ -24,11 +24,10 @@ from jdistgrad.cli.folding import HOLD_SECONDS, Folding
 MOST_PIPES = 64  # ranks: each takes two descriptors here, and of more ranks the equal lines are not folded
 LEFT_SECONDS = 5.0  # for the rest of a job's output, should a process outlast the job
 
+RANK = "${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-$PMI_RANK}}"  # in sh
+
 # Gives a rank its own pipe for errors, where mpirun would mix all ranks' lines. $0 is the folder of the pipes.
-TO_ITS_PIPE = (
-    'rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-$PMI_RANK}}; if [ -p "$0/$rank" ]; then exec "$@" 2>"$0/$rank"; fi; '
-    'exec "$@"'
-)
+TO_ITS_PIPE = f'rank={RANK}; if [ -p "$0/$rank" ]; then exec "$@" 2>"$0/$rank"; fi; exec "$@"'
 
 
 def main(*pipes: int) -> None:

@@ -30,6 +30,16 @@ SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 # Settings of a job that survives. Open MPI's default collectives on several machines (han), and those on GPUs, do not.
 SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_env.LEFT_OPEN: "0"}
 
+# Stands between mpirun and a rank of such a job. MPI learns of ranks that are killed, not of those that end by
+# themselves (`os._exit`, `exit` in C): in their place mpirun must see a process that is killed. $0 is the folder of
+# notes. What the shell says of a child that was killed is thrown away; so the child restores its own error output.
+AS_KILLED = (
+    f"rank={copier.RANK}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
+    """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
+    f'if [ -e "$0/{launcher_env.JOINED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
+    "exit $status"
+)
+
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
 
@@ -178,7 +188,8 @@ def run(
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
             told = (SURVIVING if survive else {}) | environment(n)
             with copier.error_output(n) as (errors, to_its_pipe):
-                command = [*start, *to_its_pipe, sys.executable, *program]
+                as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
+                command = [*start, *to_its_pipe, *as_killed, sys.executable, *program]
                 job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
             if job.returncode and not job.ended:
                 name_missing(n, launcher_env.notes(notes, launcher_env.CALLED))

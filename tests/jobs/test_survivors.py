@@ -300,6 +300,27 @@ def test_steps_in_which_ranks_die_are_done_again_without_them(surviving_job):
     )
 
 
+def test_steps_go_on_without_ranks_that_end_past_python(surviving_job):
+    """MPI learns only of processes that are killed, so `jdistgrad run` makes mpirun see these as killed."""
+    surviving_job(
+        4,
+        """
+        me, params = jd.init(), jnp.arange(5.0)
+        dp = jd.DataParallel()
+        step = dp.value_and_grad(lambda p, x: (p * x).sum())
+        leaves = {1: lambda: os._exit(3), 2: lambda: os._exit(0)}
+        for number in range(6):
+            if number == 2 * me.rank and me.rank in leaves:
+                leaves[me.rank]()
+            value, gradients = step(params, jnp.full(5, float(me.rank)))
+            there = [rank for rank in range(4) if rank not in leaves or number < 2 * rank]
+            assert dp.statistics().size == len(there), (number, dp.statistics())
+            assert abs(gradients - sum(there) / len(there)).max() < 1e-6, (number, gradients)
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 []", "worker3 []")
+
+
 def test_what_does_not_go_on_without_a_rank_says_so(surviving_job):
     surviving_job(
         4,
@@ -401,7 +422,7 @@ def test_a_job_that_is_told_to_end_does_not_blame_its_ranks(surviving_job):
 
         me = jd.init()
         if me.rank == 0:
-            os.kill(parent(os.getppid()), signal.SIGTERM)  # `jdistgrad run` itself
+            os.kill(parent(parent(os.getppid())), signal.SIGTERM)  # `jdistgrad run` itself
         time.sleep(60)
         """,
     )

@@ -7,7 +7,9 @@ meanwhile. Only if all ranks are alive and have come through does the operation 
 communicator to the living, and do the operation again. So nobody uses a result that another rank does not have.
 
 What it costs: the vote, which all ranks come to at about the same time. What it cannot do: ranks that MPI takes to be
-alive, but which do not answer, keep the others from voting; that ends in an error.
+alive, but which do not answer, keep the others from voting; that ends in an error. MPI learns of ranks that are killed,
+so the launcher has those seen as killed that end by themselves (``cli.launch``), and a rank that stands still is killed
+where it can be reached.
 """
 
 import copy
