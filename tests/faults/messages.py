@@ -53,10 +53,10 @@ def answer(fate: Fate, kind: Kind, x: int) -> int:
     return twice(x)
 
 
-def taken(key: int, seconds: float) -> Any:
+def taken(key: tuple[int], seconds: float) -> Any:
     def wait(futures: Any) -> None:
         current_worker().wait_for(futures, seconds)
-        futures[0].result(0)
+        futures[0].result(seconds)
 
     return current_scope().content(Inbox).take(key, wait)
 
@@ -73,8 +73,8 @@ def send(fate: Fate, kind: Kind, peer: int, x: int, seconds: float) -> Any:
         made.creation().result()
         return made.to_here()
     with jd.context():
-        current_worker().push(peer, x, jnp.full(3, 2 * x))
-        return int(jd.rpc_sync(peer, taken, args=(x, seconds))[0])
+        current_worker().push(peer, (x,), jnp.full(3, 2 * x))
+        return int(jd.rpc_sync(peer, taken, args=((x,), seconds))[0])
 
 
 def broken_promise(fate: Fate, kind: Kind, peer: int, x: int) -> str:

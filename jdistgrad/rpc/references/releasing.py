@@ -30,15 +30,24 @@ class Releasing:
         self._abandoned.append(identifier)
 
     def close_scope(self, identifier: int) -> None:
-        """Release a scope, here and on every worker that was called in it."""
+        """Release a scope, here and on every worker that was called in it.
+
+        Raises:
+          WireError: one of them, or several, could not be told.
+        """
         mailbox, scope = self._mailbox, self._scopes.release(identifier)
         if scope is None:
             return
-        peers, contents = scope.close()
+        (peers, contents), failed = scope.close(), list[errors.WireError]()
         for peer in peers - {mailbox.rank, *self._lost}:
-            self.tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
+            try:
+                self.tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
+            except errors.WireError as error:
+                failed.append(error)
         for content in contents:
             content.close()
+        if failed:
+            raise failed[0]
 
     def closed_elsewhere(self, scope: int) -> None:
         """Release a scope that another worker has closed, and tell the workers that this worker called in it."""
