@@ -16,6 +16,7 @@ from measure import median, report
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.pipeline.shares import Sum
 from jdistgrad.pipeline.stages import Recording, StageFunction
 
 MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = 8, 128, 512, 4, 8
@@ -36,14 +37,18 @@ def mean(output, target):
 
 
 def alone(chunks):
-    """Return the time in which this worker computes its stages for all microbatches, without any waiting."""
+    """Return the time in which this worker computes its stages and sums for all microbatches, without any waiting."""
     function, params = StageFunction(layers), make(LAYERS // chunks)
     x = jnp.ones((ROWS, WIDTH))
 
     def run():
-        for _ in range(MICROBATCHES * chunks):
-            recording = Recording(function, (params, x), (True, True), ())
-            jax.block_until_ready((recording.pull_inputs([x]), recording.pull_parameters()))
+        for _ in range(chunks):
+            total = Sum(MICROBATCHES)
+            for microbatch in range(MICROBATCHES):
+                recording = Recording(function, (params, x), (True, True), ())
+                jax.block_until_ready(recording.pull_inputs([x]))
+                total.add(microbatch, recording.pull_parameters())
+            jax.block_until_ready(total.leaves)
 
     return median(run, STEPS, 2)
 

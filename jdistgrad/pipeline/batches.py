@@ -23,6 +23,17 @@ def whole(value: Any) -> Whole:
     return Whole(value)
 
 
+def copied(tree: Any) -> Any:
+    """Return a tree with copies of its NumPy arrays, which the caller may change while the copies are still used."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, Whole):
+            return Whole(copied(leaf.value))
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(copy, tree, is_leaf=lambda leaf: isinstance(leaf, Whole))
+
+
 def split_batch(batch: Sequence[Any], microbatches: int) -> tuple[list[tuple[Any, ...]], list[int]]:
     """Split arguments along the first axis of their arrays; return them and the size of each microbatch.
 
@@ -33,6 +44,11 @@ def split_batch(batch: Sequence[Any], microbatches: int) -> tuple[list[tuple[Any
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(batch), is_leaf=lambda leaf: isinstance(leaf, Whole))
     lengths = {path: _length(path, leaf) for path, leaf in leaves if not isinstance(leaf, Whole)}
+    if not lengths and microbatches > 1:
+        raise ValueError(
+            f"nothing in the batch is split into the {microbatches} microbatches: all would be the same. Give an array "
+            "that is not whole, or use a schedule of one microbatch."
+        )
     rows = next(iter(lengths.values()), microbatches)
     for path, length in lengths.items():
         if length != rows:

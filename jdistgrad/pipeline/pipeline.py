@@ -1,17 +1,20 @@
 """Pipelines: a model cut into stages on several workers, trained with several microbatches in flight."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.contexts import context
+from jdistgrad.autograd.contexts import open_context
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.pipeline.batches import in_jax, joined, split_batch, weighted_sum
+from jdistgrad.pipeline.batches import copied, in_jax, joined, split_batch, weighted_sum
 from jdistgrad.pipeline.program import Program, as_stage
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.schedule import Kind, Schedule
 from jdistgrad.rpc.calls.caller import AnyWorker
-from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
 
 
@@ -49,13 +52,21 @@ class Pipeline:
         workers: Sequence[AnyWorker] | None = None,
         timeout: float | None = None,
     ):
-        self.stages, self.schedule, self.loss, self._timeout = list(map(as_stage, stages)), schedule, loss, timeout
-        self._program = Program(self.stages, schedule, loss, workers)
-        only_forward = Schedule(
-            schedule.placement, tuple(tuple(one for one in row if one.kind is Kind.FORWARD) for row in schedule.actions)
-        )
-        self._without_loss = Program(self.stages, only_forward, None, workers)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"{schedule!r:.60} is no schedule. Make one by jd.pipeline.one_f_one_b(workers, microbatches) or "
+                "another function, or from text by jd.pipeline.Schedule.parse(text)."
+            )
+        if not (loss is None or callable(loss)):
+            raise TypeError(f"loss= is {loss!r:.60}, expected a function of the last stage's outputs and the targets")
+        self.stages, self.schedule, self.loss = list(map(as_stage, stages)), schedule, loss
+        self._program, self._workers, self._timeout = Program(self.stages, schedule, loss, workers), workers, timeout
         self._report: Report | None = None
+
+    @functools.cached_property
+    def _without_loss(self) -> Program:
+        forward = tuple(tuple(one for one in row if one.kind is Kind.FORWARD) for row in self.schedule.actions)
+        return Program(self.stages, Schedule(self.schedule.placement, forward), None, self._workers)
 
     def step(self, *batch: Any, targets: Any = None) -> Any:
         """Run a step; return the loss, or the loss and a list of the microbatches' auxiliary data.
@@ -82,15 +93,22 @@ class Pipeline:
                 "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
                 "`with jd.context() as ctx:`"
             )
-        results, weights = self._run(self._program, batch, () if targets is None else (targets,))
+        if targets is None:
+            _refuse_missing_targets(self.loss)
+        with _own_context() if current_scope() is None else contextlib.nullcontext():
+            results, weights = self._run(self._program, batch, () if targets is None else (targets,))
         if not isinstance(results[0], tuple):
             return weighted_sum(results, weights)
         return weighted_sum([loss for loss, _ in results], weights), in_jax([aux for _, aux in results])
 
     def apply(self, *batch: Any) -> Any:
-        """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis."""
+        """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis.
+
+        This has a context of its own: if it fails, gradients of steps before it are not lost.
+        """
         _refuse_traced("apply")
-        return joined(self._run(self._without_loss, batch, ())[0])
+        with _own_context():
+            return joined(self._run(self._without_loss, batch, ())[0])
 
     def report(self) -> Report:
         """Return what the last step took, beside its forecast."""
@@ -104,15 +122,32 @@ class Pipeline:
 
     def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
         """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
-        pieces, sizes = split_batch((*batch, *targets), program.plan.microbatches)
+        given = (*batch, *targets)
+        pieces, sizes = split_batch(copied(given) if program.shares_memory else given, program.plan.microbatches)
         weights = [size / sum(sizes) for size in sizes]
         split = [(piece[: len(batch)], piece[len(batch) :]) for piece in pieces]
-        if current_scope() is None:
-            with context():
-                results, self._report = program.run(split, weights, self._timeout)
-        else:
-            results, self._report = program.run(split, weights, self._timeout)
+        results, self._report = program.run(split, weights, self._timeout)
         return results, weights
+
+
+@contextlib.contextmanager
+def _own_context() -> Iterator[None]:
+    """Open a context for the block, also inside another one."""
+    opened = open_context()
+    try:
+        with within(opened.scope):
+            yield
+    finally:
+        opened.close()
+
+
+def _refuse_missing_targets(loss: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(loss).bind(None)
+    except TypeError as error:
+        raise TypeError(f"{describe(loss)} takes targets, but step(..., targets=) was not given any: {error}") from None
+    except ValueError:  # it does not say what it takes
+        pass
 
 
 def _refuse_traced(what: str) -> None:

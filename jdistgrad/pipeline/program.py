@@ -1,23 +1,23 @@
 """What a pipeline sends to its workers in each step, prepared once, and the wait for their answers."""
 
 import concurrent.futures
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jdistgrad.autograd.tape.links import next_message
-from jdistgrad.autograd.tape.program_order import Place, next_place
+from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, ScheduleError
 from jdistgrad.pipeline.checking import check
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.schedule import Schedule
-from jdistgrad.pipeline.shares import Done, Plan, Share, doing, forget_done, wait_for_any
+from jdistgrad.pipeline.shares import Done, Keep, Part, Plan, Share, doing, forget_done, wait_for_any
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
-from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.caller import AnyWorker
-from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.rref import RRef, remote
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
@@ -26,26 +26,6 @@ ANSWER_SECONDS = 0.5
 
 Future = concurrent.futures.Future[Any]
 Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
-
-
-class Part(NamedTuple):
-    """What one worker does in every step: see ``Share``."""
-
-    rank: int
-    actions: Cached[tuple[tuple[str, int, int], ...]]
-    functions: dict[int, StageFunction]
-    parameters: dict[int, Any]
-    averages: dict[int, Any]
-    takes_batch: bool
-    is_last: bool
-
-    def share(self, step: int, place: Place, plan: Cached[Plan]) -> Share:
-        return Share(step, place, plan, self.actions, self.functions)
-
-    def arguments(self, split: Split, weights: Sequence[float]) -> tuple[Any, ...]:
-        batches = [batch for batch, _ in split] if self.takes_batch else []
-        targets = [given for _, given in split] if self.is_last else []
-        return self.parameters, self.averages, batches, targets, weights if self.is_last else []
 
 
 class Program:
@@ -75,23 +55,40 @@ class Program:
         consumers = tuple(tuple(k for k, mine in enumerate(inputs) if stage in mine) for stage in range(len(stages)))
         _refuse_unused(consumers)
         self.plan = Plan(ranks, inputs, consumers, schedule.microbatches, schedule.trains)
-        self._cached = Cached(self.plan)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         self._parts = [self._part(index, stages, functions) for index in range(schedule.workers)]
 
     def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
-        schedule = self.schedule
-        mine = [stage for stage, place in enumerate(schedule.placement) if place == index]
+        mine = [stage for stage, place in enumerate(self.schedule.placement) if place == index]
         return Part(
-            self.plan.ranks[mine[0]],
-            Cached(tuple((one.kind.value, one.stage, one.microbatch) for one in schedule.actions[index])),
+            self.plan,
+            self.schedule.actions[index],
             {stage: functions[stage] for stage in mine},
             {stage: stages[stage].parameters for stage in mine},
             {stage: stages[stage].average for stage in mine if stages[stage].average is not None},
-            any(BATCH in self.plan.inputs[stage] for stage in mine),
-            len(stages) - 1 in mine,
         )
+
+    def _rank(self, index: int) -> int:
+        return self.plan.ranks[self.schedule.placement.index(index)]
+
+    @property
+    def _own(self) -> int | None:
+        """The index of a part that this worker carries out itself while it waits, if it has one."""
+        here = current_worker().rank
+        return next((index for index in range(len(self._parts)) if self._rank(index) == here), None)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a step works on the arrays that it was given, and not only on copies."""
+        return self._own is not None or current_worker().hands_over
+
+    @functools.cached_property
+    def _kept(self) -> dict[int, RRef[Any]]:
+        """The parts on other workers: functions that arrived with each step would be compiled in each step."""
+        others = [(index, part) for index, part in enumerate(self._parts) if index != self._own]
+        with within(None):  # they outlive the context of the step that needs them first
+            return {index: remote(self._rank(index), Keep(), (part,), {}, None) for index, part in others}
 
     def run(self, split: Split, weights: list[float], timeout: float | None) -> tuple[list[Any], Report]:
         """Run the program in the current context; return the last stage's results, and what each worker did when.
@@ -100,24 +97,21 @@ class Program:
         """
         worker, scope, start = current_worker(), current_scope(), time.monotonic()
         assert scope is not None
-        step, place, futures = next_message(), next_place(), dict[int, Future]()
-        own = next((index for index, part in enumerate(self._parts) if part.rank == worker.rank), None)
+        own, share, futures = self._own, Share(next_message(), next_place()), dict[int, Future]()
         done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
-            for index, part in enumerate(self._parts):
-                if index != own:
-                    share, args = part.share(step, place, self._cached), part.arguments(split, weights)
-                    futures[index] = worker.rpc_async(part.rank, share, args, {}, timeout)
+            for index, part in self._kept.items():
+                arguments = part, *_brought(self._parts[index], split, weights)
+                futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, timeout)
             if own is not None:
-                mine = self._parts[own]
-                arguments = *mine.arguments(split, weights), list(futures.values())
-                done[own] = mine.share(step, place, self._cached)(*arguments)
+                arguments = self._parts[own], *_brought(self._parts[own], split, weights), list(futures.values())
+                done[own] = share(*arguments)
             with as_numpy(below=ALIAS_FROM):  # losses, of which only the sum becomes an array of JAX
                 _wait_for_all(worker, futures)
                 done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
             if isinstance(error, CallTimeoutError):
-                self._add_who_does_what(error, worker, step, futures)
+                self._add_who_does_what(error, worker, share.step, futures)
             worker.releasing.close_scope(scope.id)
             futures.clear()  # they hold the error, whose traceback holds this frame
             arguments = ()
@@ -131,13 +125,17 @@ class Program:
         self, error: CallTimeoutError, worker: Worker, step: int, futures: Mapping[int, Future]
     ) -> None:
         """Add what each worker has been doing: all calls of a step time out together, whoever is to blame."""
-        asked = {
-            index: worker.rpc_async(self._parts[index].rank, doing, (step,), {}, ANSWER_SECONDS) for index in futures
-        }
+        asked = {index: worker.rpc_async(self._rank(index), doing, (step,), {}, ANSWER_SECONDS) for index in futures}
         for index, answer in asked.items():
             failed = answer.exception()
             found = f"no answer within {ANSWER_SECONDS:g} s" if failed is not None else answer.result()
-            add_note(error, f"{worker.directory.workers[self._parts[index].rank]}: {found}.")
+            add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
+
+
+def _brought(part: Part, split: Split, weights: Sequence[float]) -> tuple[Any, ...]:
+    """Return what a step brings to a part: microbatches, targets and weights, if it takes them."""
+    batches = [batch for batch, _ in split] if part.takes_batch else []
+    return (batches, *(([given for _, given in split], weights) if part.is_last else ([], [])))
 
 
 def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:
@@ -163,6 +161,15 @@ def as_stage(given: Any) -> Stage:
         raise TypeError(
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
             f"not {given!r:.80}"
+        )
+    if not isinstance(given.function, Hashable):
+        raise TypeError(
+            f"{describe(given.function)} cannot be a stage's function: what is compiled for it is found by its hash, "
+            f"but a {type(given.function).__name__} has none. Give the class __hash__ and __eq__, or use a function."
+        )
+    if not (given.inputs is None or isinstance(given.inputs, Iterable)):
+        raise TypeError(
+            f"inputs of {describe(given.function)} are {given.inputs!r}, expected a tuple of stages: inputs=(0, 2)"
         )
     if not (given.average is None or isinstance(given.average, RRef)):
         raise TypeError(

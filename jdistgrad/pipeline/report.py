@@ -1,6 +1,7 @@
 """What a step took, beside what its schedule promises for actions that take as long."""
 
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
 
 from jdistgrad.pipeline.costs import Costs
@@ -18,7 +19,7 @@ class Report:
       waited: of each worker, the seconds in which it waited for results of others.
       computed: of each worker, the seconds in which it computed and sent.
       recordings: of each worker, the most recordings that were alive at once.
-      costs: the mean duration of each kind of action on each stage.
+      costs: the median duration of each kind of action on each stage: a first step compiles in its first actions.
     """
 
     def __init__(self, schedule: Schedule, inputs: Mapping[int, Sequence[int]], done: Sequence[Done], seconds: float):
@@ -35,11 +36,10 @@ class Report:
             for action, (_, begin, end) in zip(row, times, strict=True):
                 found.setdefault((action.kind, action.stage), []).append(end - begin)
 
-        def mean(kind: Kind) -> list[float]:
-            each = [found.get((kind, stage), [0.0]) for stage in range(self.schedule.stages)]
-            return [sum(one) / len(one) for one in each]
+        def usual(kind: Kind) -> list[float]:
+            return [statistics.median(found.get((kind, stage), [0.0])) for stage in range(self.schedule.stages)]
 
-        return Costs(mean(Kind.FORWARD), mean(Kind.BACKWARD), mean(Kind.INPUT), mean(Kind.WEIGHT))
+        return Costs(usual(Kind.FORWARD), usual(Kind.BACKWARD), usual(Kind.INPUT), usual(Kind.WEIGHT))
 
     @functools.cached_property
     def forecast(self) -> Forecast:

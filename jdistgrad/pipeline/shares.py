@@ -16,9 +16,9 @@ from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.errors import ContextError
 from jdistgrad.pipeline.schedule import Action, Kind
 from jdistgrad.pipeline.stages import BATCH, Recording, StageFunction, added, plus, scalar_of
-from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
@@ -32,11 +32,11 @@ LONG_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "i
 
 
 class Plan(NamedTuple):
-    """What does not change from step to step: each worker needs all of it.
+    """What all workers of a pipeline know.
 
     Arguments:
       ranks: of each stage, the rank of its worker.
-      inputs: of each stage, the stages whose results it takes.
+      inputs: of each stage, the stages whose results it takes, in the order of its arguments.
       consumers: of each stage, the stages that take its result.
     """
 
@@ -45,6 +45,43 @@ class Plan(NamedTuple):
     consumers: tuple[tuple[int, ...], ...]
     microbatches: int
     trains: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one worker does in every step. It stays on the worker between steps: its functions are compiled once.
+
+    Arguments:
+      actions: the worker's own.
+      functions, parameters, averages: by stage, of the stages of this worker.
+    """
+
+    plan: Plan
+    actions: tuple[Action, ...]
+    functions: dict[int, StageFunction]
+    parameters: dict[int, Any]
+    averages: dict[int, RRef[Any]]
+
+    @property
+    def takes_batch(self) -> bool:
+        return any(BATCH in self.plan.inputs[stage] for stage in self.functions)
+
+    @property
+    def is_last(self) -> bool:
+        return len(self.plan.ranks) - 1 in self.functions
+
+
+class Keep(ServedFunction):
+    """The call that leaves a part of a pipeline on its worker."""
+
+    takes_references = True
+
+    @property
+    def label(self) -> str:
+        return "keep a part of a pipeline"
+
+    def __call__(self, part: Part) -> Part:
+        return part
 
 
 class Done(NamedTuple):
@@ -67,15 +104,10 @@ class Share(ServedFunction):
 
     Arguments:
       step: the id of the step, the same on all workers.
-      actions: the worker's own.
-      functions: by stage, of the stages of this worker.
     """
 
     step: int
     place: Place
-    plan: Cached[Plan]
-    actions: Cached[tuple[tuple[str, int, int], ...]]
-    functions: dict[int, StageFunction]
     takes_references = True
 
     @property
@@ -84,52 +116,50 @@ class Share(ServedFunction):
 
     def __call__(
         self,
-        parameters: dict[int, Any],
-        averages: dict[int, RRef[Any]],
+        part: Part | RRef[Part],
         batches: Sequence[Any],
         targets: Sequence[Any],
         weights: Sequence[float],
-        watched: list[concurrent.futures.Future[Any]] | None = None,
+        watched: Sequence[concurrent.futures.Future[Any]] = (),
     ) -> Done:
-        with serving(self.step, self.place):
-            return Run(self, parameters, averages, batches, targets, weights, watched or []).finish()
+        """Carry out the worker's actions; the error of a ``watched`` future ends the wait for a value."""
+        kept = part if isinstance(part, Part) else part.value_future(math.inf).result()
+        scope = current_scope()
+        assert scope is not None
+        under_way, run = scope.content(UnderWay), Run(self, kept, batches, targets, weights, watched)
+        with serving(self.step, self.place), under_way.holding(run):
+            return run.finish()
 
 
 class Run:
-    """A share under way. ``watched``: futures that end the wait for a value with their error, if they have one."""
+    """A share under way."""
 
     def __init__(
         self,
         share: Share,
-        parameters: dict[int, Any],
-        averages: dict[int, RRef[Any]],
+        part: Part,
         batches: Sequence[Any],
         targets: Sequence[Any],
         weights: Sequence[float],
-        watched: list[concurrent.futures.Future[Any]],
+        watched: Sequence[concurrent.futures.Future[Any]],
     ):
-        self._share, self._plan, self._watched = share, share.plan.value, watched
-        self._actions = [Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in share.actions.value]
+        self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
+        self.ended = concurrent.futures.Future[None]()  # has an error as soon as the context is closed
+        self._watched = [*watched, self.ended]
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
         self._inbox = scope.content(Inbox)
-        self._references = parameters
-        values = {stage: one.value_future(math.inf) for stage, one in parameters.items() if isinstance(one, RRef)}
-        self._parameters = {stage: future.result() for stage, future in values.items()}
-        self._averages = {stage: one.local_value() for stage, one in averages.items()}
+        self._parameters: dict[int, Any] = {}
+        self._averages = {stage: one.local_value() for stage, one in part.averages.items()}
         self._averaged: dict[int, concurrent.futures.Future[list[Any]]] = {}
         self._batches, self._targets, self._weights = batches, targets, weights
         self._recordings: dict[tuple[int, int], Recording] = {}
-        self._sums = {stage: Sum(self._plan.microbatches) for stage in parameters}
-        self._done = Done([None] * (self._plan.microbatches if self._has_last else 0), [], 0)
+        self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
+        self._done = Done([None] * (self._plan.microbatches if part.is_last else 0), [], 0)
         self._most, self._others_fault = 0, False
         self._due = self._ready = time.monotonic()
-        self._waits_for: int | None = None
-        scope.content(UnderWay).runs[share.step, id(self)] = self
-
-    @property
-    def _has_last(self) -> bool:
-        return len(self._plan.ranks) - 1 in self._references
+        self._action: Action | None = None
+        self._waits_for = ""
 
     def finish(self) -> Done:
         """Carry out all actions and return the answer."""
@@ -139,52 +169,60 @@ class Run:
             Kind.INPUT: self._pull_inputs,
             Kind.WEIGHT: self._pull_parameters,
         }
-        for action in self._actions:
-            self._due = self._ready = time.monotonic()
-            with self._named(action):
+        self._fetch_parameters()
+        for action in self._part.actions:
+            self._action, self._due = action, time.monotonic()
+            self._ready = self._due
+            with self._named(spelled(action)):
                 steps[action.kind](action.stage, action.microbatch)
             self._done.times.append((self._due, self._ready, time.monotonic()))
             self._tell(action)
+        self._action, self._due = None, time.monotonic()
         for stage, averaged in self._averaged.items():
-            self._until_done(averaged)
+            self._until_done(averaged, f"the replicas of stage {stage}")
             self._contribute(stage, averaged.result())
         return self._done._replace(recordings=self._most)
 
     def doing(self) -> str:
         """Say what the share has been doing, and for how long."""
-        number, source = len(self._done.times), self._waits_for
-        if number == len(self._actions):
-            return "done"
-        what = "computing" if source is None else f"waiting for stage {source}"
-        return f"{spelled(self._actions[number])}: {what} for {time.monotonic() - self._due:.1f} s"
+        what = f"waiting for {self._waits_for}" if self._waits_for else "computing"
+        where = "" if self._action is None else f"{spelled(self._action)}: "
+        return f"{where}{what} for {time.monotonic() - self._due:.1f} s"
+
+    def _fetch_parameters(self) -> None:
+        fetched = {k: one.value_future(None) for k, one in self._part.parameters.items() if isinstance(one, RRef)}
+        for stage, future in fetched.items():
+            with self._named(f"the parameters of stage {stage}"):
+                self._until_done(future, f"the parameters of stage {stage}")
+                self._parameters[stage] = future.result()
 
     def _tell(self, action: Action) -> None:
         if events.sink is not None:
             events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
 
     @contextlib.contextmanager
-    def _named(self, action: Action) -> Iterator[None]:
+    def _named(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self._others_fault:  # it has the name of the action that failed
-                raise
-            add_note(error, f"In {spelled(action)}, on {self._worker.info}.")
+            if not self._others_fault:  # whose error has the name of the action that failed
+                add_note(error, f"In {what}, on {self._worker.info}.")
             raise
 
     # The actions.
 
     def _forward(self, stage: int, microbatch: int) -> None:
         sources = self._plan.inputs[stage]
+        taken = {one: self._take(FORWARD, one, stage, microbatch) for one in dict.fromkeys(sources) if one != BATCH}
         parts, wanted = [self._parameters.get(stage)], [self._plan.trains]
         for source in sources:
-            given = self._batches[microbatch] if source == BATCH else (self._take(FORWARD, source, stage, microbatch),)
+            given = self._batches[microbatch] if source == BATCH else (taken[source],)
             parts += given
             wanted += [self._plan.trains and source != BATCH] * len(given)
         self._computing()
         last = stage == len(self._plan.ranks) - 1
         targets = self._targets[microbatch] if last else ()
-        recording = Recording(self._share.functions[stage], tuple(parts), tuple(wanted), targets)
+        recording = Recording(self._part.functions[stage], tuple(parts), tuple(wanted), targets)
         if self._plan.trains:
             self._recordings[stage, microbatch] = recording
             self._most = max(self._most, len(self._recordings))
@@ -209,9 +247,11 @@ class Run:
             cotangents = [np.asarray(self._weights[microbatch], loss.dtype)]
         self._computing()
         sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
-        for source, found in zip(sources, recording.pull_inputs(cotangents), strict=True):
-            if source != BATCH:
-                self._push(BACKWARD, stage, source, microbatch, found)
+        found: dict[int, list[list[Any]]] = {}
+        for source, each in zip(sources, recording.pull_inputs(cotangents), strict=True):
+            found.setdefault(source, []).append(each)
+        for source in found.keys() - {BATCH}:
+            self._push(BACKWARD, stage, source, microbatch, functools.reduce(plus, found[source]))
 
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
         total = self._sums[stage]
@@ -238,9 +278,9 @@ class Run:
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
         """Give the gradients of a stage to the owner of its parameters."""
-        reference = self._references[stage]
+        reference = self._part.parameters[stage]
         if isinstance(reference, RRef):
-            contribution = Contribution(next_message(), (), gradients, (*self._share.place, stage))
+            contribution = Contribution(next_message(), (), gradients, (*self._place, stage))
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
 
     def _width(self, source: int, microbatch: int) -> int:
@@ -252,18 +292,20 @@ class Run:
         self._ready = time.monotonic()
 
     def _push(self, way: int, source: int, target: int, microbatch: int, value: Any) -> None:
-        key = self._share.step, way, source, target, microbatch
+        key = self.step, way, source, target, microbatch
         self._worker.push(self._plan.ranks[target], key, value)
 
     def _take(self, way: int, source: int, target: int, microbatch: int) -> Any:
-        self._waits_for = source
-        found = self._inbox.take((self._share.step, way, source, target, microbatch), self._wait)
-        self._waits_for = None
+        self._waits_for = f"stage {source}"
+        found = self._inbox.take((self.step, way, source, target, microbatch), self._wait)
+        self._waits_for = ""
         return found
 
-    def _until_done(self, future: concurrent.futures.Future[Any]) -> None:
+    def _until_done(self, future: concurrent.futures.Future[Any], what: str) -> None:
+        self._waits_for = what
         while not future.done():
             self._wait((future,))
+        self._waits_for = ""
 
     def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
         wait_for_any(self._worker, (*futures, *self._watched))
@@ -297,13 +339,33 @@ def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
 
 
 class UnderWay:
-    """The shares that this worker has begun in a context."""
+    """The shares that this worker carries out in a context."""
 
     def __init__(self) -> None:
-        self.runs: dict[tuple[int, int], Run] = {}
+        self.runs: set[Run] = set()
+        self.done: set[int] = set()  # the steps of which shares were carried out
+        self._closed = False
+
+    @contextlib.contextmanager
+    def holding(self, run: Run) -> Iterator[None]:
+        """Hold a share, which fails if the context is closed, as long as it is under way."""
+        self.runs.add(run)
+        if self._closed:
+            self._end(run)
+        try:
+            yield
+        finally:
+            self.runs.discard(run)
+            self.done.add(run.step)
 
     def close(self) -> None:
-        self.runs.clear()
+        self._closed = True
+        for run in self.runs.copy():
+            self._end(run)
+
+    def _end(self, run: Run) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads have come to end it
+            run.ended.set_exception(ContextError("the context was closed while a step of a pipeline was under way"))
 
     def give_up(self, error: BaseException) -> None:
         """Do nothing: what the shares wait for fails by itself."""
@@ -312,8 +374,11 @@ class UnderWay:
 def doing(step: int) -> str:
     """Say what this worker does in a step of the current context."""
     scope = current_scope()
-    runs = {} if scope is None else scope.content(UnderWay).runs
-    return "; ".join(run.doing() for (number, _), run in runs.items() if number == step) or "nothing yet"
+    if scope is None:
+        return "nothing yet"
+    found = scope.content(UnderWay)
+    idle = "done" if step in found.done else "nothing yet"
+    return "; ".join(run.doing() for run in found.runs.copy() if run.step == step) or idle
 
 
 def spelled(action: Action) -> str:

@@ -58,20 +58,40 @@ class StageFunction(ServedFunction):
         return describe(self.function)
 
     def __call__(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        run = jax.checkpoint(self.function) if self.remat else self.function
-        output = run(parameters, *inputs)
-        return output if self.loss is None else _checked(self.loss, self.loss(output, *targets))
+        run = jax.checkpoint(self._result) if self.remat else self._result
+        return run(parameters, inputs, targets)
+
+    def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
+        output = _in_arrays(self.function, self.function(parameters, *inputs))
+        if self.loss is None:
+            return output
+        found = _in_arrays(self.loss, self.loss(output, *targets))
+        _check_loss(self.loss, scalar_of(found))
+        return found
 
 
-def _checked(loss: Callable[..., Any], found: Any) -> Any:
-    scalar = scalar_of(found)
-    if np.shape(scalar) != () or not jnp.issubdtype(jnp.result_type(scalar), np.floating):
-        what = f"{getattr(scalar, 'dtype', type(scalar).__name__)}{list(np.shape(scalar))}"
+def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
+    """Return a result with its numbers as arrays."""
+
+    def array(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            return leaf
+        if isinstance(leaf, int | float | complex):
+            return jnp.asarray(leaf)
+        where = f" at {jax.tree_util.keystr(path)}" if path else ""
+        raise TypeError(f"{describe(function)} returned {leaf!r:.60}{where}: between stages go arrays and numbers")
+
+    return jax.tree_util.tree_map_with_path(array, result)
+
+
+def _check_loss(loss: Callable[..., Any], scalar: Any) -> None:
+    kind = getattr(scalar, "dtype", None)
+    if kind is None or np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
+        what = type(scalar).__name__ if kind is None else f"{kind}{list(np.shape(scalar))}"
         raise DifferentiationError(
             f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
             "Take the mean of the microbatch's losses."
         )
-    return found
 
 
 @jax.tree_util.register_dataclass

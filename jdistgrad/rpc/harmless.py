@@ -121,6 +121,7 @@ OWN = (
     "jdistgrad.events",
     "jdistgrad.modules",
     "jdistgrad.optim",
+    "jdistgrad.pipeline.schedule",
     "jdistgrad.pipeline.shares",
     "jdistgrad.pipeline.stages",
     "jdistgrad.rpc.api",

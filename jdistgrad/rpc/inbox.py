@@ -54,7 +54,11 @@ class Inbox:
                     raise self._error
                 something = concurrent.futures.Future[Any]()
                 self._waiting.append(something)
-            wait((something,))
+            try:
+                wait((something,))
+            finally:
+                with self._lock:
+                    self._waiting = [one for one in self._waiting if one is not something]
 
     def close(self) -> None:
         """Forget the values, and fail everybody who waits for one."""

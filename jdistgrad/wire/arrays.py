@@ -119,12 +119,16 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 def as_jax_array(array: Any) -> jax.Array:
     """Return a JAX array that shares no writable memory with the given array.
 
-    Only a large array that came over the wire is not copied, because it is read-only.
+    Only a large array that came over the wire is not copied, because it is read-only. NumPy makes the copy: JAX would
+    make it later, if the device is busy.
     """
     if isinstance(array, jax.Array):
         return array
-    arrived = isinstance(array, np.ndarray) and not array.flags.writeable
-    return jax.device_put(array) if arrived and array.nbytes >= ALIAS_FROM else jnp.array(array)
+    if not isinstance(array, np.ndarray):
+        return jnp.array(array)
+    arrived = not array.flags.writeable and array.nbytes >= ALIAS_FROM
+    made: jax.Array = jax.device_put(array if arrived else array.copy())
+    return made
 
 
 def check_kept(sent: np.dtype, made: Any) -> None:

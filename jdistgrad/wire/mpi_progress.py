@@ -7,8 +7,10 @@ Every switch of the GIL between threads costs more than a message does. Therefor
 * Otherwise the *primary* of the serving threads looks. It runs the task that a message brings on its own stack, without
   a handover, and is no longer primary while the task runs. It stops looking while a thread that waits looks; a thread
   whose task has waited looks again as soon as the task is done.
-* A *standby* wakes every millisecond and becomes primary if there is none: a call that runs long delays the next call
-  once, by a millisecond at most, and no call can keep others from being served.
+* A *standby* wakes every millisecond (after a quiet time every four) and becomes primary if there is none: a call that
+  runs long delays the next call once, by that time at most, and no call can keep others from being served.
+* While other threads may compute, the primary looks the less often the longer it has found no task: a thread that is
+  woken takes more from computing threads than its look takes.
 
 The baton is a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for
 it.
@@ -63,7 +65,7 @@ class Progress:
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._last_activity = self._next_tick = time.monotonic()
+        self._last_activity = self._last_task = self._next_tick = time.monotonic()
         self._last_wait, self._last_waiter = 0.0, 0
         self._stopped = False
         self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
@@ -158,10 +160,12 @@ class Progress:
     def _be_primary(self) -> Task | None:
         """Look until there is a task to run, and return it; or None as soon as another thread looks."""
         try:
+            self._tick_if_due()
+            if self._another_looks():
+                return None
             if self._free < 2:
                 self._one_more()
             task = None
-            self._tick_if_due()
             while task is None and not self._stopped and not self._another_looks():
                 task = self._look_once()
                 self._tick_if_due()
@@ -191,11 +195,14 @@ class Progress:
         now = time.monotonic()
         if called:
             self._last_wait = now
+        if task is not None:
+            self._last_task = now
         if moved:
             self._last_activity = now
-        else:
-            # Spinning would take the GIL, and a core, from a task that runs.
-            pause(nap(now - self._last_activity, may_spin=self.idle_process and not self._busy))
+        elif self.idle_process and not self._busy:
+            pause(nap(now - self._last_activity, may_spin=True))
+        else:  # spinning would take the GIL, and a core, from a task that runs
+            pause(nap(now - self._last_task, may_spin=False))
         return task
 
     def _look_safely(self) -> tuple[bool, Task | None]:
@@ -219,14 +226,14 @@ class Progress:
 
     def _stand_by(self) -> None:
         with self._counting:
-            surplus = self._free > 2 and not self._stopped
+            surplus = self._free > (1 if self._another_looks() else 2) and not self._stopped
             if surplus:
                 self._free -= 1
                 self._parked += 1
         if surplus:
             self._standby.acquire()
         else:
-            pause(LONGEST)
+            pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))
 
     def _run_here(self, task: Task) -> None:
         try:

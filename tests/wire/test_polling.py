@@ -5,10 +5,10 @@ from hypothesis import given, strategies as st
 from jdistgrad.wire import polling
 
 
-@given(st.floats(0, 1e6))
-def test_a_nap_is_a_small_share_of_the_quiet_time(quiet):
-    nap = polling.nap(quiet, may_spin=False)
-    assert polling.SHORTEST <= nap <= polling.LONGEST
+@given(st.floats(polling.SPIN, 1e6), st.booleans())
+def test_a_nap_is_a_small_share_of_the_quiet_time(quiet, may_spin):
+    nap = polling.nap(quiet, may_spin=may_spin)
+    assert polling.SHORTEST <= nap <= (polling.LONGEST if may_spin else polling.LONGEST_BESIDE_OTHERS)
     assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
 
 

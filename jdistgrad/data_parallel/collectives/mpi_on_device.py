@@ -19,6 +19,7 @@ from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, in_one_order
 from jdistgrad.errors import CollectiveError
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.arrays import as_jax_array
 
 TRIAL_SECONDS = 60.0
 WHAT = "a send of a device array, tried in a process of its own,"
@@ -96,7 +97,7 @@ class RankProgram(Program):
 
     def __init__(self, all_: HostCollectives, closed: Any, finish: Finish, what: str):
         # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.
-        self._constants, first = [jnp.array(const) for const in closed.consts], len(closed.jaxpr.invars)
+        self._constants, first = [as_jax_array(const) for const in closed.consts], len(closed.jaxpr.invars)
 
         def run(constants: list[Any], leaves: list[Any]) -> tuple[list[Any], jax.Array]:
             results = jaxprs.evaluate(closed.jaxpr, constants, leaves[:first])

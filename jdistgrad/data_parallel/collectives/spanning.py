@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.host_arrays import is_key
 from jdistgrad.errors import CollectiveError
+from jdistgrad.wire.arrays import as_jax_array
 
 # Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
 Finish = Callable[..., list[Any]]
@@ -241,7 +242,7 @@ class SpanningProgram(Program):
         self._taken = [form_of(leaf) for leaf in like]
         self._given: tuple[Form, ...] = ()
         # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
-        constants = [jnp.array(const) for const in closed.consts]
+        constants = [as_jax_array(const) for const in closed.consts]
         self._constants, self._constant_forms = span.shared(constants), [form_of(const) for const in constants]
         count, first = len(constants), len(closed.jaxpr.invars)
 

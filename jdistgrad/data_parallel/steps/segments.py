@@ -17,6 +17,7 @@ from jax.extend import core
 
 from jdistgrad import jaxprs
 from jdistgrad.rpc.current import once_for_all
+from jdistgrad.wire.arrays import as_jax_array
 
 _shared = jaxprs.Shared(1024)
 
@@ -41,8 +42,8 @@ class Segmented:
 
     def __init__(self, closed: Any, groups: Sequence[Sequence[int]]):
         self._jaxpr = closed.jaxpr
-        # A copy of NumPy constants, as jax.jit makes: the program may change them later.
-        self._consts = [jax.numpy.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        # A copy of NumPy constants: the program may change them later.
+        self._consts = [as_jax_array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
         self._results = self._jaxpr.outvars[sum(map(len, groups)) :]
         rest = [var for var in self._results if not isinstance(var, core.Literal)]
         self.segments = _cut(self._jaxpr, groups, rest)

@@ -1,0 +1,192 @@
+"""What stays from one step to the next, on the workers and in the caller's hands, and what does not."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+from jdistgrad import pipeline as pp
+from jdistgrad.autograd.contexts import find_context
+from jdistgrad.pipeline.shares import UnderWay
+
+_traced = []
+
+
+def square(width):
+    return jnp.eye(width)
+
+
+def scaled(factor, params, x):
+    _traced.append(jd.worker_info().rank)
+    return factor * x @ params
+
+
+def traced():
+    return _traced.count(jd.worker_info().rank)
+
+
+def mean(output, target):
+    return jnp.mean(output - target)
+
+
+def three_stages(functions):
+    """Return references to parameters, and a pipeline of stages on the last, the first and the last worker."""
+    last = jd.world_size() - 1
+    refs = [jd.remote(rank, square, args=(4,)) for rank in (last, 0, last)]
+    stages = list(zip(functions, refs, strict=True))
+    return refs, jd.Pipeline(stages, pp.one_f_one_b(3, 2), loss=mean, workers=[last, 0, last])
+
+
+X, Y = np.ones((6, 4), "float32"), np.zeros((6, 4), "float32")
+
+
+@on_worker0
+def test_functions_that_arrive_as_new_objects_are_compiled_once(world):
+    """A partial function equals no other; one that came with every step would be compiled in every step."""
+    refs, pipeline = three_stages([functools.partial(scaled, factor) for factor in (1.0, 2.0, 3.0)])
+    counts = []
+    for _ in range(3):
+        with jd.context():
+            assert float(pipeline.step(X, targets=Y)) == 6.0
+        counts.append([jd.rpc_sync(ref.owner, traced) for ref in refs])
+    assert counts[0] == counts[1] == counts[2]
+
+
+def shares_under_way(ctx):
+    return len(find_context(ctx).scope.content(UnderWay).runs)
+
+
+@on_worker0
+def test_nothing_of_a_step_stays_in_its_context(world):
+    refs, pipeline = three_stages([functools.partial(scaled, 1.0)] * 3)
+    with jd.context() as ctx:
+        for _ in range(2):
+            pipeline.step(X, targets=Y)
+        assert [jd.rpc_sync(ref.owner, shares_under_way, args=(ctx.id,)) for ref in refs] == [0, 0, 0]
+
+
+def wide():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(2000, 600)) / 50, jnp.float32)
+
+
+def narrow():
+    return jnp.ones((600, 4)) / 600
+
+
+def layer(params, x):
+    return jnp.tanh(x @ params)
+
+
+def gradient(ctx, ref):
+    return jd.get_gradients(ctx)[ref]
+
+
+@on_worker0
+def test_the_caller_may_change_its_arrays_as_soon_as_a_step_has_returned(world):
+    """The last backward pass may be under way then, on this worker, with the rows that it was given."""
+    refs = [jd.remote(0, wide), jd.remote(jd.world_size() - 1, narrow)]
+    placement = [0, jd.world_size() - 1]
+    pipeline = jd.Pipeline(
+        list(zip([layer] * 2, refs, strict=True)), pp.one_f_one_b(2, 2), loss=mean, workers=placement
+    )
+    rows = np.random.default_rng(3).normal(size=(256, 2000)).astype("float32")
+    found = []
+    for _ in range(12):
+        x, y = rows.copy(), np.zeros((256, 4), "float32")
+        with jd.context() as ctx:
+            pipeline.step(x, targets=y)
+            x[:] = 0
+            found.append(np.asarray(jd.rpc_sync(0, gradient, args=(ctx.id, jd.by_reference(refs[0])))))
+    assert [np.abs(one - found[0]).max() for one in found] == [0] * 12
+    assert np.abs(found[0]).max() > 0
+
+
+def pass_on(output, target):
+    return jnp.mean(output), {"rows": target}
+
+
+@on_worker0
+def test_what_a_loss_passes_on_is_not_the_callers_memory(world):
+    refs, _ = three_stages([functools.partial(scaled, 1.0)] * 3)
+    functions = [functools.partial(scaled, 1.0)] * 3
+    pipeline = jd.Pipeline(list(zip(functions, refs, strict=True)), pp.gpipe(3, 2), loss=pass_on, workers=[0] * 3)
+    for _ in range(5):
+        y = np.ones((40_000, 4), "float32")
+        with jd.context():
+            _, aux = pipeline.step(np.ones((40_000, 4), "float32"), targets=y)
+            y[:] = 7
+        assert [float(one["rows"].max()) for one in aux] == [1.0, 1.0]
+
+
+@on_worker0
+def test_a_failing_apply_leaves_the_context_around_it(world):
+    refs, pipeline = three_stages([functools.partial(scaled, 1.0)] * 3)
+    with jd.context() as ctx:
+        pipeline.step(X, targets=Y)
+        with pytest.raises(TypeError, match="dot_general"):
+            pipeline.apply(np.ones((6, 5), "float32"))
+        assert not ctx.closed
+        found = jd.rpc_sync(refs[0].owner, gradient, args=(ctx.id, jd.by_reference(refs[0])))
+        assert np.asarray(found) == pytest.approx(np.full((4, 4), 0.25))
+    assert np.asarray(pipeline.apply(X)).tolist() == X.tolist()
+
+
+_made = threading.Event()
+
+
+def square_later(width):
+    _made.wait(60)
+    return square(width)
+
+
+def make_now():
+    _made.set()
+
+
+@on_worker0
+def test_a_step_that_waits_for_parameters_ends_after_its_timeout_and_says_so(world):
+    last = jd.world_size() - 1
+    refs = [jd.remote(0, square, args=(4,)), jd.remote(last, square_later, args=(4,))]
+    function = functools.partial(scaled, 1.0)
+    stages = [(function, ref) for ref in refs]
+    pipeline = jd.Pipeline(stages, pp.gpipe(2, 2), loss=mean, workers=[0, last], timeout=1.0)
+    try:
+        if last:
+            with pytest.raises(jd.CallTimeoutError) as raised, jd.context():
+                pipeline.step(X, targets=Y)
+            told = f"worker{last} (rank {last}): waiting for the parameters of stage 1"
+            assert told in "\n".join(raised.value.__notes__)
+    finally:
+        jd.rpc_sync(last, make_now)
+    refs[1].to_here()
+    with jd.context():
+        assert float(jd.Pipeline(stages, pp.gpipe(2, 2), loss=mean, workers=[0, last]).step(X, targets=Y)) == 1.0
+
+
+def add(params, first, second):
+    return (first + 2 * second) @ params
+
+
+@on_worker0
+def test_a_stage_may_take_a_result_twice(world):
+    last = jd.world_size() - 1
+    refs = [jd.remote(rank, square, args=(4,)) for rank in (0, last, 0)]
+    stages = [pp.Stage(layer, refs[0]), pp.Stage(add, refs[1], inputs=(0, 0)), pp.Stage(layer, refs[2])]
+    pipeline = jd.Pipeline(stages, pp.zero_bubble(3, 3), loss=mean, workers=[0, last, 0])
+    with jd.context() as ctx:
+        loss = pipeline.step(X, targets=Y)
+        found = [jd.rpc_sync(ref.owner, gradient, args=(ctx.id, jd.by_reference(ref))) for ref in refs]
+
+    def serial(values):
+        first = layer(values[0], X)
+        return mean(layer(values[2], add(values[1], first, first)), Y)
+
+    expected, gradients = jax.value_and_grad(serial)([square(4)] * 3)
+    assert float(loss) == pytest.approx(float(expected))
+    for one, other in zip(found, gradients, strict=True):
+        assert np.asarray(one) == pytest.approx(np.asarray(other), rel=1e-5)
