@@ -30,6 +30,11 @@ test-%: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # One that reads what another is just writing says so, and compiles.
 test-%: export PYTHONWARNINGS := ignore:Error reading persistent compilation cache entry:UserWarning
 
+# Compiling was more than half of the suites' time, and the code runs only once: a third of the compiling without fusion
+# emitters and LLVM's optimizations. The runs on two and three ranks and over devices compile as users' programs do.
+QUICKLY := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+test-worlds test-jobs test-mpi-1 test-mpi-4: export XLA_FLAGS := $(strip $(XLA_FLAGS) $(QUICKLY))
+
 test-worlds: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
