@@ -30,15 +30,15 @@ def played(module: str, *, limit: float = 60.0) -> Callable[[int, int], Iterator
 ROWS = {
     row.name: row
     for row in (
-        Row("killed", ranks.killed, 1000, 2),
-        Row("survived kills", survivors.killed, 1000, 2),
-        Row("survived kills in data-parallel steps", steps_survived.killed, 500, 2),
+        Row("killed", ranks.killed, 1000, 1),
+        Row("survived kills", survivors.killed, 1000, 1),
+        Row("survived kills in data-parallel steps", steps_survived.killed, 500, 1),
         Row("standing still", ranks.standing_still, 60, 1),
         Row("ending", ranks.ending, 100, 1),
         Row("failing functions", played("faults.calls"), 1000, 30),
         Row("Ctrl-C", played("faults.interrupts"), 1000, 30),
-        Row("failing pipelines", played("faults.pipelines"), 500, 10),
-        Row("differing trees", played("faults.trees"), 1000, 30),
+        Row("failing pipelines", played("faults.pipelines"), 500, 5),
+        Row("differing trees", played("faults.trees"), 1000, 15),
         Row("killed and started again", restarts.resumed, 20, 0),
         Row("differing steps", steps.differing, 100, 1),
         Row("foreign bytes", played("faults.frames"), 100_000, 1000),
