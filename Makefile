@@ -47,8 +47,14 @@ test-jobs: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
 
+# Four ranks run what depends on their number: exchanges among all, stages, owners and holders beside those of a call.
+OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
+test-mpi-4: OF_RANKS := tests/data_parallel tests/pipeline tests/optim/test_sharding.py \
+	tests/autograd/test_passes.py tests/autograd/test_contexts.py tests/autograd/test_context_ends.py \
+	tests/autograd/test_graph.py tests/rpc/test_worlds.py tests/rpc/test_ends.py tests/rpc/test_lifetimes.py \
+	tests/rpc/test_references.py tests/rpc/test_reference_arguments.py tests/rpc/test_rpc_all.py tests/rpc/test_mapping.py
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing
+	$(RUN) -n $* -m pytest $(OF_RANKS)
 
 # Calls and gradients over transports that deliver some messages late and, over MPI, some twice, drawn from SEED.
 OVER_UNRULY := tests/rpc tests/autograd tests/pipeline
