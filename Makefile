@@ -17,8 +17,8 @@ demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
-# Most of a test is waiting and compiling on one core: two suites at a time, each printed when it is done.
-SUITES := test-jobs test-mpi-4 test-worlds test-mpi-3 test-devices-3 test-mpi-2 test-devices-4 test-install test-mpi-1 \
+# Two suites at a time, one for each core, each printed when it is done; the longest first.
+SUITES := test-jobs test-worlds test-mpi-3 test-mpi-4 test-devices-3 test-mpi-2 test-mpi-1 test-devices-4 test-install \
 	test-devices-2 docs
 test: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
@@ -29,6 +29,9 @@ test-%: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test-%: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # One that reads what another is just writing says so, and compiles.
 test-%: export PYTHONWARNINGS := ignore:Error reading persistent compilation cache entry:UserWarning
+
+# A fresh clone has no bytecode, and hundreds of processes load its modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Compiling was more than half of the suites' time, and the code runs only once: a third of the compiling without fusion
 # emitters and LLVM's optimizations. The runs on two and three ranks and over devices compile as users' programs do.
