@@ -33,10 +33,11 @@ test-%: export PYTHONWARNINGS := ignore:Error reading persistent compilation cac
 # A fresh clone has no bytecode, and hundreds of processes load its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Compiling was more than half of the suites' time, and the code runs only once: a third of the compiling without fusion
-# emitters and LLVM's optimizations. The runs on two and three ranks and over devices compile as users' programs do.
+# Compiling was more than half of the suites' time, and most code runs only once: without fusion emitters and LLVM's
+# optimizations it is a third of that. Where three ranks run all tests of worlds, they compile as users' programs do.
 QUICKLY := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
-test-worlds test-jobs test-mpi-1 test-mpi-4: export XLA_FLAGS := $(strip $(XLA_FLAGS) $(QUICKLY))
+QUICK := test-worlds test-jobs test-mpi-1 test-mpi-2 test-mpi-4 test-devices-2 test-devices-4
+$(QUICK): export XLA_FLAGS := $(strip $(XLA_FLAGS) $(QUICKLY))
 
 test-worlds: .venv/installed-test
 	@mkdir -p build
