@@ -165,6 +165,34 @@ def test_a_stage_that_stands_still_ends_the_step_after_its_timeout(world):
     steps_well(refs)
 
 
+class Unhashable:
+    def __call__(self, params, x):
+        return x
+
+    def __eq__(self, other):
+        return isinstance(other, Unhashable)
+
+
+def loss_in_a_list(output, target):
+    return [jnp.mean(output), output]
+
+
+def loss_and_text(output, target):
+    return jnp.mean(output), {"name": "a batch"}
+
+
+def with_number(params, x):
+    return multiply(params, x), 2
+
+
+def times_number(params, given):
+    return multiply(params, given[0]) * given[1]
+
+
+def with_text(params, x):
+    return multiply(params, x), "text"
+
+
 def vector_loss(output, target):
     return output[:, 0]
 
@@ -193,6 +221,10 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
                 "stage 0 takes the result of stage 2",
             ),
             (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError, "never end"),
+            (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError, r"is no schedule.*Schedule\.parse"),
+            (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError, "loss= is 3, expected a func"),
+            (lambda: jd.Pipeline([pp.Stage(multiply, refs[0], inputs=0), *good[1:]], schedule), TypeError, "a tuple"),
+            (lambda: jd.Pipeline([(Unhashable(), refs[0]), *good[1:]], schedule), TypeError, "Unhashable has none"),
         ]
         for make, kind, match in cases:
             with pytest.raises(kind, match=match):
@@ -226,6 +258,33 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError, match="nothing to report"):
             pipeline.report()
+        with pytest.raises(TypeError, match=r"mean takes targets, but step\(\.\.\., targets=\) was not given any"):
+            pipeline.step(X)
+        with pytest.raises(ValueError, match="nothing in the batch is split into the 4 microbatches"):
+            pipeline.apply(pp.whole(X))
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
         pipeline_of([multiply] * 3, refs, loss=vector_loss).step(X, targets=Y)
     steps_well(refs)
+
+
+@pytest.mark.parametrize(
+    ("functions", "loss", "kind", "match"),
+    [
+        ([multiply] * 3, loss_in_a_list, jd.DifferentiationError, "loss_in_a_list returned list, expected a float"),
+        ([multiply] * 3, loss_and_text, TypeError, r"loss_and_text returned 'a batch' at \[1\]\['name'\]: between"),
+        ([with_text, times_number, multiply], mean, TypeError, r"with_text returned 'text' at \[1\]"),
+    ],
+)
+@on_worker0
+def test_results_that_are_no_arrays_are_named(world, functions, loss, kind, match):
+    refs = refs_on_all()
+    with pytest.raises(kind, match=match), jd.context():
+        pipeline_of(functions, refs, loss=loss).step(X, targets=Y)
+    steps_well(refs)
+
+
+@on_worker0
+def test_numbers_among_a_stages_results_are_arrays(world):
+    with jd.context():
+        loss = pipeline_of([with_number, times_number, multiply], refs_on_all()).step(X, targets=Y)
+    assert float(loss) == pytest.approx(np.tanh(2 * np.tanh(np.tanh(1.0))), rel=1e-6)
