@@ -144,8 +144,8 @@ class Run:
         watched: Sequence[concurrent.futures.Future[Any]],
     ):
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
-        self.ended = concurrent.futures.Future[None]()  # has an error as soon as the context is closed
-        self._watched = [*watched, self.ended]
+        self.ended = concurrent.futures.Future[None]()  # done as soon as the context is closed
+        self._watched = list(watched)
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
         self._inbox = scope.content(Inbox)
@@ -304,7 +304,9 @@ class Run:
     def _until_done(self, future: concurrent.futures.Future[Any], what: str) -> None:
         self._waits_for = what
         while not future.done():
-            self._wait((future,))
+            self._wait((future, self.ended))
+            if self.ended.done():
+                raise ContextError("the context was closed while a step of a pipeline was under way")
         self._waits_for = ""
 
     def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
@@ -365,7 +367,7 @@ class UnderWay:
 
     def _end(self, run: Run) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads have come to end it
-            run.ended.set_exception(ContextError("the context was closed while a step of a pipeline was under way"))
+            run.ended.set_result(None)
 
     def give_up(self, error: BaseException) -> None:
         """Do nothing: what the shares wait for fails by itself."""
