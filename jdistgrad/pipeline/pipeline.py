@@ -142,12 +142,12 @@ def _own_context() -> Iterator[None]:
 
 
 def _refuse_missing_targets(loss: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(loss).bind(None)
-    except TypeError as error:
-        raise TypeError(f"{describe(loss)} takes targets, but step(..., targets=) was not given any: {error}") from None
-    except ValueError:  # it does not say what it takes
-        pass
+    with contextlib.suppress(ValueError):  # a function that does not say what it takes
+        try:
+            inspect.signature(loss).bind(None)
+        except TypeError as error:
+            text = f"{describe(loss)} takes targets, but step(..., targets=) was not given any: {error}"
+            raise TypeError(text) from None
 
 
 def _refuse_traced(what: str) -> None:
