@@ -1,10 +1,15 @@
-"""Pipelines: schedules as data, what they cost, and how they are carried out."""
+"""Pipelines: models cut into stages, and how their schedules are carried out.
+
+Uses schedules, autograd for contexts, rpc for worlds, and data_parallel to cut backward passes into halves.
+"""
 
 from jdistgrad.pipeline.batches import whole as whole
-from jdistgrad.pipeline.checking import check as check
-from jdistgrad.pipeline.costs import Costs as Costs
-from jdistgrad.pipeline.forecasting import Forecast as Forecast, forecast as forecast
-from jdistgrad.pipeline.orders import (
+from jdistgrad.pipeline.report import Report as Report
+from jdistgrad.pipeline.stages import BATCH as BATCH, Stage as Stage
+from jdistgrad.schedules.checking import check as check
+from jdistgrad.schedules.costs import Costs as Costs
+from jdistgrad.schedules.forecasting import Forecast as Forecast, forecast as forecast
+from jdistgrad.schedules.orders import (
     forward_only as forward_only,
     gpipe as gpipe,
     interleaved as interleaved,
@@ -12,6 +17,4 @@ from jdistgrad.pipeline.orders import (
     zbv as zbv,
     zero_bubble as zero_bubble,
 )
-from jdistgrad.pipeline.report import Report as Report
-from jdistgrad.pipeline.schedule import Action as Action, Kind as Kind, Schedule as Schedule
-from jdistgrad.pipeline.stages import BATCH as BATCH, Stage as Stage
+from jdistgrad.schedules.schedule import Action as Action, Kind as Kind, Schedule as Schedule

@@ -23,17 +23,6 @@ def whole(value: Any) -> Whole:
     return Whole(value)
 
 
-def copied(tree: Any) -> Any:
-    """Return a tree with copies of its NumPy arrays, which the caller may change while the copies are still used."""
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, Whole):
-            return Whole(copied(leaf.value))
-        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return jax.tree.map(copy, tree, is_leaf=lambda leaf: isinstance(leaf, Whole))
-
-
 def split_batch(batch: Sequence[Any], microbatches: int) -> tuple[list[tuple[Any, ...]], list[int]]:
     """Split arguments along the first axis of their arrays; return them and the size of each microbatch.
 
@@ -87,8 +76,12 @@ def _named(path: Any) -> str:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the results of all microbatches as one: arrays one after the other along their first axis."""
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts) if np.ndim(parts[0]) else jnp.stack(parts), *outputs)
+    """Return the results of all microbatches as one: arrays one after the other along their first axis.
+
+    Waits for them: what passed through the stages is the caller's own memory, which JAX reads late.
+    """
+    together = jax.tree.map(lambda *one: jnp.concatenate(one) if np.ndim(one[0]) else jnp.stack(one), *outputs)
+    return jax.block_until_ready(together)
 
 
 def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import open_context
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.pipeline.batches import copied, in_jax, joined, split_batch, weighted_sum
-from jdistgrad.pipeline.program import Program, as_stage
+from jdistgrad.pipeline.batches import in_jax, joined, split_batch, weighted_sum
+from jdistgrad.pipeline.plans import as_stage
+from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
-from jdistgrad.pipeline.schedule import Kind, Schedule
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
+from jdistgrad.schedules.schedule import Kind, Schedule
 
 
 class Pipeline:
@@ -122,8 +123,7 @@ class Pipeline:
 
     def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
         """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
-        given = (*batch, *targets)
-        pieces, sizes = split_batch(copied(given) if program.shares_memory else given, program.plan.microbatches)
+        pieces, sizes = split_batch((*batch, *targets), program.plan.microbatches)
         weights = [size / sum(sizes) for size in sizes]
         split = [(piece[: len(batch)], piece[len(batch) :]) for piece in pieces]
         results, self._report = program.run(split, weights, self._timeout)

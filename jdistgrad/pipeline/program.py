@@ -3,23 +3,23 @@
 import concurrent.futures
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, ScheduleError
-from jdistgrad.pipeline.checking import check
+from jdistgrad.pipeline.plans import Part, Plan, consumers_of, inputs_of, ranks_of
 from jdistgrad.pipeline.report import Report
-from jdistgrad.pipeline.schedule import Schedule
-from jdistgrad.pipeline.shares import Done, Keep, Part, Plan, Share, doing, forget_done, wait_for_any
+from jdistgrad.pipeline.shares import Done, Keep, Share, doing, forget_done, wait_for_any
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef, remote
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.schedules.checking import check
+from jdistgrad.schedules.schedule import Schedule
 from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 
 ANSWER_SECONDS = 0.5
@@ -47,14 +47,12 @@ class Program:
                 f"the schedule is for {schedule.stages} stages, but {len(stages)} were given. Make it with as many "
                 "workers (or chunks of them) as there are stages."
             )
-        inputs = _inputs(stages)
+        inputs = inputs_of(stages)
         self.schedule = schedule
         self._between = {k: tuple(one for one in mine if one != BATCH) for k, mine in enumerate(inputs)}
         check(schedule, self._between)
-        ranks = _ranks(stages, schedule, workers)
-        consumers = tuple(tuple(k for k, mine in enumerate(inputs) if stage in mine) for stage in range(len(stages)))
-        _refuse_unused(consumers)
-        self.plan = Plan(ranks, inputs, consumers, schedule.microbatches, schedule.trains)
+        ranks = ranks_of(stages, schedule, workers)
+        self.plan = Plan(ranks, inputs, consumers_of(inputs), schedule.microbatches, schedule.trains)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         self._parts = [self._part(index, stages, functions) for index in range(schedule.workers)]
@@ -77,11 +75,6 @@ class Program:
         """The index of a part that this worker carries out itself while it waits, if it has one."""
         here = current_worker().rank
         return next((index for index in range(len(self._parts)) if self._rank(index) == here), None)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether a step works on the arrays that it was given, and not only on copies."""
-        return self._own is not None or current_worker().hands_over
 
     @functools.cached_property
     def _kept(self) -> dict[int, RRef[Any]]:
@@ -144,88 +137,3 @@ def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:
     while waiting:
         wait_for_any(worker, waiting)
         forget_done(waiting)
-
-
-def as_stage(given: Any) -> Stage:
-    """Return the stage that a user has given: a ``Stage``, a pair, or a function or module on another worker."""
-    if isinstance(given, tuple) and len(given) == 2:
-        given = Stage(*given)
-    elif hasattr(given, "apply") and hasattr(given, "parameters"):
-        if given.state is not None:
-            raise TypeError(
-                f"{given!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
-                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
-            )
-        given = Stage(given.apply, given.parameters)
-    if not isinstance(given, Stage) or not callable(given.function):
-        raise TypeError(
-            f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
-            f"not {given!r:.80}"
-        )
-    if not isinstance(given.function, Hashable):
-        raise TypeError(
-            f"{describe(given.function)} cannot be a stage's function: what is compiled for it is found by its hash, "
-            f"but a {type(given.function).__name__} has none. Give the class __hash__ and __eq__, or use a function."
-        )
-    if not (given.inputs is None or isinstance(given.inputs, Iterable)):
-        raise TypeError(
-            f"inputs of {describe(given.function)} are {given.inputs!r}, expected a tuple of stages: inputs=(0, 2)"
-        )
-    if not (given.average is None or isinstance(given.average, RRef)):
-        raise TypeError(
-            f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
-            "DataParallel that the stage's worker has made: jd.remote(worker, make_data_parallel)"
-        )
-    if not (given.parameters is None or isinstance(given.parameters, RRef)):
-        raise TypeError(
-            f"the parameters of {describe(given.function)} are a {type(given.parameters).__name__}, expected a "
-            "reference to them, or None: jd.remote(worker, make_parameters)"
-        )
-    return given
-
-
-def _inputs(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
-    found = []
-    for number, stage in enumerate(stages):
-        mine = (number - 1,) if stage.inputs is None else tuple(stage.inputs)  # before the first stage: BATCH
-        for source in mine:
-            if source not in range(BATCH, number):
-                raise ScheduleError(
-                    f"stage {number} takes the result of stage {source!r}; expected earlier stages, 0 to {number - 1}, "
-                    "or jd.pipeline.BATCH"
-                )
-        found.append(mine)
-    return tuple(found)
-
-
-def _refuse_unused(consumers: Sequence[tuple[int, ...]]) -> None:
-    for stage, mine in enumerate(consumers[:-1]):
-        if not mine:
-            raise ScheduleError(
-                f"no stage takes the result of stage {stage}. Name it among the inputs of a later one, or leave it out."
-            )
-
-
-def _ranks(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
-    """Return the rank of each stage's worker."""
-    find = current_worker().directory.find
-    if workers is not None:
-        if len(workers) != schedule.workers:
-            raise ScheduleError(f"the schedule has {schedule.workers} workers, but workers= names {len(workers)}")
-        return tuple(find(workers[index]).rank for index in schedule.placement)
-    owners: dict[int, int] = {}
-    for number, (stage, index) in enumerate(zip(stages, schedule.placement, strict=True)):
-        if (
-            stage.parameters is not None
-            and owners.setdefault(index, stage.parameters.owner.rank) != stage.parameters.owner.rank
-        ):
-            raise ScheduleError(
-                f"the schedule has stage {number} on its worker {index}, whose other stages have their parameters on "
-                f"{find(owners[index])}; those of stage {number} are on {stage.parameters.owner}. Make them where "
-                "the stage runs, or say where stages run: Pipeline(..., workers=)."
-            )
-    for index in set(schedule.placement) - set(owners):
-        raise ScheduleError(
-            f"the stages of the schedule's worker {index} have no parameters to run beside: Pipeline(..., workers=)"
-        )
-    return tuple(owners[index] for index in schedule.placement)

@@ -4,11 +4,11 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.forecasting import Forecast, forecast
-from jdistgrad.pipeline.picture import draw
-from jdistgrad.pipeline.schedule import Kind, Schedule
 from jdistgrad.pipeline.shares import Done
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.forecasting import Forecast, forecast
+from jdistgrad.schedules.picture import draw
+from jdistgrad.schedules.schedule import Kind, Schedule
 
 
 class Report:

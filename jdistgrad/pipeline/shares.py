@@ -17,58 +17,18 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.errors import ContextError
-from jdistgrad.pipeline.schedule import Action, Kind
-from jdistgrad.pipeline.stages import BATCH, Recording, StageFunction, added, plus, scalar_of
+from jdistgrad.pipeline.plans import Part
+from jdistgrad.pipeline.stages import BATCH, Recording, added, plus, scalar_of
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.schedules.schedule import Action, Kind
 
-FORWARD, BACKWARD = 0, 1  # the ways of values
+RESULT, COTANGENT = 0, 1  # what a pushed value is
 LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
-LONG_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "inputs", Kind.WEIGHT: "parameters"}
-
-
-class Plan(NamedTuple):
-    """What all workers of a pipeline know.
-
-    Arguments:
-      ranks: of each stage, the rank of its worker.
-      inputs: of each stage, the stages whose results it takes, in the order of its arguments.
-      consumers: of each stage, the stages that take its result.
-    """
-
-    ranks: tuple[int, ...]
-    inputs: tuple[tuple[int, ...], ...]
-    consumers: tuple[tuple[int, ...], ...]
-    microbatches: int
-    trains: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What one worker does in every step. It stays on the worker between steps: its functions are compiled once.
-
-    Arguments:
-      actions: the worker's own.
-      functions, parameters, averages: by stage, of the stages of this worker.
-    """
-
-    plan: Plan
-    actions: tuple[Action, ...]
-    functions: dict[int, StageFunction]
-    parameters: dict[int, Any]
-    averages: dict[int, RRef[Any]]
-
-    @property
-    def takes_batch(self) -> bool:
-        return any(BATCH in self.plan.inputs[stage] for stage in self.functions)
-
-    @property
-    def is_last(self) -> bool:
-        return len(self.plan.ranks) - 1 in self.functions
 
 
 class Keep(ServedFunction):
@@ -181,6 +141,9 @@ class Run:
         for stage, averaged in self._averaged.items():
             self._until_done(averaged, f"the replicas of stage {stage}")
             self._contribute(stage, averaged.result())
+        # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
+        for total in self._sums.values():
+            total.wait()
         return self._done._replace(recordings=self._most)
 
     def doing(self) -> str:
@@ -213,7 +176,7 @@ class Run:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         sources = self._plan.inputs[stage]
-        taken = {one: self._take(FORWARD, one, stage, microbatch) for one in dict.fromkeys(sources) if one != BATCH}
+        taken = {one: self._take(RESULT, one, stage, microbatch) for one in dict.fromkeys(sources) if one != BATCH}
         parts, wanted = [self._parameters.get(stage)], [self._plan.trains]
         for source in sources:
             given = self._batches[microbatch] if source == BATCH else (taken[source],)
@@ -229,7 +192,7 @@ class Run:
         if last:
             self._done.results[microbatch] = recording.result
         for consumer in self._plan.consumers[stage]:
-            self._push(FORWARD, stage, consumer, microbatch, recording.result)
+            self._push(RESULT, stage, consumer, microbatch, recording.result)
         recording.result = recording.result if last else None
 
     def _backward(self, stage: int, microbatch: int) -> None:
@@ -240,7 +203,7 @@ class Run:
         recording = self._recordings[stage, microbatch]
         consumers = self._plan.consumers[stage]
         if consumers:
-            each = [self._take(BACKWARD, consumer, stage, microbatch) for consumer in consumers]
+            each = [self._take(COTANGENT, consumer, stage, microbatch) for consumer in consumers]
             cotangents = functools.reduce(plus, each)
         else:
             loss = scalar_of(recording.result)
@@ -251,7 +214,7 @@ class Run:
         for source, each in zip(sources, recording.pull_inputs(cotangents), strict=True):
             found.setdefault(source, []).append(each)
         for source in found.keys() - {BATCH}:
-            self._push(BACKWARD, stage, source, microbatch, functools.reduce(plus, found[source]))
+            self._push(COTANGENT, stage, source, microbatch, functools.reduce(plus, found[source]))
 
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
         total = self._sums[stage]
@@ -291,13 +254,13 @@ class Run:
     def _computing(self) -> None:
         self._ready = time.monotonic()
 
-    def _push(self, way: int, source: int, target: int, microbatch: int, value: Any) -> None:
-        key = self.step, way, source, target, microbatch
+    def _push(self, what: int, source: int, target: int, microbatch: int, value: Any) -> None:
+        key = self.step, what, source, target, microbatch
         self._worker.push(self._plan.ranks[target], key, value)
 
-    def _take(self, way: int, source: int, target: int, microbatch: int) -> Any:
+    def _take(self, what: int, source: int, target: int, microbatch: int) -> Any:
         self._waits_for = f"stage {source}"
-        found = self._inbox.take((self.step, way, source, target, microbatch), self._wait)
+        found = self._inbox.take((self.step, what, source, target, microbatch), self._wait)
         self._waits_for = ""
         return found
 
@@ -384,7 +347,7 @@ def doing(step: int) -> str:
 
 
 def spelled(action: Action) -> str:
-    return f"{action}: stage {action.stage}, microbatch {action.microbatch}, {LONG_NAMES[action.kind]}"
+    return f"{action}: stage {action.stage}, microbatch {action.microbatch}, {action.kind.words}"
 
 
 class Sum:
@@ -405,3 +368,9 @@ class Sum:
             more = self._early.pop(self._next)
             self.leaves = added(self.leaves, more) if self._next else more
             self._next += 1
+
+    def wait(self) -> None:
+        """Return when what was added has been computed. Mostly it has, and waiting would let other threads run."""
+        for leaf in self.leaves:
+            if not leaf.is_ready():
+                leaf.block_until_ready()

@@ -121,7 +121,7 @@ OWN = (
     "jdistgrad.events",
     "jdistgrad.modules",
     "jdistgrad.optim",
-    "jdistgrad.pipeline.schedule",
+    "jdistgrad.pipeline.plans",
     "jdistgrad.pipeline.shares",
     "jdistgrad.pipeline.stages",
     "jdistgrad.rpc.api",
@@ -142,6 +142,7 @@ OWN = (
     "jdistgrad.saving.marks",
     "jdistgrad.saving.owners",
     "jdistgrad.saving.parts",
+    "jdistgrad.schedules.schedule",
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )

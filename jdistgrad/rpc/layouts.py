@@ -5,6 +5,7 @@ layouts; pickle would say the same again each time.
 """
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,9 @@ class Layouts:
             return b""
 
     def decode(self, parcel: Parcel) -> tuple[Key, Any]:
-        """Return the key and the value. Small arrays are NumPy arrays: pushed values are for compiled code.
+        """Return the key and the value, with NumPy arrays: what compiled code takes need not be made JAX's first.
+
+        Only where there are accelerators, large arrays are JAX's, so that they are copied there once.
 
         Raises:
           EncodingError: the bytes are no pushed value.
@@ -81,7 +84,7 @@ class Layouts:
             numbers, form = HEAD.unpack_from(parcel.stream)
             key = struct.unpack_from(f"<{numbers}q", parcel.stream, HEAD.size)
             rest = parcel.stream[HEAD.size + 8 * numbers :]
-            with arrays.as_numpy(below=arrays.ALIAS_FROM):
+            with arrays.as_numpy(below=arrays.ALIAS_FROM if pinned.accelerated() else math.inf):
                 if form == LAID_OUT:
                     return key, _together(self._layout(bytes(rest)), parcel.buffers)
                 return key, self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))

@@ -61,10 +61,10 @@ def _is_copied(leaf: Any) -> bool:
 
 def of_all(leaves: Callable[[], Iterable[Any]]) -> Copies:
     """Return copies of the arrays on accelerators among some leaves, which are looked at only if there may be any."""
-    return Copies(leaves()) if _accelerated() else NONE
+    return Copies(leaves()) if accelerated() else NONE
 
 
-def _accelerated() -> bool:
+def accelerated() -> bool:
     """Return whether this process computes on accelerators. Devices are not opened to find out."""
     return backends_are_initialized() and _has_far_devices()
 

@@ -10,7 +10,7 @@ from helpers.worlds import on_worker0, wait_until_nobody_takes_part
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
-from jdistgrad.pipeline.schedule import Action, Kind
+from jdistgrad.schedules.schedule import Action, Kind
 
 
 def ones(width):

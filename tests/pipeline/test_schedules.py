@@ -13,15 +13,14 @@ from jdistgrad.pipeline import (
     Kind,
     Schedule,
     check,
-    forecasting,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    schedule as schedule_module,
     zbv,
     zero_bubble,
 )
+from jdistgrad.schedules import forecasting, schedule as schedule_module
 
 GOLDEN = {
     "GPipe": (gpipe(2, 2), "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1"),

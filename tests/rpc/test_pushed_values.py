@@ -11,6 +11,7 @@ from jdistgrad.errors import EncodingError, FunctionError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.layouts import Layouts, pickled
+from jdistgrad.wire import pinned
 from jdistgrad.wire.message import Parcel
 
 
@@ -130,6 +131,16 @@ def test_large_arrays_are_not_copied():
     value = jnp.arange(1 << 16, dtype=jnp.float32)
     (buffer,) = found.encode((0,), value).buffers
     assert np.frombuffer(buffer, np.uint8).ctypes.data == np.asarray(value).ctypes.data
+
+
+@pytest.mark.parametrize(("accelerated", "kind"), [(False, np.ndarray), (True, jax.Array)])
+def test_large_arrays_go_to_accelerators_once_and_need_not_go_anywhere_else(monkeypatch, accelerated, kind):
+    monkeypatch.setattr(pinned, "accelerated", lambda: accelerated)
+    found, _ = layouts()
+    parcel = found.encode((0,), jnp.arange(1 << 16))
+    _, arrived = found.decode(Parcel(parcel.stream, [memoryview(bytes(parcel.buffers[0]))]))
+    assert isinstance(arrived, kind)
+    assert np.array_equal(arrived, np.arange(1 << 16))
 
 
 def test_an_object_that_cannot_be_sent_is_an_error():

@@ -7,15 +7,14 @@ import colorsys
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from jdistgrad.pipeline.playing import Span
-from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+from jdistgrad.schedules.playing import Span
+from jdistgrad.schedules.schedule import Action, Kind, Schedule
 
 WIDTH, LEFT, TOP, ROW, HEIGHT, BOTTOM = 900.0, 76.0, 64.0, 30.0, 24.0, 34.0  # HEIGHT is that of a box in its ROW
 LETTER = 6.4  # width of a letter
 TURN = 0.381966  # of the circle of colours from one microbatch to the next: neighbours differ
 LIGHT, DARK, STRIPED = 0.84, 0.42, 0.66
 SHADES = {Kind.FORWARD: LIGHT, Kind.BACKWARD: DARK, Kind.INPUT: DARK, Kind.WEIGHT: STRIPED}
-WORDS = dict(zip(Kind, ("forward", "backward", "input gradient", "weight gradient"), strict=True))
 
 STYLE = """
 .jdistgrad-pipeline text { font: 11px ui-monospace, Menlo, Consolas, monospace; fill: #222; text-anchor: middle; }
@@ -77,6 +76,6 @@ def _legend(kinds: set[Kind]) -> Iterator[str]:
     for kind in Kind:
         if kind in kinds:
             yield from _box(Action(kind, 0, 0), x, 32, 30)
-            yield f'<text class="left" x="{x + 36}" y="48">{WORDS[kind]}</text>'
-            x += 36 + LETTER * (len(WORDS[kind]) + 4)
+            yield f'<text class="left" x="{x + 36}" y="48">{kind.words}</text>'
+            x += 36 + LETTER * (len(kind.words) + 4)
     yield f'<text class="right" x="{WIDTH - 12}" y="48">2F0: stage 2, forward, microbatch 0</text>'

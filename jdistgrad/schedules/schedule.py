@@ -26,6 +26,11 @@ class Kind(enum.Enum):
     INPUT = "I"
     WEIGHT = "W"
 
+    @property
+    def words(self) -> str:
+        """The kind in words, as errors and pictures have it."""
+        return {"I": "input gradient", "W": "weight gradient"}.get(self.value, self.name.lower())
+
     __hash__ = object.__hash__  # in C: Enum hashes by name, in Python, and actions are keys of large dictionaries
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline.schedule import Kind
+from jdistgrad.schedules.schedule import Kind
 
 PerStage = float | Sequence[float]
 

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jdistgrad.pipeline.checking import Inputs, played
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.picture import draw
-from jdistgrad.pipeline.playing import Span
-from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+from jdistgrad.schedules.checking import Inputs, played
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.picture import draw
+from jdistgrad.schedules.playing import Span
+from jdistgrad.schedules.schedule import Action, Kind, Schedule
 
 
 def forecast(schedule: Schedule, costs: Costs | None = None, inputs: Inputs | None = None) -> "Forecast":

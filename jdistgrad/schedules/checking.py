@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.playing import BACKWARD, FORWARD, GIVES, INPUT, WEIGHT, Result, Span, play
-from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.playing import BACKWARD, FORWARD, GIVES, INPUT, WEIGHT, Result, Span, play
+from jdistgrad.schedules.schedule import Action, Kind, Schedule
 
 Inputs = Mapping[int, Sequence[int]]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.greedy import greedy
-from jdistgrad.pipeline.playing import play
-from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.greedy import greedy
+from jdistgrad.schedules.playing import play
+from jdistgrad.schedules.schedule import Action, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 T = TypeVar("T")

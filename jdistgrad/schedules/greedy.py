@@ -3,8 +3,8 @@
 import bisect
 import heapq
 
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.schedule import Action, Kind, Schedule
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.schedule import Action, Kind, Schedule
 
 KINDS = (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT)  # in the order of preference
 INPUT, FORWARD, WEIGHT, NOTHING = range(4)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from jdistgrad.pipeline.costs import Costs
-from jdistgrad.pipeline.schedule import Kind, Schedule
+from jdistgrad.schedules.costs import Costs
+from jdistgrad.schedules.schedule import Kind, Schedule
 
 Span = tuple[float, float]
 Result = tuple[Kind, int, int]  # an output (FORWARD) or the gradients of inputs (INPUT) of a stage, of a microbatch

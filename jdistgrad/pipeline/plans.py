@@ -1,0 +1,143 @@
+"""What a pipeline is given, checked, and what each of its workers has to know of it."""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jdistgrad.errors import ScheduleError
+from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
+from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.schedules.schedule import Action, Schedule
+
+
+class Plan(NamedTuple):
+    """What all workers of a pipeline know.
+
+    Arguments:
+      ranks: of each stage, the rank of its worker.
+      inputs: of each stage, the stages whose results it takes, in the order of its arguments.
+      consumers: of each stage, the stages that take its result.
+    """
+
+    ranks: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+    microbatches: int
+    trains: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one worker does in every step. It stays on the worker between steps: its functions are compiled once.
+
+    Arguments:
+      actions: the worker's own.
+      functions, parameters, averages: by stage, of the stages of this worker.
+    """
+
+    plan: Plan
+    actions: tuple[Action, ...]
+    functions: dict[int, StageFunction]
+    parameters: dict[int, Any]
+    averages: dict[int, RRef[Any]]
+
+    @property
+    def takes_batch(self) -> bool:
+        return any(BATCH in self.plan.inputs[stage] for stage in self.functions)
+
+    @property
+    def is_last(self) -> bool:
+        return len(self.plan.ranks) - 1 in self.functions
+
+
+def as_stage(given: Any) -> Stage:
+    """Return the stage that a user has given: a ``Stage``, a pair, or a function or module on another worker."""
+    if isinstance(given, tuple) and len(given) == 2:
+        given = Stage(*given)
+    elif hasattr(given, "apply") and hasattr(given, "parameters"):
+        if given.state is not None:
+            raise TypeError(
+                f"{given!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
+                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
+            )
+        given = Stage(given.apply, given.parameters)
+    if not isinstance(given, Stage) or not callable(given.function):
+        raise TypeError(
+            f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
+            f"not {given!r:.80}"
+        )
+    if not isinstance(given.function, Hashable):
+        raise TypeError(
+            f"{describe(given.function)} cannot be a stage's function: what is compiled for it is found by its hash, "
+            f"but a {type(given.function).__name__} has none. Give the class __hash__ and __eq__, or use a function."
+        )
+    if not (given.inputs is None or isinstance(given.inputs, Iterable)):
+        raise TypeError(
+            f"inputs of {describe(given.function)} are {given.inputs!r}, expected a tuple of stages: inputs=(0, 2)"
+        )
+    if not (given.average is None or isinstance(given.average, RRef)):
+        raise TypeError(
+            f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
+            "DataParallel that the stage's worker has made: jd.remote(worker, make_data_parallel)"
+        )
+    if not (given.parameters is None or isinstance(given.parameters, RRef)):
+        raise TypeError(
+            f"the parameters of {describe(given.function)} are a {type(given.parameters).__name__}, expected a "
+            "reference to them, or None: jd.remote(worker, make_parameters)"
+        )
+    return given
+
+
+def inputs_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
+    """Return the stages whose results each stage takes, in the order of its arguments."""
+    found = []
+    for number, stage in enumerate(stages):
+        mine = (number - 1,) if stage.inputs is None else tuple(stage.inputs)  # before the first stage: BATCH
+        for source in mine:
+            if source not in range(BATCH, number):
+                raise ScheduleError(
+                    f"stage {number} takes the result of stage {source!r}; expected earlier stages, 0 to {number - 1}, "
+                    "or jd.pipeline.BATCH"
+                )
+        found.append(mine)
+    return tuple(found)
+
+
+def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the stages that take each stage's result."""
+    stages = range(len(inputs))
+    found = tuple(tuple(later for later in stages if stage in inputs[later]) for stage in stages)
+    for stage in stages[:-1]:
+        if not found[stage]:
+            raise ScheduleError(
+                f"no stage takes the result of stage {stage}. Name it among the inputs of a later one, or leave it out."
+            )
+    return found
+
+
+def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
+    """Return the rank of each stage's worker."""
+    find = current_worker().directory.find
+    if workers is not None:
+        if len(workers) != schedule.workers:
+            raise ScheduleError(f"the schedule has {schedule.workers} workers, but workers= names {len(workers)}")
+        return tuple(find(workers[index]).rank for index in schedule.placement)
+    owners: dict[int, int] = {}
+    for number, (stage, index) in enumerate(zip(stages, schedule.placement, strict=True)):
+        if (
+            stage.parameters is not None
+            and owners.setdefault(index, stage.parameters.owner.rank) != stage.parameters.owner.rank
+        ):
+            raise ScheduleError(
+                f"the schedule has stage {number} on its worker {index}, whose other stages have their parameters on "
+                f"{find(owners[index])}; those of stage {number} are on {stage.parameters.owner}. Make them where "
+                "the stage runs, or say where stages run: Pipeline(..., workers=)."
+            )
+    for index in set(schedule.placement) - set(owners):
+        raise ScheduleError(
+            f"the stages of the schedule's worker {index} have no parameters to run beside: Pipeline(..., workers=)"
+        )
+    return tuple(owners[index] for index in schedule.placement)
