@@ -17,18 +17,18 @@ demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
-# Two suites at a time, one for each core, each printed when it is done; the longest first.
-SUITES := test-jobs test-worlds test-mpi-3 test-mpi-4 test-devices-3 test-mpi-2 test-mpi-1 test-devices-4 test-install \
+# Three suites at a time, since jobs often wait, each printed when it is done; the longest first.
+SUITES := test-jobs test-worlds test-mpi-3 test-devices-3 test-mpi-4 test-install test-mpi-2 test-mpi-1 test-devices-4 \
 	test-devices-2 docs
 test: .venv/installed-test .venv/installed-docs
-	$(MAKE) --jobs=2 --output-sync=target $(SUITES)
+	$(MAKE) --jobs=3 --output-sync=target $(SUITES)
 
 # Ranks, jobs and suites compile the same programs: the first to come compiles each, the others read it.
-test-%: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled
-test-%: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test-%: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+test-% faults: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled
+test-% faults: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test-% faults: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # One that reads what another is just writing says so, and compiles.
-test-%: export PYTHONWARNINGS := ignore:Error reading persistent compilation cache entry:UserWarning
+test-% faults: export PYTHONWARNINGS := ignore:Error reading persistent compilation cache entry:UserWarning
 
 # A fresh clone has no bytecode, and hundreds of processes load its modules.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,12 +1,11 @@
 """Ranks that are killed in data-parallel steps of jobs that survive: the others go on, with the right bits."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from faults import jobs
 from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
-from faults.survivors import SIZE, found_in, struck_jobs
+from faults.survivors import SIZE, found_in, judged_kills, struck_jobs
 
 SECONDS = 1.0
 GOOD_STEP_SECONDS = 1.0
@@ -14,7 +13,7 @@ GOOD_STEP_SECONDS = 1.0
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a training."""
-    return itertools.starmap(judge, struck_jobs("faults.steps_survived_load", SECONDS, count, seed))
+    return judged_kills(judge, struck_jobs("faults.steps_survived_load", SECONDS, count, seed))
 
 
 def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:

@@ -1,9 +1,8 @@
 """Ranks that are killed in jobs that survive: the others go on, know who is lost, and hold nothing at the end."""
 
-import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from faults import jobs, survivors_load
@@ -13,27 +12,41 @@ SIZE = 4
 SECONDS = 1.5
 KNOWN_SECONDS = 0.5
 LIMIT = 60.0
-TWICE = 0.3  # the share of jobs in which two ranks are killed
+SHARES = 0.4, 0.4, 0.2  # of the jobs in which one rank is killed, two, and all but one
+
+Struck = tuple[set[int], jobs.Ended, str]  # who was killed, the end of the job, and the fault
 
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a load of calls, references and contexts."""
-    return itertools.starmap(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed))
+    return judged_kills(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed))
 
 
-def struck_jobs(program: str, seconds: float, count: int, seed: int) -> Iterator[tuple[set[int], jobs.Ended, str]]:
-    """Run jobs of a program that survive kills at random moments; yield who was killed, the end, and the fault."""
+def judged_kills(judge: Callable[..., Outcome], struck: Iterable[Struck]) -> Iterator[Outcome]:
+    """Yield an outcome for each kill: that of its job."""
+    for victims, ended, fault in struck:
+        yield from [judge(victims, ended, fault)] * len(victims)
+
+
+def struck_jobs(program: str, seconds: float, kills: int, seed: int) -> Iterator[Struck]:
+    """Run jobs of a program that survive kills at random moments."""
     chance = random.Random(seed)
-    for _ in range(count):
-        victims = chance.sample(range(SIZE), 2 if chance.random() < TWICE else 1)
-        moments = [chance.uniform(0.0, 0.9 * seconds) for _ in victims]
-        if len(victims) == 2 and chance.random() < 0.5:
-            moments[1] = moments[0] + chance.expovariate(100)  # while the others deal with the first death
-        after = [f"{moment:.4f}" for moment in moments]
-        asked = ["--victims", *map(str, victims), "--after", *after, "--seconds", str(seconds)]
-        arguments = ["-m", program, *asked, "--seed", str(chance.randrange(1 << 20))]
+    while kills:
+        number = min(kills, chance.choices((1, 2, 3), SHARES)[0])
+        kills -= number
+        asked = ["--victims", *map(str, chance.sample(range(SIZE), number))]
+        asked += ["--after", *(f"{moment:.4f}" for moment in moments(chance, number, seconds))]
+        arguments = ["-m", program, *asked, "--seconds", str(seconds), "--seed", str(chance.randrange(1 << 20))]
         ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
-        yield set(victims), ended, " ".join(arguments)
+        yield set(map(int, asked[1 : 1 + number])), ended, " ".join(arguments)
+
+
+def moments(chance: random.Random, number: int, seconds: float) -> list[float]:
+    """Draw the moments of kills: every other time, the later ones while the first is dealt with."""
+    first, *later = (chance.uniform(0.0, 0.9 * seconds) for _ in range(number))
+    if chance.random() < 0.5:
+        later = [first + chance.expovariate(100) for _ in later]
+    return [first, *later]
 
 
 def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:
