@@ -13,13 +13,14 @@ SECONDS = 1.5
 KNOWN_SECONDS = 0.5
 LIMIT = 60.0
 SHARES = 0.4, 0.4, 0.2  # of the jobs in which one rank is killed, two, and all but one
+UNRULY = 0.25  # the share of the jobs in which messages come late and twice
 
 Struck = tuple[set[int], jobs.Ended, str]  # who was killed, the end of the job, and the fault
 
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a load of calls, references and contexts."""
-    return judged_kills(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed))
+    return judged_kills(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed, unruly=UNRULY))
 
 
 def judged_kills(judge: Callable[..., Outcome], struck: Iterable[Struck]) -> Iterator[Outcome]:
@@ -28,14 +29,15 @@ def judged_kills(judge: Callable[..., Outcome], struck: Iterable[Struck]) -> Ite
         yield from [judge(victims, ended, fault)] * len(victims)
 
 
-def struck_jobs(program: str, seconds: float, kills: int, seed: int) -> Iterator[Struck]:
-    """Run jobs of a program that survive kills at random moments."""
+def struck_jobs(program: str, seconds: float, kills: int, seed: int, *, unruly: float = 0.0) -> Iterator[Struck]:
+    """Run jobs of a program that survive kills at random moments; a share of them over an unruly transport."""
     chance = random.Random(seed)
     while kills:
         number = min(kills, chance.choices((1, 2, 3), SHARES)[0])
         kills -= number
         asked = ["--victims", *map(str, chance.sample(range(SIZE), number))]
         asked += ["--after", *(f"{moment:.4f}" for moment in moments(chance, number, seconds))]
+        asked += ["--unruly"] * (chance.random() < unruly)
         arguments = ["-m", program, *asked, "--seconds", str(seconds), "--seed", str(chance.randrange(1 << 20))]
         ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
         yield set(map(int, asked[1 : 1 + number])), ended, " ".join(arguments)

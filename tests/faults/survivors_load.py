@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from helpers.unruly import make_all_unruly
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
@@ -166,11 +168,15 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--after", type=float, nargs="+", required=True, help="seconds of load, for each victim")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--unruly", action="store_true", help="messages come late and twice")
     parser.add_argument("--note", help="not used: victims say when they are struck")
     return parser.parse_args(arguments)
 
 
 def main(chosen: argparse.Namespace) -> None:
+    if chosen.unruly:
+        logging.getLogger("jdistgrad.wire").setLevel(logging.CRITICAL)  # each refusal is logged
+        make_all_unruly(chosen.seed)
     me = jd.init("peer{rank}")
     load = Load(me.rank, jd.world_size(), random.Random(f"{chosen.seed} {me.rank}"))
     references = current_worker().references

@@ -120,13 +120,23 @@ class Communicator:
         self._begun.append((self._comm.Isend(copy, peer, FRAME_TAG), copy))
 
     def _flushed(self):
-        self._begun = [(request, copy) for request, copy in self._begun if not request.Test()]
+        self._begun = [(request, copy) for request, copy in self._begun if not over(request)]
         return not self._begun
 
     def Free(self):  # noqa: N802
         _later.join()
         poll(self._flushed, TO_FLUSH)
         self._comm.Free()
+
+
+def over(request):
+    """Return whether a send has ended, or will not: its receiver may have died."""
+    from mpi4py import MPI
+
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
 
 
 def sender(transport, fates):

@@ -12,6 +12,7 @@ from helpers.worlds import (
     make_weights,
     on_every_worker,
     on_worker0,
+    owned_here,
     still_works,
     takes_part,
     wait_until_nobody_takes_part,
@@ -169,6 +170,15 @@ def test_weight_that_cannot_be_returned_leaves_the_value_at_its_owner(big_world)
     assert another.to_here().shape == (4,)
     del another
     wait_until_owned(2, 1)
+
+
+@on_worker0(leftovers=1)
+def test_weight_that_cannot_be_returned_to_one_owner_is_returned_to_the_others(big_world):
+    references = [jd.remote(k, make, args=(3,)) for k in (1, 2)]
+    assert [one.to_here().shape for one in references] == [(3,), (3,)]
+    unruly(Fate.FAILED, Kind.DROP)
+    references.clear()  # one flush for both
+    assert poll(lambda: sum(jd.rpc_sync(k, owned_here) for k in (1, 2)) == 1, 20)
 
 
 @pytest.mark.parametrize("kind", [Kind.SURVEY, Kind.REPORT])

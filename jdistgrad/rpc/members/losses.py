@@ -98,17 +98,24 @@ class Losses:
         finally:
             self._calling.now = False
 
+    def _tell(self, peer: int, message: Message) -> None:
+        """Tell another worker of a loss. If that fails, the others must still be told."""
+        try:
+            self._releasing.tell(peer, message)
+        except errors.WireError as error:
+            log.error("%s: what rank %d had to know of a loss was not sent: %s", self._mailbox.info, peer, error)
+
     # References.
 
     def _settle(self, lost: int) -> None:
         mailbox, why, self._to_sweep = self._mailbox, self._peers.reasons[lost], True
         self._settling.lose(lost)
-        self._releasing.tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0)))  # it may only stand still
+        self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0)))  # it may only stand still
         mailbox.transport.lose(lost)
         self._give_up_values(lost)
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             count = self._references.forgettable[peer]
-            self._releasing.tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count)))
+            self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count)))
         self._scopes.lose(lost)
         self._start(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
@@ -133,7 +140,7 @@ class Losses:
         for lost, owner, count in asked:
             if self._references.forgotten[owner] >= count:
                 balances = self._references.settle(lost, owner)
-                self._releasing.tell(owner, Message(Kind.SETTLE, self._mailbox.rank, lost, balances))
+                self._tell(owner, Message(Kind.SETTLE, self._mailbox.rank, lost, balances))
             elif owner not in self._lost:
                 self._asked.append((lost, owner, count))
 
@@ -177,7 +184,7 @@ class Losses:
             elif scope is not None:
                 taking_part.setdefault(opener, []).append((identifier, lost in scope.peers()))
         for opener, contexts in taking_part.items():
-            self._releasing.tell(opener, Message(Kind.PARTAKE, self._mailbox.rank, lost, contexts))
+            self._tell(opener, Message(Kind.PARTAKE, self._mailbox.rank, lost, contexts))
 
     def takes_part(self, message: Message) -> Task:
         """Return the task that answers a worker that takes part in contexts which were opened here."""
@@ -191,7 +198,7 @@ class Losses:
                     raise errors.ContextError("closed")
                 scope.includes(peer)
             except errors.ContextError:
-                self._releasing.tell(peer, Message(Kind.RELEASE, self._mailbox.rank, identifier))
+                self._tell(peer, Message(Kind.RELEASE, self._mailbox.rank, identifier))
                 continue
             if scope.error is not None:
                 self._tell_failed(peer, scope, lost)
@@ -206,9 +213,7 @@ class Losses:
 
     def _tell_failed(self, peer: int, scope: Scope, lost: int) -> None:
         if peer not in self._lost and peer != self._mailbox.rank:
-            self._releasing.tell(
-                peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._peers.reasons[lost]))
-            )
+            self._tell(peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._peers.reasons[lost])))
 
     def broken(self, message: Message) -> Task:
         """Return the task that fails a context, as its opener tells."""

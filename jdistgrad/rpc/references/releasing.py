@@ -2,7 +2,7 @@
 
 import collections
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from jdistgrad import errors
@@ -38,16 +38,13 @@ class Releasing:
         mailbox, scope = self._mailbox, self._scopes.release(identifier)
         if scope is None:
             return
-        (peers, contents), failed = scope.close(), list[errors.WireError]()
-        for peer in peers - {mailbox.rank, *self._lost}:
-            try:
-                self.tell(peer, Message(Kind.RELEASE, mailbox.rank, identifier))
-            except errors.WireError as error:
-                failed.append(error)
-        for content in contents:
-            content.close()
-        if failed:
-            raise failed[0]
+        peers, contents = scope.close()
+        try:
+            release = Message(Kind.RELEASE, mailbox.rank, identifier)
+            self._tell_all([(peer, release) for peer in peers - {mailbox.rank, *self._lost}])
+        finally:
+            for content in contents:
+                content.close()
 
     def closed_elsewhere(self, scope: int) -> None:
         """Release a scope that another worker has closed, and tell the workers that this worker called in it."""
@@ -65,10 +62,21 @@ class Releasing:
         """Close abandoned scopes, and return dropped weights to their owners."""
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
-        for owner, dropped in self._references.dropped().items():
-            self.tell(owner, Message(Kind.DROP, self._mailbox.rank, 0, dropped))
-        for peer, forgotten in self._references.to_forget().items():
-            self.tell(peer, Message(Kind.FORGET, self._mailbox.rank, 0, forgotten))
+        here, references = self._mailbox.rank, self._references
+        dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
+        gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in references.to_forget().items()]
+        self._tell_all([*dropped, *gone])
+
+    def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
+        """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""
+        failed = []
+        for peer, message in messages:
+            try:
+                self.tell(peer, message)
+            except errors.WireError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def tell(self, peer: int, message: Message) -> None:
         """Send a message to a worker, if it is still there."""
