@@ -34,12 +34,12 @@ test-% faults: export PYTHONWARNINGS := ignore:Error reading persistent compilat
 unexport PYTHONDONTWRITEBYTECODE
 
 # Compiling was more than half of the suites' time, and most code runs only once: without fusion emitters and LLVM's
-# optimizations it is a third of that. Where three ranks run all tests of worlds, they compile as users' programs do.
+# optimizations it is a third of that. One and two ranks, and three over devices, compile as users' programs do.
 # jaxlib 0.12 has no switch for the emitters, and ends a process that names one.
 EMITTERS = $(shell $(BIN)/python -c "from importlib.metadata import version; \
 	print('--xla_cpu_use_fusion_emitters=false' * (version('jaxlib') < '0.11'))")
 QUICKLY = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(EMITTERS)
-QUICK := test-worlds test-jobs test-mpi-1 test-mpi-2 test-mpi-4 test-devices-2 test-devices-4
+QUICK := test-worlds test-jobs test-mpi-3 test-mpi-4 test-devices-2 test-devices-4
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 

@@ -23,6 +23,7 @@ from jdistgrad.schedules.schedule import Schedule
 from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 
 ANSWER_SECONDS = 0.5
+NOTHING = Done([], [], 0)
 
 Future = concurrent.futures.Future[Any]
 Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
@@ -55,7 +56,8 @@ class Program:
         self.plan = Plan(ranks, inputs, consumers_of(inputs), schedule.microbatches, schedule.trains)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
-        self._parts = [self._part(index, stages, functions) for index in range(schedule.workers)]
+        busy = [index for index, row in enumerate(schedule.actions) if row]
+        self._parts = {index: self._part(index, stages, functions) for index in busy}
 
     def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
         mine = [stage for stage, place in enumerate(self.schedule.placement) if place == index]
@@ -74,12 +76,12 @@ class Program:
     def _own(self) -> int | None:
         """The index of a part that this worker carries out itself while it waits, if it has one."""
         here = current_worker().rank
-        return next((index for index in range(len(self._parts)) if self._rank(index) == here), None)
+        return next((index for index in self._parts if self._rank(index) == here), None)
 
     @functools.cached_property
     def _kept(self) -> dict[int, RRef[Any]]:
         """The parts on other workers: functions that arrived with each step would be compiled in each step."""
-        others = [(index, part) for index, part in enumerate(self._parts) if index != self._own]
+        others = [(index, part) for index, part in self._parts.items() if index != self._own]
         with within(None):  # they outlive the context of the step that needs them first
             return {index: remote(self._rank(index), Keep(), (part,), {}, None) for index, part in others}
 
@@ -109,7 +111,10 @@ class Program:
             futures.clear()  # they hold the error, whose traceback holds this frame
             arguments = ()
             raise
-        seconds, ordered = time.monotonic() - start, [done[index] for index in range(len(self._parts))]
+        seconds, ordered = (
+            time.monotonic() - start,
+            [done.get(index, NOTHING) for index in range(self.schedule.workers)],
+        )
         return next(one.results for one in ordered if one.results), Report(
             self.schedule, self._between, ordered, seconds
         )

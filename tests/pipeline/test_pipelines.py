@@ -1,6 +1,7 @@
 """Steps of pipelines against the serial program, and against each other: all schedules must give the same bits."""
 
 import functools
+import itertools
 import re
 import time
 
@@ -19,6 +20,8 @@ import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.pipeline.stages import Recording, StageFunction
 from jdistgrad.wire.local import LocalTransport
+
+F, B, I, W = pp.Kind  # noqa: E741
 
 WIDTHS = [5, 7, 6, 4, 3, 6, 5]
 
@@ -346,6 +349,19 @@ def test_replicas_average_their_gradients(world, rank, size):
     close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
+@on_worker0
+def test_a_worker_without_stages_has_nothing_to_do(world):
+    schedule = pp.Schedule.parse("0F0,0F1,0B0,0B1\n,\n1F0,1B0,1F1,1B1")
+    workers = [0, 1 % jd.world_size(), jd.world_size() - 1]
+    refs, (x, y) = references(2, [workers[0], workers[2]]), data(2)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], schedule, loss=mean_square, workers=workers)
+    close(stepped(pipeline, refs, x, targets=y)[1], serially(jax.grad(chain), [make(0), make(1)], x, y))
+    report = pipeline.report()
+    assert (report.recordings, report.times[1], report.waited[1]) == ([2, 0, 1], [], 0)
+    assert "worker 1: computed 0.000 ms" in report.text()
+    assert "worker 1" in report.svg()
+
+
 @st.composite
 def models(draw, size):
     """A random pipeline: stages, who feeds whom, which share parameters, where they run, how the batch is split."""
@@ -358,7 +374,28 @@ def models(draw, size):
     placement = [draw(st.integers(0, size - 1)) for _ in range(stages)]
     microbatches = draw(st.integers(1, 4))
     rows = microbatches * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
-    return inputs, shared, placement, microbatches, rows
+    return inputs, shared, placement, microbatches, rows, draw(st.randoms(use_true_random=False))
+
+
+def random_schedule(chance, inputs, placement, microbatches):
+    """Return a schedule that takes, again and again, any of the actions that could be next."""
+    sources = [set() if mine is None else set(mine) for mine in inputs]
+    needs = {}
+    for stage, batch in itertools.product(range(len(inputs)), range(microbatches)):
+        needs[F, stage, batch] = {(F, source, batch) for source in sources[stage]}
+        consumers = [later for later, mine in enumerate(sources) if stage in mine]
+        backward = {(F, stage, batch), *((I, later, batch) for later in consumers)}
+        if chance.random() < 0.5:
+            needs[I, stage, batch], needs[W, stage, batch] = backward, {(I, stage, batch)}
+        else:
+            needs[B, stage, batch] = backward
+    done, rows = set(), [[] for _ in range(max(placement) + 1)]
+    while needs:
+        kind, stage, batch = chance.choice([one for one, before in needs.items() if before <= done])
+        del needs[kind, stage, batch]
+        done.add((I if kind is B else kind, stage, batch))
+        rows[placement[stage]].append(pp.Action(kind, stage, batch))
+    return pp.Schedule(placement, rows)
 
 
 def combine(params, *inputs):
@@ -382,16 +419,17 @@ def test_random_pipelines(world):
     size = jd.world_size()
     owned = [jd.remote(k % size, square_of, args=(k,)) for k in range(5)]
 
-    @settings(max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(models(size))
     def agree(model):
-        inputs, shared, placement, microbatches, rows = model
+        inputs, shared, placement, microbatches, rows, chance = model
         x, y = (np.random.default_rng(k).normal(size=(rows, 4)).astype("float32") for k in (1, 2))
         stages = [pp.Stage(combine, owned[k], inputs=mine) for k, mine in zip(shared, inputs, strict=True)]
         used = sorted(set(shared))
         refs, found = [owned[k] for k in used], []
-        for schedule in (pp.gpipe(len(stages), microbatches), pp.zero_bubble(len(stages), microbatches)):
-            pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=placement)
+        drawn = random_schedule(chance, inputs, placement, microbatches)
+        for schedule, workers in ((pp.gpipe(len(stages), microbatches), placement), (drawn, range(drawn.workers))):
+            pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=workers)
             found.append(stepped(pipeline, refs, x, targets=y))
             same_bits(found[-1], found[0])
         function = functools.partial(combined, inputs=inputs, shared=shared)
