@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from faults import jobs
-from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
-from faults.survivors import SIZE, found_in, judged_kills, struck_jobs
+from faults.outcomes import Outcome, patience
+from faults.survivors import Struck, found_in, judged_kills, struck_jobs, unlike
 
 SECONDS = 1.0
 GOOD_STEP_SECONDS = 1.0
@@ -16,39 +15,33 @@ def killed(count: int, seed: int) -> Iterator[Outcome]:
     return judged_kills(judge, struck_jobs("faults.steps_survived_load", SECONDS, count, seed))
 
 
-def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:
+def judge(struck: Struck) -> Outcome:
     """Judge a job by what its survivors say."""
-    if ended.status is None:
-        return Outcome(HUNG, fault, f"it stood still\n{ended.output[-4000:]}")
-    struck, reports = found_in(ended.output)
-    waits = [wait for report in reports.values() for wait in first_good(report, struck)]
-    problem = broken_promise(victims, ended, struck, reports, waits)
-    text = f"{problem}\n{ended.output[-4000:]}" if problem else ""
-    return Outcome(WRONG if problem else SURVIVED, fault, text, max(waits, default=None))
+    if struck.ended.status is None:
+        return struck.outcome("it stood still", None)
+    moments, reports = found_in(struck.ended.output)
+    waits = [wait for report in reports.values() for wait in first_good(struck.size, report, moments)]
+    return struck.outcome(broken_promise(struck, moments, reports, waits), max(waits, default=None))
 
 
-def first_good(report: dict[str, Any], struck: dict[int, float]) -> list[float]:
+def first_good(size: int, report: dict[str, Any], moments: dict[int, float]) -> list[float]:
     """Return the seconds from the last strike before each loss until the first step without the lost had ended."""
     sizes = report["sizes"]
-    smaller = [report["ended"][k] for k in range(len(sizes)) if sizes[k] < (sizes[k - 1] if k else SIZE)]
-    return [end - max((at for at in struck.values() if at <= end), default=end) for end in smaller]
+    smaller = [report["ended"][k] for k in range(len(sizes)) if sizes[k] < (sizes[k - 1] if k else size)]
+    return [end - max((at for at in moments.values() if at <= end), default=end) for end in smaller]
 
 
-def broken_promise(victims: set[int], ended: jobs.Ended, struck: Any, reports: Any, waits: list[float]) -> str:
+def broken_promise(struck: Struck, moments: Any, reports: Any, waits: list[float]) -> str:
     """Return which promise a job has not kept, or an empty text."""
-    if ended.status != 0:
-        return f"its exit status was {ended.status}"
-    if set(struck) != victims or set(reports) != set(range(SIZE)) - victims:
-        return f"the ranks {sorted(struck)} were struck, and {sorted(reports)} came to their end"
-    if ended.left:
-        return f"the processes {ended.left} are left"
+    if problem := unlike(struck, moments, reports):
+        return problem
     first = next(iter(reports.values()))
     for rank, report in reports.items():
         if report["left"]:
             return f"rank {rank}: {report['left'][:3]}"
         if (report["sizes"], report["digests"]) != (first["sizes"], first["digests"]):
             return f"rank {rank} has taken other steps: {parted(report, first)}"
-        if report["sizes"][-1] != SIZE - len(victims):
+        if report["sizes"][-1] != struck.size - len(struck.victims):
             return f"rank {rank}: the last step was one of {report['sizes'][-1]} ranks"
         if report["again"] != report["digests"][-len(report["again"]) :]:
             return f"rank {rank}: the steps without the lost have other bits"

@@ -22,7 +22,7 @@ import jdistgrad as jd
 from faults import survivors_load
 
 TO_END = 20.0
-ROWS = (3, 5, 2, 7)
+ROWS = (3, 5, 2, 7, 4, 6, 1, 8, 9, 3)
 
 
 @dataclasses.dataclass

@@ -3,19 +3,30 @@
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from faults import jobs, survivors_load
 from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
 
-SIZE = 4
 SECONDS = 1.5
 KNOWN_SECONDS = 0.5
 LIMIT = 60.0
-SHARES = 0.4, 0.4, 0.2  # of the jobs in which one rank is killed, two, and all but one
 UNRULY = 0.25  # the share of the jobs in which messages come late and twice
+MOST, FEWEST_RANKS = 7, 4
 
-Struck = tuple[set[int], jobs.Ended, str]  # who was killed, the end of the job, and the fault
+
+class Struck(NamedTuple):
+    """A job of ``size`` ranks after its end, in which some were killed."""
+
+    size: int
+    victims: set[int]
+    ended: jobs.Ended
+    fault: str
+
+    def outcome(self, problem: str, seconds: float | None) -> Outcome:
+        kind = HUNG if self.ended.status is None else WRONG if problem else SURVIVED
+        text = f"{problem}\n{self.ended.output[-4000:]}" if problem else ""
+        return Outcome(kind, self.fault, text, seconds)
 
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
@@ -23,24 +34,29 @@ def killed(count: int, seed: int) -> Iterator[Outcome]:
     return judged_kills(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed, unruly=UNRULY))
 
 
-def judged_kills(judge: Callable[..., Outcome], struck: Iterable[Struck]) -> Iterator[Outcome]:
+def judged_kills(judge: Callable[[Struck], Outcome], struck: Iterable[Struck]) -> Iterator[Outcome]:
     """Yield an outcome for each kill: that of its job."""
-    for victims, ended, fault in struck:
-        yield from [judge(victims, ended, fault)] * len(victims)
+    for one in struck:
+        yield from [judge(one)] * len(one.victims)
 
 
 def struck_jobs(program: str, seconds: float, kills: int, seed: int, *, unruly: float = 0.0) -> Iterator[Struck]:
-    """Run jobs of a program that survive kills at random moments; a share of them over an unruly transport."""
+    """Run jobs of a program that survive kills at random moments; a share of them over an unruly transport.
+
+    In a job up to ``MOST`` ranks are killed, since to start a rank takes longer than to survive its death.
+    """
     chance = random.Random(seed)
     while kills:
-        number = min(kills, chance.choices((1, 2, 3), SHARES)[0])
+        number = min(kills, chance.randint(1, MOST))
         kills -= number
-        asked = ["--victims", *map(str, chance.sample(range(SIZE), number))]
+        size = max(FEWEST_RANKS, number + chance.randint(1, 3))
+        victims = chance.sample(range(size), number)
+        asked = ["--victims", *map(str, victims)]
         asked += ["--after", *(f"{moment:.4f}" for moment in moments(chance, number, seconds))]
         asked += ["--unruly"] * (chance.random() < unruly)
         arguments = ["-m", program, *asked, "--seconds", str(seconds), "--seed", str(chance.randrange(1 << 20))]
-        ended = jobs.run(SIZE, arguments, limit=LIMIT, settings={}, options=["--survive"])
-        yield set(map(int, asked[1 : 1 + number])), ended, " ".join(arguments)
+        ended = jobs.run(size, arguments, limit=LIMIT, settings={}, options=["--survive"])
+        yield Struck(size, set(victims), ended, f"{size} ranks, {' '.join(arguments)}")
 
 
 def moments(chance: random.Random, number: int, seconds: float) -> list[float]:
@@ -51,18 +67,14 @@ def moments(chance: random.Random, number: int, seconds: float) -> list[float]:
     return [first, *later]
 
 
-def judge(victims: set[int], ended: jobs.Ended, fault: str) -> Outcome:
+def judge(struck: Struck) -> Outcome:
     """Judge a job by what its survivors say."""
-    if ended.status is None:
-        return Outcome(HUNG, fault, f"it stood still\n{ended.output[-4000:]}")
-    struck, reports = found_in(ended.output)
+    if struck.ended.status is None:
+        return struck.outcome("it stood still", None)
+    moments, reports = found_in(struck.ended.output)
     told = [(int(lost), at) for report in reports.values() for lost, at in report["known"].items()]
-    known = [at - struck[lost] for lost, at in told if lost in struck]
-    problem = broken_promise(victims, ended, struck, reports, known)
-    slowest = max(known, default=None)
-    return Outcome(
-        WRONG if problem else SURVIVED, fault, f"{problem}\n{ended.output[-4000:]}" if problem else "", slowest
-    )
+    known = [at - moments[lost] for lost, at in told if lost in moments]
+    return struck.outcome(broken_promise(struck, moments, reports, known), max(known, default=None))
 
 
 def found_in(output: str) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
@@ -75,17 +87,22 @@ def found_in(output: str) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
     return found[0], found[1]
 
 
-def broken_promise(victims: set[int], ended: jobs.Ended, struck: Any, reports: Any, known: list[float]) -> str:
+def unlike(struck: Struck, moments: Any, reports: Any) -> str:
+    """Return how the end of a job was not that of its survivors, or an empty text."""
+    if struck.ended.status != 0:
+        return f"its exit status was {struck.ended.status}"
+    if set(moments) != struck.victims or set(reports) != set(range(struck.size)) - struck.victims:
+        return f"the ranks {sorted(moments)} were struck, and {sorted(reports)} came to their end"
+    return f"the processes {struck.ended.left} are left" if struck.ended.left else ""
+
+
+def broken_promise(struck: Struck, moments: Any, reports: Any, known: list[float]) -> str:
     """Return which promise a job has not kept, or an empty text."""
-    if ended.status != 0:
-        return f"its exit status was {ended.status}"
-    if set(struck) != victims or set(reports) != set(range(SIZE)) - victims:
-        return f"the ranks {sorted(struck)} were struck, and {sorted(reports)} came to their end"
-    if ended.left:
-        return f"the processes {ended.left} are left"
+    if problem := unlike(struck, moments, reports):
+        return problem
     for rank, report in reports.items():
         if report["wrong"] or report["left"]:
             return f"rank {rank}: {report['wrong'][:3]} {report['left'][:3]}"
-        if set(map(int, report["known"])) != victims:
+        if set(map(int, report["known"])) != struck.victims:
             return f"rank {rank} knows of {sorted(report['known'])}"
     return f"it took {max(known):.2f} s to know" if max(known) > KNOWN_SECONDS * patience() else ""

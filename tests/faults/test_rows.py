@@ -8,6 +8,7 @@ from faults import load, program, ranks, steps, steps_survived, survivors_load
 from faults.jobs import Ended
 from faults.outcomes import HUNG, NAMED, PATIENCE, SURVIVED, WRONG, Outcome, counted, table
 from faults.rows import ROWS
+from faults.survivors import Struck
 
 NAMES_ONE = "prterun noticed that process rank 1 with PID 7 on node n exited on\nsignal 9 (Killed)."
 
@@ -78,7 +79,7 @@ def test_survivors_of_a_data_parallel_step_are_judged(changed, problem):
     good = {"sizes": [4, 4, 3], "digests": ["a", "b", "c"], "ended": [0.0, 1.0, 2.0], "again": ["c"], "left": []}
     reports = [(0, good), (1, good), (3, good | changed)]
     said = [f"{survivors_load.STRUCK}[2, 1.5]", *(survivors_load.SURVIVOR + json.dumps(report) for report in reports)]
-    found = steps_survived.judge({2}, Ended(0, "\n".join(said), None, []), "")
+    found = steps_survived.judge(Struck(4, {2}, Ended(0, "\n".join(said), None, []), ""))
     assert found.text.startswith(problem)
     assert found.good == (not problem)
 
