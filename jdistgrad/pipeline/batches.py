@@ -23,15 +23,18 @@ def whole(value: Any) -> Whole:
     return Whole(value)
 
 
-def split_batch(batch: Sequence[Any], microbatches: int) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Split arguments along the first axis of their arrays; return them and the size of each microbatch.
+def split_batch(
+    batch: Sequence[Any], targets: Sequence[Any], microbatches: int
+) -> tuple[list[tuple[tuple[Any, ...], tuple[Any, ...]]], list[int]]:
+    """Split arguments and targets along the first axis of their arrays; return them and the size of each microbatch.
 
     The sizes differ by one at most, the larger first.
 
     Raises:
       ValueError: an array has another length than the others, or there are fewer rows than microbatches.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(batch), is_leaf=lambda leaf: isinstance(leaf, Whole))
+    given = tuple(batch), tuple(targets)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Whole))
     lengths = {path: _length(path, leaf) for path, leaf in leaves if not isinstance(leaf, Whole)}
     if not lengths and microbatches > 1:
         raise ValueError(
@@ -71,8 +74,9 @@ def _length(path: Any, leaf: Any) -> int:
 
 
 def _named(path: Any) -> str:
-    number, *rest = path
-    return f"argument {number.idx}{jax.tree_util.keystr(tuple(rest))} of the step"
+    which, number, *rest = path
+    inside = jax.tree_util.keystr(tuple(rest))
+    return f"targets={inside}" if which.idx else f"argument {number.idx}{inside} of the step"
 
 
 def joined(outputs: Sequence[Any]) -> Any:
@@ -85,10 +89,12 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the sum of the microbatches' losses, each with the part of the rows that it has, in order."""
-    arrays = [np.asarray(value) for value in values]
-    total = sum(value.dtype.type(weight) * value for value, weight in zip(arrays, weights, strict=True))
-    return jnp.asarray(total)
+    """Return the sum of the microbatches' losses, each with the part of the rows that it has, in order.
+
+    Sums in 64 bits: in 8 or 11, a sum of many small parts would stand still.
+    """
+    total = sum(weight * float(value) for value, weight in zip(values, weights, strict=True))
+    return jnp.asarray(total, jnp.result_type(values[0]))
 
 
 def in_jax(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import open_context
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.pipeline.batches import in_jax, joined, split_batch, weighted_sum
-from jdistgrad.pipeline.plans import as_stage
+from jdistgrad.pipeline.plans import as_stage, check_hash
 from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -60,6 +60,7 @@ class Pipeline:
             )
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss= is {loss!r:.60}, expected a function of the last stage's outputs and the targets")
+        check_hash(loss, "the loss")
         self.stages, self.schedule, self.loss = list(map(as_stage, stages)), schedule, loss
         self._program, self._workers, self._timeout = Program(self.stages, schedule, loss, workers), workers, timeout
         self._report: Report | None = None
@@ -123,9 +124,8 @@ class Pipeline:
 
     def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
         """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
-        pieces, sizes = split_batch((*batch, *targets), program.plan.microbatches)
+        split, sizes = split_batch(batch, targets, program.plan.microbatches)
         weights = [size / sum(sizes) for size in sizes]
-        split = [(piece[: len(batch)], piece[len(batch) :]) for piece in pieces]
         results, self._report = program.run(split, weights, self._timeout)
         return results, weights
 

@@ -1,7 +1,7 @@
 """What a pipeline is given, checked, and what each of its workers has to know of it."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.errors import ScheduleError
@@ -69,11 +69,7 @@ def as_stage(given: Any) -> Stage:
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
             f"not {given!r:.80}"
         )
-    if not isinstance(given.function, Hashable):
-        raise TypeError(
-            f"{describe(given.function)} cannot be a stage's function: what is compiled for it is found by its hash, "
-            f"but a {type(given.function).__name__} has none. Give the class __hash__ and __eq__, or use a function."
-        )
+    check_hash(given.function, "a stage's function")
     if not (given.inputs is None or isinstance(given.inputs, Iterable)):
         raise TypeError(
             f"inputs of {describe(given.function)} are {given.inputs!r}, expected a tuple of stages: inputs=(0, 2)"
@@ -91,13 +87,24 @@ def as_stage(given: Any) -> Stage:
     return given
 
 
+def check_hash(function: Any, what: str) -> None:
+    """Refuse a function without a hash, by which what is compiled for it could be found."""
+    try:
+        hash(function)
+    except TypeError as error:
+        raise TypeError(
+            f"{describe(function)} cannot be {what}: what is compiled for it is found by its hash, but a "
+            f"{type(function).__name__} has none ({error}). Give the class __hash__ and __eq__, or use a function."
+        ) from None
+
+
 def inputs_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the stages whose results each stage takes, in the order of its arguments."""
     found = []
     for number, stage in enumerate(stages):
         mine = (number - 1,) if stage.inputs is None else tuple(stage.inputs)  # before the first stage: BATCH
         for source in mine:
-            if source not in range(BATCH, number):
+            if not isinstance(source, int) or source not in range(BATCH, number):
                 raise ScheduleError(
                     f"stage {number} takes the result of stage {source!r}; expected earlier stages, 0 to {number - 1}, "
                     "or jd.pipeline.BATCH"
@@ -122,6 +129,8 @@ def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyW
     """Return the rank of each stage's worker."""
     find = current_worker().directory.find
     if workers is not None:
+        if not isinstance(workers, Sequence) or isinstance(workers, str):
+            raise TypeError(f"workers= is {workers!r:.60}, expected a list of names or ranks, one for each worker")
         if len(workers) != schedule.workers:
             raise ScheduleError(f"the schedule has {schedule.workers} workers, but workers= names {len(workers)}")
         return tuple(find(workers[index]).rank for index in schedule.placement)

@@ -1,7 +1,6 @@
 """What a pipeline sends to its workers in each step, prepared once, and the wait for their answers."""
 
 import concurrent.futures
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,9 +10,9 @@ from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, ScheduleError
 from jdistgrad.pipeline.plans import Part, Plan, consumers_of, inputs_of, ranks_of
 from jdistgrad.pipeline.report import Report
-from jdistgrad.pipeline.shares import Done, Keep, Share, doing, forget_done, wait_for_any
+from jdistgrad.pipeline.shares import Brought, Done, Keep, Share, doing, forget_done, wait_for_any
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, remote
 from jdistgrad.rpc.serving.failures import add_note
@@ -57,6 +56,7 @@ class Program:
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         busy = [index for index, row in enumerate(schedule.actions) if row]
+        self._kept: dict[int, dict[int, RRef[Any]]] = {}  # by the rank of the worker that drives the steps
         self._parts = {index: self._part(index, stages, functions) for index in busy}
 
     def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
@@ -78,12 +78,16 @@ class Program:
         here = current_worker().rank
         return next((index for index in self._parts if self._rank(index) == here), None)
 
-    @functools.cached_property
-    def _kept(self) -> dict[int, RRef[Any]]:
-        """The parts on other workers: functions that arrived with each step would be compiled in each step."""
-        others = [(index, part) for index, part in self._parts.items() if index != self._own]
-        with within(None):  # they outlive the context of the step that needs them first
-            return {index: remote(self._rank(index), Keep(), (part,), {}, None) for index, part in others}
+    def _kept_parts(self) -> dict[int, RRef[Any]]:
+        """Return the parts on other workers: functions that came with each step would be compiled in each step."""
+        here = current_worker().rank
+        if here not in self._kept:
+            others = [(index, part) for index, part in self._parts.items() if index != self._own]
+            with within(None):  # they outlive the context of the step that needs them first
+                self._kept[here] = {
+                    index: remote(self._rank(index), Keep(), (part,), {}, None) for index, part in others
+                }
+        return self._kept[here]
 
     def run(self, split: Split, weights: list[float], timeout: float | None) -> tuple[list[Any], Report]:
         """Run the program in the current context; return the last stage's results, and what each worker did when.
@@ -92,15 +96,16 @@ class Program:
         """
         worker, scope, start = current_worker(), current_scope(), time.monotonic()
         assert scope is not None
+        limit = worker.timeout if timeout is None else checked_timeout(timeout)
         own, share, futures = self._own, Share(next_message(), next_place()), dict[int, Future]()
         done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
-            for index, part in self._kept.items():
-                arguments = part, *_brought(self._parts[index], split, weights)
-                futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, timeout)
+            for index, part in self._kept_parts().items():
+                arguments = part, _brought(self._parts[index], split, weights)
+                futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, limit)
             if own is not None:
-                arguments = self._parts[own], *_brought(self._parts[own], split, weights), list(futures.values())
-                done[own] = share(*arguments)
+                mine = self._parts[own]
+                done[own] = share(mine, _brought(mine, split, weights), list(futures.values()), limit)
             with as_numpy(below=ALIAS_FROM):  # losses, of which only the sum becomes an array of JAX
                 _wait_for_all(worker, futures)
                 done |= {index: one.result() for index, one in futures.items()}
@@ -130,10 +135,10 @@ class Program:
             add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
 
 
-def _brought(part: Part, split: Split, weights: Sequence[float]) -> tuple[Any, ...]:
-    """Return what a step brings to a part: microbatches, targets and weights, if it takes them."""
+def _brought(part: Part, split: Split, weights: Sequence[float]) -> Brought:
+    """Return what a step brings to a part that takes it."""
     batches = [batch for batch, _ in split] if part.takes_batch else []
-    return (batches, *(([given for _, given in split], weights) if part.is_last else ([], [])))
+    return Brought(batches, *(([given for _, given in split], weights) if part.is_last else ([], [])))
 
 
 def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events
@@ -16,7 +18,9 @@ from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
-from jdistgrad.errors import ContextError
+from jdistgrad.autograd.values.holes import has_gradient
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import CallTimeoutError, ContextError
 from jdistgrad.pipeline.plans import Part
 from jdistgrad.pipeline.stages import BATCH, Recording, added, plus, scalar_of
 from jdistgrad.rpc.current import current_scope
@@ -42,6 +46,14 @@ class Keep(ServedFunction):
 
     def __call__(self, part: Part) -> Part:
         return part
+
+
+class Brought(NamedTuple):
+    """What a step brings to a share, for each microbatch; targets and their weights only to that of the last stage."""
+
+    batches: Sequence[Any]
+    targets: Sequence[Any]
+    weights: Sequence[float]
 
 
 class Done(NamedTuple):
@@ -77,16 +89,21 @@ class Share(ServedFunction):
     def __call__(
         self,
         part: Part | RRef[Part],
-        batches: Sequence[Any],
-        targets: Sequence[Any],
-        weights: Sequence[float],
+        brought: Brought,
         watched: Sequence[concurrent.futures.Future[Any]] = (),
+        timeout: float = math.inf,
     ) -> Done:
-        """Carry out the worker's actions; the error of a ``watched`` future ends the wait for a value."""
+        """Carry out the worker's actions.
+
+        Arguments:
+          watched: the error of one of these futures ends the wait for a value.
+          timeout: of whoever drives the step, and does not wait for this share as for those of other workers.
+        """
         kept = part if isinstance(part, Part) else part.value_future(math.inf).result()
         scope = current_scope()
         assert scope is not None
-        under_way, run = scope.content(UnderWay), Run(self, kept, batches, targets, weights, watched)
+        under_way = scope.content(UnderWay)
+        run = Run(self, kept, brought, watched, timeout)
         with serving(self.step, self.place), under_way.holding(run):
             return run.finish()
 
@@ -98,21 +115,21 @@ class Run:
         self,
         share: Share,
         part: Part,
-        batches: Sequence[Any],
-        targets: Sequence[Any],
-        weights: Sequence[float],
+        brought: Brought,
         watched: Sequence[concurrent.futures.Future[Any]],
+        timeout: float,
     ):
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
         self.ended = concurrent.futures.Future[None]()  # done as soon as the context is closed
-        self._watched = list(watched)
+        self._watched, self._timeout, self._begun = list(watched), timeout, time.monotonic()
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
-        self._averages = {stage: one.local_value() for stage, one in part.averages.items()}
+        self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
+        self._averages: dict[int, DataParallel] = {}
         self._averaged: dict[int, concurrent.futures.Future[list[Any]]] = {}
-        self._batches, self._targets, self._weights = batches, targets, weights
+        self._batches, self._targets, self._weights = brought
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
         self._done = Done([None] * (self._plan.microbatches if part.is_last else 0), [], 0)
@@ -135,6 +152,7 @@ class Run:
             self._ready = self._due
             with self._named(spelled(action)):
                 steps[action.kind](action.stage, action.microbatch)
+                self._check_time()
             self._done.times.append((self._due, self._ready, time.monotonic()))
             self._tell(action)
         self._action, self._due = None, time.monotonic()
@@ -148,16 +166,32 @@ class Run:
 
     def doing(self) -> str:
         """Say what the share has been doing, and for how long."""
-        what = f"waiting for {self._waits_for}" if self._waits_for else "computing"
+        what, since = (f"waiting for {self._waits_for}", self._due) if self._waits_for else ("computing", self._ready)
         where = "" if self._action is None else f"{spelled(self._action)}: "
-        return f"{where}{what} for {time.monotonic() - self._due:.1f} s"
+        return f"{where}{what} for {time.monotonic() - since:.1f} s"
+
+    def _check_time(self) -> None:
+        if time.monotonic() - self._begun > self._timeout:
+            raise CallTimeoutError(
+                f"a step of a pipeline took longer than {self._timeout:g} s. Give the pipeline (timeout=) or the world "
+                "(init(timeout=)) more time if it may take that long.",
+                seconds=self._timeout,
+            )
 
     def _fetch_parameters(self) -> None:
         fetched = {k: one.value_future(None) for k, one in self._part.parameters.items() if isinstance(one, RRef)}
         for stage, future in fetched.items():
             with self._named(f"the parameters of stage {stage}"):
                 self._until_done(future, f"the parameters of stage {stage}")
-                self._parameters[stage] = future.result()
+                self._parameters[stage] = found = future.result()
+                # Asked here: inside of compiled code a Python number would be an array too.
+                self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
+
+        for stage, reference in self._part.averages.items():
+            with self._named(f"average= of stage {stage}"):
+                self._averages[stage] = found = reference.local_value()
+                if not isinstance(found, DataParallel):
+                    raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
 
     def _tell(self, action: Action) -> None:
         if events.sink is not None:
@@ -177,7 +211,8 @@ class Run:
     def _forward(self, stage: int, microbatch: int) -> None:
         sources = self._plan.inputs[stage]
         taken = {one: self._take(RESULT, one, stage, microbatch) for one in dict.fromkeys(sources) if one != BATCH}
-        parts, wanted = [self._parameters.get(stage)], [self._plan.trains]
+        parts = [self._parameters.get(stage)]
+        wanted: list[bool | tuple[bool, ...]] = [self._trainable.get(stage, ()) if self._plan.trains else False]
         for source in sources:
             given = self._batches[microbatch] if source == BATCH else (taken[source],)
             parts += given
@@ -207,7 +242,7 @@ class Run:
             cotangents = functools.reduce(plus, each)
         else:
             loss = scalar_of(recording.result)
-            cotangents = [np.asarray(self._weights[microbatch], loss.dtype)]
+            cotangents = [np.asarray(self._weights[microbatch], jnp.result_type(loss))]
         self._computing()
         sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
         found: dict[int, list[list[Any]]] = {}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import is_differentiable
+from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import ServedFunction, describe
 
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
+
+Wanted = tuple[bool | tuple[bool, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ class StageFunction(ServedFunction):
         if self.loss is None:
             return output
         found = _in_arrays(self.loss, self.loss(output, *targets))
-        _check_loss(self.loss, scalar_of(found))
+        _check_loss(self.loss, found)
         return found
 
 
@@ -75,7 +79,7 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
 
     def array(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            return leaf
+            return strong(leaf)
         if isinstance(leaf, int | float | complex):
             return jnp.asarray(leaf)
         where = f" at {jax.tree_util.keystr(path)}" if path else ""
@@ -84,10 +88,12 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
     return jax.tree_util.tree_map_with_path(array, result)
 
 
-def _check_loss(loss: Callable[..., Any], scalar: Any) -> None:
+def _check_loss(loss: Callable[..., Any], found: Any) -> None:
+    scalar, pair = scalar_of(found), not isinstance(found, tuple) or len(found) == 2
     kind = getattr(scalar, "dtype", None)
-    if kind is None or np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
-        what = type(scalar).__name__ if kind is None else f"{kind}{list(np.shape(scalar))}"
+    if not pair or kind is None or np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
+        what = f"{kind}{list(np.shape(scalar))}" if kind is not None else type(scalar).__name__
+        what = what if pair else f"a tuple of {len(found)}"
         raise DifferentiationError(
             f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
             "Take the mean of the microbatch's losses."
@@ -110,12 +116,10 @@ class Recording:
 
     Arguments:
       parts: the parameters and the inputs.
-      wanted: for each part, whether it has a gradient.
+      wanted: for each part, whether its float arrays have gradients; or for each of its leaves, whether it has one.
     """
 
-    def __init__(
-        self, function: StageFunction, parts: tuple[Any, ...], wanted: tuple[bool, ...], targets: tuple[Any, ...]
-    ):
+    def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
         with explained(function):
             traced: Traced = _forward(function, wanted)(parts, targets)
         outputs = traced.outputs
@@ -143,17 +147,18 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(function: StageFunction, wanted: tuple[bool, ...]) -> Callable[..., Traced]:
+def _forward(function: StageFunction, wanted: Wanted) -> Callable[..., Traced]:
     """Return a stage's forward pass, compiled, with its pullback if anything is wanted."""
 
     def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
+        # Weak types get lost on the way between processes, and a placement must not change what is computed.
+        parts, targets = jax.tree.map(strong, (parts, targets))
         leaves, tree = jax.tree.flatten(parts)
-        floats = [
-            one and is_differentiable(leaf)
+        each = [
+            one if isinstance(one, tuple) else [one and is_differentiable(leaf) for leaf in jax.tree.leaves(part)]
             for one, part in zip(wanted, parts, strict=True)
-            for leaf in jax.tree.leaves(part)
         ]
-        counts = tuple(one and len(differentiable(part)) for one, part in zip(wanted, parts, strict=True))
+        floats, counts = [*itertools.chain(*each)], tuple(map(sum, each))
 
         def primal(variables: list[Any]) -> tuple[list[Any], Any]:
             rest = iter(variables)
@@ -195,7 +200,7 @@ def differentiable(tree: Any) -> list[Any]:
 
 def scalar_of(found: Any) -> Any:
     """Return the scalar of what a loss function has returned: a scalar, or a pair of it and auxiliary data."""
-    return found[0] if isinstance(found, tuple) else found
+    return found[0] if isinstance(found, tuple) and found else found
 
 
 def _plus(total: list[Any], more: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.schedules.costs import Costs
@@ -40,7 +41,7 @@ def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list
 def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
     """Return the stages that each stage takes inputs from: the one before it, unless ``inputs`` says otherwise."""
     chain = {stage: (stage - 1,) for stage in range(1, stages)}
-    given = {stage: tuple(dict.fromkeys(sources)) for stage, sources in (inputs or {}).items()}
+    given = {stage: _checked(stage, sources) for stage, sources in (inputs or {}).items()}
     for stage, sources in given.items():
         if stage not in range(stages) or any(source not in range(stage) for source in sources):
             raise ScheduleError(
@@ -49,6 +50,12 @@ def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
             )
     found = {0: (), **chain, **given}
     return [found[stage] for stage in range(stages)]
+
+
+def _checked(stage: int, sources: Any) -> tuple[int, ...]:
+    if not isinstance(sources, Sequence):
+        raise ScheduleError(f"inputs= has {sources!r} for stage {stage!r}, expected a tuple of stages: (0, 2).")
+    return tuple(dict.fromkeys(sources))
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -68,7 +75,7 @@ def _check_complete(schedule: Schedule) -> None:
     backward = [BACKWARD] if schedule.trains else []
     missing = (
         Action(kind, *one)
-        for one in itertools.product(range(schedule.stages), range(schedule.microbatches))
+        for one in ((stage, batch) for stage in range(schedule.stages) for batch in range(schedule.microbatches))
         for kind in (FORWARD, *([INPUT, WEIGHT] if one in halves else backward))
         if one not in found[kind]
     )

@@ -32,18 +32,18 @@ class Costs:
     def of_stages(self, stages: int) -> dict[Kind, list[float]]:
         """Return the duration of each kind of action on each stage, with the cost of an action in it."""
         names = [kind.name.lower() for kind in Kind if kind is not Kind.BACKWARD or self.backward is not None]
-        each = {name: _checked(name, getattr(self, name), stages) for name in [*names, "action", "message"]}
+        each = {name: _checked(name, getattr(self, name), (stages,)) for name in names}
+        each |= {name: _checked(name, getattr(self, name), ()) for name in ("action", "message")}
         each.setdefault("backward", each["input"] + each["weight"])
         return {kind: (each[kind.name.lower()] + each["action"]).tolist() for kind in Kind}
 
 
-def _checked(name: str, cost: PerStage, stages: int) -> np.ndarray:
+def _checked(name: str, cost: PerStage, shape: tuple[int, ...]) -> np.ndarray:
     try:
-        each = np.broadcast_to(np.asarray(cost), stages)
+        each = np.broadcast_to(np.asarray(cost), shape)
     except ValueError:
         each = np.array(None)
     if each.dtype.kind not in "iuf" or not ((each >= 0) & (each < np.inf)).all():
-        raise ScheduleError(
-            f"The cost {name}= is {cost!r}; expected a number of seconds, or one for each of {stages} stages."
-        )
+        more = f", or one for each of {shape[0]} stages" if shape else ""
+        raise ScheduleError(f"The cost {name}= is {cost!r}; expected a number of seconds{more}.")
     return each.astype(np.float64)

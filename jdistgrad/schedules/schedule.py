@@ -108,12 +108,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a schedule from its text, or from a CSV file of PyTorch's.
+        """Read a schedule from its text, or from a CSV file of PyTorch's: a line for each worker, also without actions.
 
         Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are left out. An
         ``OVERLAP_F_B`` is read as its parts, one after the other. A stage is placed on the worker that runs it.
         """
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = text.strip("\ufeff \t\r\n").splitlines()
         rows = [tuple(_actions_of(line, worker)) for worker, line in enumerate(lines)]
         return cls(_placement_of(rows), tuple(rows))
 
@@ -132,9 +132,9 @@ OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 def _actions_of(line: str, worker: int) -> Iterator[Action]:
     """Yield the actions of a worker's line."""
     for column, cell in enumerate(line.split(",")):
-        word = cell.strip(' "')
+        word = cell.strip(' \t"')
         overlapped = OVERLAP.fullmatch(word)
-        for part in overlapped[1].split(";") if overlapped else [word]:
+        for part in map(str.strip, overlapped[1].split(";") if overlapped else [word]):
             if found := ACTION.fullmatch(part):
                 yield Action(Kind(found[2]), int(found[1]), int(found[3]))
             elif part and not COMMUNICATION.fullmatch(part):

@@ -165,12 +165,62 @@ def test_a_stage_that_stands_still_ends_the_step_after_its_timeout(world):
     steps_well(refs)
 
 
+def too_slow(x):
+    _go_on.wait(2)
+    return np.asarray(x)
+
+
+def finds_time_over(params, x):
+    return multiply(params, x) + jax.pure_callback(too_slow, jax.typeof(x), jax.lax.stop_gradient(x))
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+@on_worker0
+def test_the_drivers_own_stage_that_takes_too_long_is_named(world, slow):
+    """Nobody can interrupt what the driver computes itself; but the step must not end as if it had been in time."""
+    if jd.world_size() == 1:
+        pytest.skip("one rank calls itself, and the call times out: the runs with more ranks run this test")
+    _go_on.clear()
+    refs, functions = refs_on_all(), [multiply] * 3
+    functions[slow] = finds_time_over
+    placement = [1 % jd.world_size()] * 3
+    placement[slow] = 0
+    with pytest.raises(jd.CallTimeoutError) as raised, jd.context():
+        jd.Pipeline(
+            list(zip(functions, refs, strict=True)), pp.gpipe(3, 1), loss=mean, workers=placement, timeout=1
+        ).step(X, targets=Y)
+    assert f"In {slow}F0: stage {slow}, microbatch 0, forward, on worker0" in notes(raised)
+    steps_well(refs)
+
+
+@on_worker0
+def test_an_average_that_is_no_data_parallel_is_named(world):
+    refs = refs_on_all()
+    stages = [pp.Stage(multiply, refs[0]), pp.Stage(multiply, refs[1], average=refs[1]), (multiply, refs[2])]
+    with pytest.raises(TypeError, match=r"a reference to a .*, expected one to a DataParallel") as raised, jd.context():
+        jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean, workers=[ref.owner for ref in refs]).step(X, targets=Y)
+    assert "In average= of stage 1" in notes(raised)
+    steps_well(refs)
+
+
+class HashOfArray:
+    def __call__(self, params, x):
+        return x
+
+    def __hash__(self):
+        return hash(X)
+
+
 class Unhashable:
     def __call__(self, params, x):
         return x
 
     def __eq__(self, other):
         return isinstance(other, Unhashable)
+
+
+def loss_of_three(output, target):
+    return jnp.mean(output), output, target
 
 
 def loss_in_a_list(output, target):
@@ -204,6 +254,7 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
         good = list(zip([multiply] * 3, refs, strict=True))
         schedule = pp.gpipe(3, 2)
         workers = [0] * 3
+        not_a_stage = jd.ScheduleError, r"stage 1 takes the result of stage 0\.0; expected"
         cases = [
             (lambda: jd.Pipeline(good[:2], schedule), jd.ScheduleError, "3 stages, but 2"),
             (lambda: jd.Pipeline(good, schedule, workers=[0]), jd.ScheduleError, "3 workers, but workers= names 1"),
@@ -225,6 +276,10 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
             (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError, "loss= is 3, expected a func"),
             (lambda: jd.Pipeline([pp.Stage(multiply, refs[0], inputs=0), *good[1:]], schedule), TypeError, "a tuple"),
             (lambda: jd.Pipeline([(Unhashable(), refs[0]), *good[1:]], schedule), TypeError, "Unhashable has none"),
+            (lambda: jd.Pipeline([(HashOfArray(), refs[0]), *good[1:]], schedule), TypeError, "HashOfArray has none"),
+            (lambda: jd.Pipeline(good, schedule, loss=Unhashable()), TypeError, "Unhashable.* cannot be the loss"),
+            (lambda: jd.Pipeline(good, schedule, workers=3), TypeError, r"workers= is 3, expected a list"),
+            (lambda: jd.Pipeline([good[0], pp.Stage(multiply, refs[1], (0.0,)), good[2]], schedule), *not_a_stage),
         ]
         for make, kind, match in cases:
             with pytest.raises(kind, match=match):
@@ -248,7 +303,7 @@ def test_steps_that_cannot_be_taken_are_refused(world):
     with jd.context():
         with pytest.raises(ValueError, match="2 rows cannot be split into 4"):
             pipeline.step(X[:2], targets=Y[:2])
-        with pytest.raises(ValueError, match="argument 1 of the step has 7 rows, argument 0 of the step has 8"):
+        with pytest.raises(ValueError, match="targets= has 7 rows, argument 0 of the step has 8"):
             pipeline.step(X, targets=Y[:7])
         with pytest.raises(ValueError, match=r"no first axis.*whole"):
             pipeline.step(3.0, targets=Y)
@@ -270,6 +325,7 @@ def test_steps_that_cannot_be_taken_are_refused(world):
 @pytest.mark.parametrize(
     ("functions", "loss", "kind", "match"),
     [
+        ([multiply] * 3, loss_of_three, jd.DifferentiationError, "loss_of_three returned a tuple of 3, expected a fl"),
         ([multiply] * 3, loss_in_a_list, jd.DifferentiationError, "loss_in_a_list returned list, expected a float"),
         ([multiply] * 3, loss_and_text, TypeError, r"loss_and_text returned 'a batch' at \[1\]\['name'\]: between"),
         ([with_text, times_number, multiply], mean, TypeError, r"with_text returned 'text' at \[1\]"),

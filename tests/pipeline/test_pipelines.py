@@ -349,6 +349,91 @@ def test_replicas_average_their_gradients(world, rank, size):
     close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
+def weak_bias():
+    return jnp.full(4, 0.1)  # weakly typed: beside bfloat16, it would be bfloat16
+
+
+def biased(params, x, mask=1.0):
+    return x + params, weak_bias()
+
+
+def scaled_by_mask(params, given, x, mask):
+    return sum(given) * mask
+
+
+def in_float32(output):
+    return jnp.mean(output.astype("float32")), output
+
+
+@on_worker0
+def test_types_do_not_depend_on_the_placement(world):
+    """Weak types get lost between processes, not in one."""
+    x = np.linspace(0, 1, 24).reshape(6, 4).astype(jnp.bfloat16)
+    ref, found = jd.remote(0, weak_bias), []
+    stages = [pp.Stage(biased, ref), pp.Stage(scaled_by_mask, None, inputs=(0, pp.BATCH))]
+    for first in range(min(jd.world_size(), 2)):
+        for second in range(jd.world_size()):
+            pipeline = jd.Pipeline(stages, pp.gpipe(2, 2), loss=in_float32, workers=[first, second])
+            found.append(stepped(pipeline, [ref], x, pp.whole(weak_bias())))
+    assert {aux.dtype for (_, every), _ in found for aux in every} == {np.dtype("float32")}
+    for one in found:
+        same_bits(one, found[0])
+
+
+def with_number():
+    return {"w": np.arange(3, dtype="float32"), "factor": 2.0, "count": 3}
+
+
+def times_factor(params, x):
+    return x * params["w"] * params["factor"] + params["count"]
+
+
+@on_worker0
+def test_numbers_among_parameters_have_no_gradients(world):
+    refs = [jd.remote(k % jd.world_size(), with_number) for k in range(2)]
+    pipeline = jd.Pipeline(
+        [(times_factor, ref) for ref in refs], pp.gpipe(2, 2), loss=in_float32, workers=[ref.owner for ref in refs]
+    )
+    optimizer, x = jd.DistributedOptimizer(optax.sgd(1.0), refs), np.ones((4, 3), "float32")
+    with jd.context() as ctx:
+        pipeline.step(x)
+        optimizer.step(ctx)
+    first, second = (ref.to_here() for ref in refs)
+    w = np.arange(3)
+    assert np.allclose(first["w"], w - 2 * (2 * w) / 3)
+    assert np.allclose(second["w"], w - 2 * (2 * w + 3) / 3)
+    assert (first["factor"], second["count"]) == (2.0, 3)
+
+
+def drive(pipeline, x, y):
+    with jd.context():
+        return pipeline.step(x, targets=y)
+
+
+@pytest.mark.one_process
+@on_worker0
+def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
+    refs, (x, y) = references(3, range(3)), data(3)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.one_f_one_b(3, 2), loss=mean_square)
+    found = [drive(pipeline, x, y), *(jd.rpc_sync(k, drive, args=(pipeline, x, y)) for k in (1, 2, 1))]
+    assert [float(one) for one in found] == [float(found[0])] * 4
+
+
+def loss_in_bfloat16(output):
+    return jnp.mean(output).astype(jnp.bfloat16)
+
+
+@on_worker0
+def test_losses_of_few_bits_are_summed_in_many(world):
+    pipeline = jd.Pipeline([(biased_alone, None)], pp.gpipe(1, 300), loss=loss_in_bfloat16, workers=[0])
+    loss = drive(pipeline, np.ones((300, 2), "float32"), None)
+    assert (loss.dtype, float(loss)) == (jnp.bfloat16, 1.125)
+
+
+def biased_alone(params, x):
+    return x + 0.125
+
+
 @on_worker0
 def test_a_worker_without_stages_has_nothing_to_do(world):
     schedule = pp.Schedule.parse("0F0,0F1,0B0,0B1\n,\n1F0,1B0,1F1,1B1")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline import Action, Kind, Schedule, check, forecast, one_f_one_b, zero_bubble
+from jdistgrad.pipeline import Action, Costs, Kind, Schedule, check, forecast, one_f_one_b, zero_bubble
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,27 @@ def test_workers_that_wait_for_each_other(text, waiting):
     assert all(part in str(caught.value) for part in waiting.split("; "))
     assert {frozenset((str(action), str(worker)) for action, worker in caught.value.waiting)} == named
     assert pickle.loads(pickle.dumps(caught.value)).waiting == caught.value.waiting
+
+
+def test_a_wrong_number_of_a_microbatch_is_told_at_once():
+    with pytest.raises(ScheduleError, match="1000000000001 microbatches, but not 0F1, 0B1, 0F2"):
+        check(Schedule.parse("0F0,0F1000000000000,0B0,0B1000000000000"))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: check(one_f_one_b(3, 2), {2: 0}), r"inputs= has 0 for stage 2, expected a tuple of stages: \(0, 2\)"),
+        (lambda: forecast(one_f_one_b(2, 2), Costs(message=[1, 2])), r"message= is \[1, 2\]; expected a number of sec"),
+        (
+            lambda: forecast(one_f_one_b(2, 2), Costs(action=[1, 2])),
+            r"action= is \[1, 2\]; expected a number of sec",
+        ),
+    ],
+)
+def test_what_is_no_input_and_no_cost(call, match):
+    with pytest.raises(ScheduleError, match=match):
+        call()
 
 
 def test_a_worker_that_waits_for_a_circle_is_not_named():

@@ -147,6 +147,19 @@ def test_counts(count):
         interleaved(3, 4, count)
 
 
+@pytest.mark.parametrize(
+    "text", ["\ufeff0F0,0B0\r\n1F0,\t1B0\r\n", '\n"0F0", 0B0 \n"1F0","1B0",\n\n', "0F0,0B0\n(1F0; 1B0)OVERLAP_F_B"]
+)
+def test_text_as_spreadsheets_and_editors_write_it(text):
+    assert Schedule.parse(text).text() == "0F0,0B0\n1F0,1B0"
+
+
+def test_an_empty_line_is_a_worker_without_actions():
+    schedule = Schedule.parse("0F0,0B0\n\n1F0,1B0")
+    assert (schedule.placement, schedule.workers) == ((0, 2), 3)
+    assert Schedule.parse(schedule.text()) == schedule
+
+
 @pytest.mark.parametrize("module", [forecasting, schedule_module])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module, extraglobs=vars(pipeline))
