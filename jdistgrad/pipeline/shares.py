@@ -147,6 +147,7 @@ class Run:
             Kind.WEIGHT: self._pull_parameters,
         }
         self._fetch_parameters()
+        self._find_averages()
         for action in self._part.actions:
             self._action, self._due = action, time.monotonic()
             self._ready = self._due
@@ -155,7 +156,8 @@ class Run:
                 self._check_time()
             self._done.times.append((self._due, self._ready, time.monotonic()))
             self._tell(action)
-        self._action, self._due = None, time.monotonic()
+        self._action = None
+        self._due = self._ready = time.monotonic()
         for stage, averaged in self._averaged.items():
             self._until_done(averaged, f"the replicas of stage {stage}")
             self._contribute(stage, averaged.result())
@@ -187,6 +189,7 @@ class Run:
                 # Asked here: inside of compiled code a Python number would be an array too.
                 self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
 
+    def _find_averages(self) -> None:
         for stage, reference in self._part.averages.items():
             with self._named(f"average= of stage {stage}"):
                 self._averages[stage] = found = reference.local_value()
