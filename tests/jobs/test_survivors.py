@@ -415,6 +415,38 @@ def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_
     )
 
 
+@pytest.mark.parametrize("place", ["gather", "duplicate"])
+def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(surviving_job, place):
+    job = surviving_job(
+        3,
+        f"""
+        from jdistgrad.wire import mpi_rendezvous
+
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            mpi_rendezvous.{place} = lambda *args: die()
+        jd.init(timeout=90)
+        """,
+    )
+    job.expect("init: ranks [1] of 3 have died or ended", status=None)
+
+
+def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
+    surviving_job(
+        3,
+        """
+        me = jd.init()
+        if me.rank == 1:
+            jd.rpc_sync(2, keep, args=(1,))
+            die()
+        try:
+            jd.DataParallel()
+        except jd.WorkerLostError as error:
+            print(me.rank, error, flush=True)
+        jd.shutdown(timeout=20)
+        """,
+    ).expect("0 worker0 (rank 0) (new collectives): worker1 (rank 1) is lost", "2 worker2 (rank 2) (new collectives)")
+
+
 def test_a_job_of_which_no_rank_is_left_has_failed(surviving_job):
     surviving_job(2, "jd.init()\nraise ValueError('all of us')").expect("none of the 2 ranks came to its end", status=1)
 

@@ -3,6 +3,7 @@
 import collections
 import operator
 import random
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -25,6 +26,7 @@ from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.members import closing
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.local import LocalTransport
 from jdistgrad.wire.message import Kind
 from jdistgrad.wire.polling import poll
 
@@ -179,6 +181,57 @@ def test_weight_that_cannot_be_returned_to_one_owner_is_returned_to_the_others(b
     unruly(Fate.FAILED, Kind.DROP)
     references.clear()  # one flush for both
     assert poll(lambda: sum(jd.rpc_sync(k, owned_here) for k in (1, 2)) == 1, 20)
+
+
+_held = []
+
+
+def test_weight_that_cannot_be_returned_while_the_world_ends_does_not_keep_it(big_world, monkeypatch):
+    report = closing.Closing._report
+
+    def report_after_dropping(self):
+        if self._mailbox.rank == 1 and self._wants_to_close:
+            _held.clear()
+        return report(self)
+
+    monkeypatch.setattr(closing.Closing, "_report", report_after_dropping)
+
+    def main():
+        rank = jd.init().rank
+        if rank == 1:
+            _held.append(jd.remote(2, make, args=(3,)))
+            assert _held[0].to_here().shape == (3,)
+            unruly(Fate.FAILED, Kind.DROP)
+        assert len(jd.shutdown(timeout=20)) == (rank == 2)
+
+    big_world.run(main)
+
+
+@pytest.mark.one_process
+def test_who_cannot_tell_one_worker_that_it_leaves_tells_the_others_and_leaves(monkeypatch):
+    send = LocalTransport.send
+
+    def refusing(self, peer, message):
+        if message.kind is Kind.LEAVE and peer == 1:
+            raise jd.WireError("the message to rank 1 could not be sent")
+        send(self, peer, message)
+
+    monkeypatch.setattr(LocalTransport, "send", refusing)
+    told = threading.Event()
+
+    def main():
+        rank = jd.init().rank
+        if rank == 2:
+            with pytest.raises(jd.WorkerLostError, match="worker0"):
+                jd.shutdown(timeout=20)
+            told.set()
+        else:
+            assert rank == 0 or told.wait(20)
+            jd.shutdown(graceful=False)
+            with pytest.raises(jd.NotInitializedError):
+                jd.rpc_sync(2, operator.add, args=(1, 2))
+
+    jd.spawn(main, 3)
 
 
 @pytest.mark.parametrize("kind", [Kind.SURVEY, Kind.REPORT])

@@ -78,11 +78,15 @@ class MPI(HostCollectives):
             ) from error
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
-        self.comm, self._name = self._duplicate(whole)
-        self.rank, self.size = self.comm.rank, self.comm.size
-        self.world_ranks = tuple(mpi.Group.Translate_ranks(self.comm.group, range(self.size), mpi.COMM_WORLD.group))
-        self.has_room = has_room(_neighbours_cores(self.comm), self.size)
-        self._of_programs = self.duplicate()
+        self.rank, self.size = whole.rank, whole.size
+        self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
+        try:
+            self.comm, self._name = self._duplicate(whole)
+            self.has_room = has_room(_neighbours_cores(self.comm), self.size)
+            self._of_programs = self.duplicate()
+        except mpi.Exception as error:
+            raise_lost(error, self.world_ranks, "new collectives")
+            raise
 
     def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
         """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks."""

@@ -234,7 +234,10 @@ class Closing:
                 self._round_complete.set()
 
     def _report(self) -> Report:
-        self._releasing.flush()
+        try:
+            self._releasing.flush()
+        except errors.WireError as error:  # who conducts the end waits for this report
+            log.error("%s: what was dropped before the end was not told: %s", self._mailbox.info, error)
         lost = tuple(sorted(self._peers.lost))
         sent, received, serving = self._mailbox.work.counts(lost)
         busy = bool(serving or len(self._caller) or self._losses.busy())
