@@ -162,8 +162,10 @@ class Run:
             self._until_done(averaged, f"the replicas of stage {stage}")
             self._contribute(stage, averaged.result())
         # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
-        for total in self._sums.values():
-            total.wait()
+        with self._named("computations that its actions have begun"):
+            for total in self._sums.values():
+                total.wait()
+            self._check_time()
         return self._done._replace(recordings=self._most)
 
     def doing(self) -> str:
