@@ -31,12 +31,15 @@ SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_env.LEFT_OPEN: "0"}
 
 # Stands between mpirun and a rank of such a job. MPI learns of ranks that are killed, not of those that end by
-# themselves (`os._exit`, `exit` in C): in their place mpirun must see a process that is killed. $0 is the folder of
-# notes. What the shell says of a child that was killed is thrown away; so the child restores its own error output.
+# themselves (`os._exit`, `exit` in C, a failing `init`): in their place mpirun must see a process that is killed. $0 is
+# the folder of notes. What the shell says of a child that was killed is thrown away; so the child restores its own
+# error output.
 AS_KILLED = (
     f"rank={copier.RANK}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
     """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
-    f'if [ -e "$0/{launcher_env.CALLED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
+    f'if [ -e "$0/{launcher_env.JOINED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
+    f'if [ -e "$0/{launcher_env.CALLED}-$rank" ] && ! [ -e "$0/{launcher_env.JOINED}-$rank" ] && [ $status -ne 0 ]; '
+    f'then : >"$0/{launcher_env.FAILED}-$rank"; kill -KILL $$; fi; '
     "exit $status"
 )
 
@@ -208,10 +211,9 @@ def name_missing(n: int, arrived: Collection[int]) -> None:
 
 def has_failed(n: int, notes: str) -> bool:
     """Return whether a job that survives has failed, as mpirun's exit status does not tell; say so if all have died."""
-    called, joined = (set(launcher_env.notes(notes, what)) for what in (launcher_env.CALLED, launcher_env.JOINED))
-    if called - joined or launcher_env.notes(notes, launcher_env.FAILED):
+    if launcher_env.notes(notes, launcher_env.FAILED):
         return True
-    none = bool(joined) and not launcher_env.notes(notes, launcher_env.ENDED)
+    none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
     if none:
         print(f"jdistgrad: none of the {n} ranks came to its end", file=sys.stderr, flush=True)
     return none

@@ -71,6 +71,8 @@ def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
 def read_manifest(folder: Folder) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, expected an object")
     except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}. Remove that folder.") from error
     return found

@@ -430,6 +430,10 @@ def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(
     job.expect("init: ranks [1] of 3 have died or ended", status=None)
 
 
+def test_a_world_that_does_not_survive_ends_well_in_a_job_that_would(surviving_job):
+    surviving_job(2, "jd.init(survive=False); print(jd.shutdown(timeout=20))").expect("[]")
+
+
 def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
     surviving_job(
         3,

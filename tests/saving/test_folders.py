@@ -46,8 +46,9 @@ def test_checkpoints_without_a_number_are_the_oldest(tmp_path):
     assert there(tmp_path) == [(9, "unnumbered"), (30, "unnumbered"), (5, "numbered")]
 
 
-def test_a_damaged_manifest_is_named(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_manifest_is_named(tmp_path, text):
     (tmp_path / "3").mkdir()
-    (tmp_path / "3" / folders.MANIFEST).write_text("{")
+    (tmp_path / "3" / folders.MANIFEST).write_text(text)
     with pytest.raises(jd.CheckpointError, match=r"3/manifest\.json is damaged: .*Remove that folder"):
         save(tmp_path, 4, "next")

@@ -71,5 +71,5 @@ class Peers:
                     mailbox.post(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))
                 except errors.WorkerLostError:
                     log.debug("%s: rank %d has gone before", mailbox.info, peer)
-                except errors.WireError as error:
+                except (errors.WireError, errors.WorldClosedError) as error:
                     log.error("%s leaves, which rank %d was not told: %s", mailbox.info, peer, error)
