@@ -22,7 +22,7 @@ from jdistgrad.schedules.schedule import Schedule
 from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 
 ANSWER_SECONDS = 0.5
-NOTHING = Done([], [], 0)
+NOTHING = Done([], [], 0)  # of a worker without actions
 
 Future = concurrent.futures.Future[Any]
 Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
@@ -116,10 +116,8 @@ class Program:
             futures.clear()  # they hold the error, whose traceback holds this frame
             arguments = ()
             raise
-        seconds, ordered = (
-            time.monotonic() - start,
-            [done.get(index, NOTHING) for index in range(self.schedule.workers)],
-        )
+        seconds = time.monotonic() - start
+        ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
         return next(one.results for one in ordered if one.results), Report(
             self.schedule, self._between, ordered, seconds
         )

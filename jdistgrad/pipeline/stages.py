@@ -89,11 +89,15 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
 
 
 def _check_loss(loss: Callable[..., Any], found: Any) -> None:
-    scalar, pair = scalar_of(found), not isinstance(found, tuple) or len(found) == 2
+    scalar, what = scalar_of(found), ""
     kind = getattr(scalar, "dtype", None)
-    if not pair or kind is None or np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
-        what = f"{kind}{list(np.shape(scalar))}" if kind is not None else type(scalar).__name__
-        what = what if pair else f"a tuple of {len(found)}"
+    if isinstance(found, tuple) and len(found) != 2:
+        what = f"a tuple of {len(found)}"
+    elif kind is None:
+        what = type(scalar).__name__
+    elif np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
+        what = f"{kind}{list(np.shape(scalar))}"
+    if what:
         raise DifferentiationError(
             f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
             "Take the mean of the microbatch's losses."
