@@ -1,7 +1,8 @@
 """An unbounded pool of reusable daemon threads, which serve calls.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
-``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends.
+``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
+starts no more threads, tasks wait until one is free.
 """
 
 import collections
@@ -41,22 +42,40 @@ def join_soon(threads: Iterable[threading.Thread]) -> None:
 
 
 class ThreadPool:
-    """A pool that starts every task at once, on a thread of its own. ``enter`` runs first in every new thread."""
+    """A pool that starts every task at once, on a thread of its own, as long as the system starts threads.
+
+    Arguments:
+      enter: runs first in every new thread.
+    """
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
         self._idle: collections.deque[Inbox] = collections.deque()
+        self._waiting: collections.deque[Callable[[], Any]] = collections.deque()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._closed = False
+        self._idle.append(self._spawn())  # with one thread, tasks that must wait for a thread do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
-        try:
-            inbox = self._idle.pop()  # the most recently used
-        except IndexError:
-            inbox = self._spawn()
-        inbox.put(task)
+        """Run a task on a thread of the pool. Raises nothing: who hands over a task cannot do without it."""
+        inbox = self._free_thread()
+        if inbox is None:
+            self._waiting.append(task)
+        else:
+            inbox.put(task)
+
+    def resume(self) -> None:
+        """Run the tasks that wait for a thread, as far as there are threads. To be called now and then."""
+        while self._waiting:
+            inbox = self._free_thread()
+            if inbox is None:
+                return
+            try:
+                inbox.put(self._waiting.popleft())
+            except IndexError:  # another thread has taken it
+                self._idle.append(inbox)
 
     def close(self) -> None:
         """End the threads: idle ones now, busy ones after their task. Wait for those that end soon."""
@@ -70,6 +89,25 @@ class ThreadPool:
                 self._idle.pop().put(None)
             except IndexError:
                 return
+
+    def _free_thread(self) -> Inbox | None:
+        """Return the inbox of the idle thread that was used last, or of a new one; None if the system starts none."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            pass
+        try:
+            return self._spawn()
+        except RuntimeError as error:
+            if not self._waiting:
+                log.error(
+                    "%s has %d threads and can start no more (%s; see ulimit -u, and the container's limit of "
+                    "processes): tasks wait until a thread is free",
+                    self._name,
+                    sum(one.is_alive() for one in self._threads),
+                    str(error),  # a record that is kept would keep the frames of a traceback
+                )
+            return None
 
     def _spawn(self) -> Inbox:
         inbox: Inbox = queue.SimpleQueue()
@@ -90,5 +128,6 @@ class ThreadPool:
             if len(self._idle) >= IDLE_LIMIT:
                 return
             self._idle.append(inbox)
+            self.resume()
             if self._closed:
                 self._end_idle()

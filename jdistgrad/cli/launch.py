@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jdistgrad.cli import copier, leash
+from jdistgrad.cli import arrivals, copier, leash
 from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError, TimelineError
@@ -193,30 +193,15 @@ def run(
             with copier.error_output(n) as (errors, to_its_pipe):
                 as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
                 command = [*start, *to_its_pipe, *as_killed, sys.executable, *program]
-                job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
+                ranks = arrivals.Arrivals(n, notes)
+                with ranks.watched():
+                    job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
             if job.returncode and not job.ended:
-                name_missing(n, launcher_env.notes(notes, launcher_env.CALLED))
-            failed = survive and not job.ended and has_failed(n, notes)
+                ranks.report()
+            failed = survive and not job.ended and arrivals.has_failed(n, notes)
             return (1 if failed else job.returncode), job.ended
 
     return attempts(attempt, restarts)
-
-
-def name_missing(n: int, arrived: Collection[int]) -> None:
-    """Say which ranks of a job that failed had not called ``init``, if others had: those may have waited for them."""
-    missing = sorted(set(range(n)) - set(arrived))
-    if arrived and missing:
-        print(f"jdistgrad: ranks {missing} of {n} had not called init when the job ended", file=sys.stderr, flush=True)
-
-
-def has_failed(n: int, notes: str) -> bool:
-    """Return whether a job that survives has failed, as mpirun's exit status does not tell; say so if all have died."""
-    if launcher_env.notes(notes, launcher_env.FAILED):
-        return True
-    none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
-    if none:
-        print(f"jdistgrad: none of the {n} ranks came to its end", file=sys.stderr, flush=True)
-    return none
 
 
 class Attended(subprocess.CompletedProcess[Any]):

@@ -59,7 +59,10 @@ class WaitingPrograms:
             self._full_since = self._full_since or time.monotonic()
             start, self._watching = not self._watching, True
         if start:
-            started(self._watch, "jdistgrad-full-pool")
+            try:
+                started(self._watch, "jdistgrad-full-pool")
+            except RuntimeError:  # a warning less: this program must go on
+                self._watching = False
 
     def _watch(self) -> None:
         """Warn if the threads stay in use for ``PATIENCE`` seconds, and only once; end if they do not."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from jdistgrad.corrections import Corrected
 from jdistgrad.rpc.current import current_scope, within
+
+log = logging.getLogger("jdistgrad.rpc")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,7 +51,7 @@ class CallFuture(Corrected, concurrent.futures.Future[T]):
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
-        super().add_done_callback(fn)
+        super().add_done_callback(functools.partial(_called_back, fn, threading.get_ident()))
 
     def answer(self, opener: Callable[[], T], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
         """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` starts a task on a thread."""
@@ -173,6 +176,18 @@ def done_future(compute: Callable[[], T]) -> CallFuture[T]:
         outcome = functools.partial(_raised, error)
     future.answer(outcome, lambda task: task())
     return future
+
+
+def _called_back(fn: Callable[[Any], object], added_by: int, future: concurrent.futures.Future[Any]) -> None:
+    """Call a callback. The base class logs an exception, but lets others, such as SystemExit, end all callbacks."""
+    try:
+        fn(future)
+    except Exception:
+        raise
+    except BaseException:
+        if threading.get_ident() == added_by:
+            raise
+        log.exception("a callback of %r raised", future)
 
 
 def _same(value: U) -> U:

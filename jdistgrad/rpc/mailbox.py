@@ -154,6 +154,10 @@ class Mailbox:
         """Run a task on another thread of this worker."""
         self._threads.run(task)
 
+    def resume_tasks(self) -> None:
+        """Run tasks for which there was no thread, if there is one now."""
+        self._threads.resume()
+
     def enter_thread(self) -> None:
         """Let this thread belong to this worker."""
         current.bind_thread(self)

@@ -173,6 +173,7 @@ class Worker(Mailbox):
     # Housekeeping.
 
     def tick(self, now: float) -> None:
+        self.resume_tasks()
         self.releasing.flush()
         self.calls.expire(now)
         self.losses.look()

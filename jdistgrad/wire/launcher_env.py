@@ -20,17 +20,23 @@ NOTES = "JDISTGRAD_NOTES"
 CALLED, JOINED, ENDED, FAILED = "called", "joined", "ended", "failed"
 
 
-def leave_note(what: str) -> None:
-    """Leave a note for the launcher, if it wants notes."""
+def leave_note(what: str, text: str = "") -> None:
+    """Leave a note for the launcher, if it wants notes and has none of this kind."""
     folder = os.environ.get(NOTES)
     if folder:
-        with contextlib.suppress(OSError):
-            pathlib.Path(folder, f"{what}-{rank()}").touch()
+        with (
+            contextlib.suppress(OSError),
+            open(pathlib.Path(folder, f"{what}-{rank()}"), "x", encoding="utf-8") as note,
+        ):
+            note.write(text)
 
 
-def notes(folder: str, what: str) -> list[int]:
-    """Return the ranks that have left a note."""
-    return [int(path.name.rpartition("-")[2]) for path in pathlib.Path(folder).glob(f"{what}-*")]
+def notes(folder: str, what: str) -> dict[int, str]:
+    """Return the notes that ranks have left, by rank."""
+    return {
+        int(path.name.rpartition("-")[2]): path.read_text(encoding="utf-8")
+        for path in pathlib.Path(folder).glob(f"{what}-*")
+    }
 
 
 # By this variable mpi4py leaves MPI open at the end of a process.

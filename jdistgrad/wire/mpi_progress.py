@@ -9,6 +9,7 @@ Every switch of the GIL between threads costs more than a message does. Therefor
   whose task has waited looks again as soon as the task is done.
 * A *standby* wakes every millisecond (after a quiet time every four) and becomes primary if there is none: a call that
   runs long delays the next call once, by that time at most, and no call can keep others from being served.
+* Where the system starts no more threads, the primary hands tasks on and goes on looking.
 * While other threads may compute, the primary looks the less often the longer it has found no task: a thread that is
   woken takes more from computing threads than its look takes.
 
@@ -136,16 +137,24 @@ class Progress:
     # Serving threads.
 
     def _one_more(self) -> None:
+        """Let one more thread serve. Raises RuntimeError if none can be started."""
         with self._counting:
-            self._free += 1
             if self._parked:
                 self._parked -= 1
                 self._standby.release()
-                return
-        name = f"{self._name}-{next(self._count)}"
-        with self._counting:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(started(self._serve, name))
+            else:
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads.append(started(self._serve, f"{self._name}-{next(self._count)}"))
+            self._free += 1
+
+    def _has_standby(self) -> bool:
+        """Return whether another thread can be primary while the primary runs a task; provide it if need be."""
+        if self._free < 2:
+            try:
+                self._one_more()
+            except RuntimeError:  # the pool says so, when it is handed a task
+                return False
+        return True
 
     def _serve(self) -> None:
         self._enter()
@@ -163,15 +172,16 @@ class Progress:
             self._tick_if_due()
             if self._another_looks():
                 return None
-            if self._free < 2:
-                self._one_more()
-            task = None
-            while task is None and not self._stopped and not self._another_looks():
+            self._has_standby()
+            while not (self._stopped or self._another_looks()):
                 task = self._look_once()
                 self._tick_if_due()
-            if task is not None:
-                self._leave_to_run()  # before the next primary counts who is free
-            return task
+                if task is not None and self._has_standby():
+                    self._leave_to_run()  # before the next primary counts who is free
+                    return task
+                if task is not None:
+                    self._run(task)
+            return None
         finally:
             self._primary.release()
 

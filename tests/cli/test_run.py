@@ -137,6 +137,25 @@ def test_ranks_that_never_came_are_named(jdistgrad, tmp_path):
     assert output.endswith("jdistgrad: ranks [2] of 3 had not called init when the job ended\n")
 
 
+STOPPED_IN_INIT = """
+import os, signal, threading, time
+import jdistgrad as jd
+if jd.rank() == 1:  # another process stops it once MPI starts
+    called = os.path.join(os.environ["JDISTGRAD_NOTES"], "called-1")
+    wait = f"while ! [ -s {called} ]; do sleep 0.05; done; kill -STOP {os.getpid()}"
+    os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", wait)
+if jd.rank() == 2:
+    time.sleep(2)  # until then MPI cannot have started
+jd.init(timeout=8)
+"""
+
+
+def test_a_rank_that_is_stopped_while_mpi_starts_is_named(jdistgrad, tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED_IN_INIT)
+    output = jdistgrad("run", "-n", "3", "stopped.py", status=None)
+    assert output.endswith("jdistgrad: ranks [1] of 3 stood still (SIGSTOP) in init while the others waited for them\n")
+
+
 def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
     output = jdistgrad("run", "--local", "-n", "3", "fails.py", status=1)
     assert re.match(r'Traceback .*\n  File "fails.py", line 6, in <module>\n', output)

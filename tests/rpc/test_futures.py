@@ -1,6 +1,7 @@
 """Futures that calls return, and futures that served functions return as their answers."""
 
 import concurrent.futures
+import sys
 import threading
 import time
 
@@ -41,6 +42,17 @@ def test_callbacks_may_call(world):
     future = jd.rpc_async(peers()[0], slow_square, args=(3,))
     future.add_done_callback(chained)
     assert outcome.result(20) == 81
+
+
+@on_worker0
+def test_a_callback_that_would_end_its_thread_ends_no_other_callback(world, caplog):
+    future, seen = jd.rpc_async(peers()[0], slow_square, args=(3,)), concurrent.futures.Future()
+    future.add_done_callback(lambda done: sys.exit("enough"))
+    future.add_done_callback(lambda done: seen.set_result(done.result()))
+    assert seen.result(20) == 9
+    assert "SystemExit: enough" in caplog.text
+    with pytest.raises(SystemExit, match="enough"):
+        future.add_done_callback(lambda done: sys.exit("enough"))
 
 
 @on_worker0

@@ -1,8 +1,13 @@
-"""The pool of threads that serve calls."""
+"""The pool of threads that serve calls, also where no more threads can be started."""
 
 import threading
 import time
 
+import pytest
+from helpers.starving import feed, no_more_threads, starve
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
 from jdistgrad.threads import ThreadPool
 
 
@@ -61,3 +66,62 @@ def test_a_failing_task_ends_no_thread(caplog):
     assert done.wait(20)
     pool.close()
     assert "a task of failing failed outside of any call" in caplog.text
+
+
+def test_tasks_for_which_no_thread_can_be_started_wait_for_one_that_is_free(caplog):
+    pool, go_on, done = ThreadPool("starved"), threading.Event(), []
+    with no_more_threads():
+        pool.run(go_on.wait)
+        for k in range(3):
+            pool.run(lambda k=k: done.append((k, threading.current_thread().name)))
+        assert done == []
+        go_on.set()
+        until(lambda: len(done) == 3)
+    assert done == [(k, "starved-0") for k in range(3)]
+    assert caplog.text.count("starved has 1 threads and can start no more (can't start new thread; see ulimit -u") == 1
+    pool.close()
+
+
+def test_tasks_that_waited_run_as_soon_as_threads_can_be_started():
+    pool, barrier = ThreadPool("fed"), threading.Barrier(4)
+    with no_more_threads():
+        for _ in range(3):
+            pool.run(barrier.wait)
+        pool.resume()
+    pool.resume()
+    barrier.wait(20)
+    pool.close()
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def nap_and_add(seconds, x, y):
+    time.sleep(seconds)
+    return x + y
+
+
+@pytest.mark.world(1, 3)
+@on_worker0
+def test_calls_for_which_there_is_no_thread_are_served_later(world):
+    peers = range(jd.world_size())
+    for peer in peers:
+        jd.rpc_sync(peer, starve)
+    try:
+        futures = [jd.rpc_async(peer, nap_and_add, args=(0.02, peer, k)) for k in range(5) for peer in peers]
+        seen = []
+        for future in futures:
+            future.add_done_callback(lambda future: seen.append(future.result()))
+        values = [jd.remote(peer, nap_and_add, args=(0.02, peer, 100)) for peer in peers]
+        expected = [peer + k for k in range(5) for peer in peers]
+        assert [future.result(20) for future in futures] == expected
+        assert [value.to_here() for value in values] == [peer + 100 for peer in peers]
+        until(lambda: sorted(seen) == sorted(expected))
+    finally:
+        feed()
+        for peer in peers:
+            jd.rpc_sync(peer, feed)

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from helpers.starving import no_more_threads
 
 from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.mpi_progress import Progress
@@ -75,6 +76,20 @@ def test_tasks_run_without_anybody_waiting(mailbox):
     futures = [mailbox.future() for _ in range(200)]
     assert all(future.result(30) for future in futures)
     assert mailbox.most_lookers == 1
+
+
+def test_without_a_standby_the_primary_hands_tasks_on(mailbox):
+    handed_on, begun, go_on = queue.SimpleQueue(), threading.Event(), threading.Event()
+    mailbox.future().result(30)  # primary and standby are there
+    mailbox.progress._run = handed_on.put
+    with no_more_threads():
+        mailbox.tasks.put(lambda: (begun.set(), go_on.wait()))
+        assert begun.wait(30)
+        futures = [mailbox.future() for _ in range(3)]
+        for _ in futures:
+            handed_on.get(timeout=30)()
+        assert len({future.result(30) for future in futures}) == 1
+        go_on.set()
 
 
 def test_who_waits_looks_and_runs_nothing_itself(mailbox):

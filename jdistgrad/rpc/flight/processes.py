@@ -7,16 +7,22 @@ import os
 import pathlib
 from collections.abc import Callable
 
-PARENT, START = 1, 19  # fields of /proc/PID/stat behind the command's name
+STATE, PARENT, START = 0, 1, 19  # fields of /proc/PID/stat behind the command's name
 
 
 def start_of(pid: int) -> int | None:
     """Return when a process started, in ticks since the machine did; None if it has ended, or this is not Linux."""
-    return _field(pid, START)
+    return _number(pid, START)
 
 
 def parent_of(pid: int) -> int | None:
-    return _field(pid, PARENT)
+    return _number(pid, PARENT)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process stands still because of a signal (SIGSTOP) or a debugger."""
+    fields = _fields(pid)
+    return fields is not None and fields[STATE] in ("T", "t")
 
 
 def is_running(pid: int, start: int | None) -> bool:
@@ -48,13 +54,19 @@ def descends_from(pid: int, ancestor: int, parent: Callable[[int], int | None] =
     return one == ancestor
 
 
-def _field(pid: int, number: int) -> int | None:
+def _number(pid: int, field: int) -> int | None:
+    fields = _fields(pid)
+    return None if fields is None else int(fields[field])
+
+
+def _fields(pid: int) -> list[str] | None:
+    """Return what Linux says of a process behind its name; None if it has ended."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
-    return None if fields[0] in ("Z", "X") else int(fields[number])
+    return None if fields[STATE] in ("Z", "X") else fields
 
 
 def uptime_ticks() -> float:

@@ -71,8 +71,7 @@ def joined(worker: Worker) -> None:
     if _latest is None:
         atexit.register(_end_fork)
     _latest = worker
-    if worker.survives:
-        launcher_env.leave_note(launcher_env.JOINED)
+    launcher_env.leave_note(launcher_env.JOINED)
 
 
 def _check_end() -> None:

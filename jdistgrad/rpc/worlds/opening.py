@@ -5,7 +5,9 @@ import dataclasses
 import faulthandler
 import importlib
 import math
+import os
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +52,8 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     recorder.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
-    launcher_env.leave_note(launcher_env.CALLED)
+    now = time.monotonic()
+    launcher_env.leave_note(launcher_env.CALLED, f"{os.getpid()} {now} {now + timeout}")
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
 
