@@ -13,7 +13,11 @@ import jax
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import CheckpointError, DistgradError
 from jdistgrad.optim.distributed import DistributedOptimizer
+from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import Args
+from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving.desk import meet
@@ -74,6 +78,35 @@ class Job:
             if failure is not None:
                 raise CheckpointError(failure)
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
+
+
+def call_each(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[int, Args]],
+    in_words: Callable[[WorkerInfo, BaseException], str],
+) -> list[Any]:
+    """Call a function on workers, each with its own arguments; return the results. Waits for all, also if some fail.
+
+    Arguments:
+      arguments: the rank of a worker, and its arguments.
+      in_words: returns the text of the error for a call that failed.
+
+    Raises:
+      CheckpointError: a call failed.
+    """
+    futures, failures = dict[int, CallFuture[Any]](), dict[int, BaseException]()
+    for number, (rank, args) in enumerate(arguments):
+        try:
+            futures[number] = api.rpc_async(rank, function, args, timeout=float("inf"))
+        except DistgradError as error:
+            failures[number] = error
+    failures |= {number: why for number, future in futures.items() if (why := future.exception()) is not None}
+    for number, failure in sorted(failures.items(), key=lambda one: one[0]):
+        if isinstance(failure, CheckpointError):
+            raise failure
+        worker = current_worker().directory.workers[arguments[number][0]]
+        raise CheckpointError(in_words(worker, failure)) from failure
+    return [future.result() for future in futures.values()]
 
 
 def _in_words(error: Exception) -> str:

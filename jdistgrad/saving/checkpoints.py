@@ -45,7 +45,8 @@ def save(
         still there, and will be restored.
       DisagreementError: the callers have different trees.
       MissingRanksError: a worker did not come to save within five minutes.
-      WorkerLostError: a worker died or stands still.
+      WorkerLostError: a worker died or stands still. In a job that survives, those that are lost before all have come
+        are left out.
 
     Example:
       >>> step, params = jd.restore(folder, params, optimizer)    # 0 and the given ones if there is no checkpoint

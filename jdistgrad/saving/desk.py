@@ -1,7 +1,8 @@
 """The workers that save or restore together: who they are, and what each of them says to the others.
 
 A program in which all ranks do the same, and one in which worker 0 drives and the others serve, call ``save`` in the
-same way: those that have called ``shutdown`` only serve, and all others are waited for. Worker 0 keeps the lists.
+same way: those that have called ``shutdown`` only serve, and all others are waited for. One worker, whose desk the
+others come to, keeps the lists: the first that is not lost.
 """
 
 import concurrent.futures
@@ -15,7 +16,6 @@ from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostErr
 from jdistgrad.rpc import api
 from jdistgrad.rpc.worker import current_worker
 
-DESK = 0  # the worker at whose desk all others report
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
 SECONDS = 300.0  # as long as a barrier waits
 SLACK = 60.0  # for the desk's own error to arrive
@@ -37,8 +37,8 @@ class Meeting:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of the workers that have not come; of those, some may merely serve."""
-        workers = range(current_worker().size) if self.workers is None else self.workers
+        """The ranks of the workers that have not come; of those, some may merely serve, or be lost if named."""
+        workers = _living() if self.workers is None else self.workers
         return [rank for rank in workers if rank not in self.said]
 
 
@@ -67,7 +67,7 @@ class Desk:
         with self._lock:
             for other in self._open.values():
                 waiting = set(other.said) & set(missing)
-                waits_for = set(range(current_worker().size)) if other.workers is None else set(other.workers)
+                waits_for = set(_living()) if other.workers is None else set(other.workers)
                 if other is not meeting and waiting and set(meeting.said) & waits_for - set(other.said):
                     text = (
                         f"workers {sorted(meeting.said)} are in {meeting.what}, worker {min(waiting)} in {other.what}"
@@ -83,17 +83,29 @@ def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: fl
     Arguments:
       what: the name of the meeting, the same on all of them.
       said: what this worker says.
-      workers: the ranks of those that come; default all that have not called ``shutdown``.
+      workers: the ranks of those that come; default all that have not called ``shutdown``, and are not lost.
 
     Raises:
-      WorkerLostError: some worker is lost, or gives no sign of life.
+      WorkerLostError: some worker is lost that has to come, or gives no sign of life.
       MissingRanksError: some worker neither came nor called ``shutdown``.
       DisagreementError: some worker is in another meeting instead.
     """
     me = current_worker().rank
     if workers is not None and set(workers) == {me}:
         return {me: said}
-    return api.rpc_sync(DESK, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
+    while True:
+        at = _living()[0]
+        try:
+            return api.rpc_sync(at, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
+        except WorkerLostError:
+            if not (current_worker().survives and at in current_worker().peers.lost):
+                raise
+
+
+def _living() -> list[int]:
+    """Return the ranks of the workers that are not lost."""
+    worker = current_worker()
+    return [rank for rank in range(worker.size) if rank not in worker.peers.lost]
 
 
 def _arrived(what: str, rank: int, workers: Sequence[int] | None, said: Any, seconds: float) -> Any:
@@ -149,6 +161,8 @@ def _awaited(meeting: Meeting, seconds: float) -> list[int]:
         asked = [(rank, api.rpc_async(rank, only_serves, timeout=seconds)) for rank in meeting.missing]
         serving = {rank for rank, answer in asked if answer.result()}
     except WorkerLostError as error:
+        if meeting.workers is None and current_worker().survives:
+            return meeting.missing  # without the lost one
         why = current_worker().peers.lost.get(error.worker.rank, str(error))
         raise WorkerLostError(f"{meeting.what}: {why}", worker=error.worker) from error
     missing = meeting.missing

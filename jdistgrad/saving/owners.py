@@ -3,6 +3,7 @@
 A part is a dict of leaves by place. The manifest says in which folder each part is, and describes its leaves.
 """
 
+import concurrent.futures
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jdistgrad.saving.leaves import Description
 from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.places import mapped
 from jdistgrad.saving.states import Name, names_in
+from jdistgrad.wire.ids import spell
 
 Part = dict[str, Any]
 
@@ -77,10 +79,14 @@ Work = ValueWork | OptimizerWork | HeldWork
 
 
 def value_here(identifier: int) -> Any:
-    """Return a value that this worker owns, between calls that change it."""
-    owned = current_worker().references.owned
+    """Return a value that this worker owns, between calls that change it. Raises what the making of it raised."""
+    worker, owned = current_worker(), current_worker().references.owned
     with owned.lock(identifier):
-        return owned.value(identifier).result()
+        value = owned.value(identifier)
+        concurrent.futures.wait((value,), worker.timeout)
+        if not value.done():
+            raise CheckpointError(f"{worker.info} has not made the value {spell(identifier)} in {worker.timeout:g} s")
+        return value.result()
 
 
 def _leaves_of_value(value: Any, place: str = "") -> list[tuple[str, Any]]:

@@ -6,10 +6,12 @@ from typing import Any
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
-from jdistgrad.saving.callers import Job
+from jdistgrad.saving.callers import Job, call_each
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
 from jdistgrad.saving.owners import SHARED, Reader, own_part
 from jdistgrad.saving.parts import Plan, works_for
@@ -35,16 +37,26 @@ def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[Prepared, li
                 for rank, work in works_for(leaf, job.rank if was is None else was)
                 if leaf.own or work.identifier not in done
             ]
-    failures = [one.creation().exception() for one in prepared]
-    for failure in failures:
-        if failure is not None:
+    for one, failure in [(one, one.creation().exception()) for one in prepared]:
+        if isinstance(failure, CheckpointError):
             raise failure
+        if failure is not None:
+            raise CheckpointError(
+                f"restore of {folder}: {one.owner} could not prepare its part: {in_short(failure)}. Nothing was "
+                "restored on any worker."
+            ) from failure
     return prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
 
 
 def put_back(prepared: Sequence[RRef[Any]]) -> None:
-    for future in [api.rpc_async(one.owner, owners.put_back, (one,), timeout=float("inf")) for one in prepared]:
-        future.result()
+    call_each(owners.put_back, [(one.owner.rank, (one,)) for one in prepared], _not_put_back)
+
+
+def _not_put_back(worker: WorkerInfo, error: BaseException) -> str:
+    return (
+        f"restore: {worker} could not put back its part: {in_short(error)}. Others may have put back theirs: restore "
+        "again before you go on."
+    )
 
 
 def _check_places(reader: Reader, here: Sequence[Leaf], *, whole: bool) -> None:

@@ -1,16 +1,17 @@
 """The writing of a checkpoint by its leader: every worker writes its parts, then the checkpoint gets its name."""
 
+import functools
 import pathlib
 import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from jdistgrad.errors import CheckpointError
-from jdistgrad.rpc import api
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders
-from jdistgrad.saving.callers import Job
+from jdistgrad.saving.callers import Job, call_each
 from jdistgrad.saving.owners import write_works
 from jdistgrad.saving.parts import Plan, of_all
 
@@ -30,24 +31,16 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except OSError as error:
-        raise CheckpointError(_not_written(job.rank, path, step, error)) from error
+        raise CheckpointError(_not_written(path, step, current_worker().info, error)) from error
     folders.remove_all_but(path, keep)
 
 
 def _written(folder: pathlib.Path, step: int, asked: Mapping[int, Any]) -> dict[str, Any]:
     """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
-    futures = {
-        rank: api.rpc_async(rank, write_works, (str(folder / f"rank{rank}"), works), timeout=float("inf"))
-        for rank, works in asked.items()
-    }
-    failures = {rank: failure for rank, future in futures.items() if (failure := future.exception()) is not None}
-    for rank, failure in failures.items():
-        if isinstance(failure, CheckpointError):
-            raise failure
-        raise CheckpointError(_not_written(rank, folder.parent, step, failure)) from failure
+    arguments = [(rank, (str(folder / f"rank{rank}"), works)) for rank, works in asked.items()]
+    written = call_each(write_works, arguments, functools.partial(_not_written, folder.parent, step))
     parts: dict[str, Any] = {}
-    for rank, future in futures.items():
-        entries = future.result()
+    for rank, entries in zip(asked, written, strict=True):
         if any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values()):
             _check_seen(folder / f"rank{rank}", rank)
         parts |= entries
@@ -63,7 +56,7 @@ def _check_seen(folder: pathlib.Path, rank: int) -> None:
         )
 
 
-def _not_written(rank: int, path: pathlib.Path, step: int, error: BaseException) -> str:
-    worker, there = current_worker().directory.workers[rank], folders.complete(path)
+def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo, error: BaseException) -> str:
+    there = folders.complete(path)
     left = f"The checkpoint of step {there[-1][0]} is still complete" if there else "There is no other checkpoint"
     return f"save: {worker} could not write its part of step {step} in {path}: {in_short(error)}. {left}."

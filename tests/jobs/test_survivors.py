@@ -253,6 +253,59 @@ def test_a_callback_for_the_lost_cannot_end_the_world_that_waits_for_it(survivin
     ).expect("worker0 {1: 'it was killed or ended'} []", "worker2 {1: 'it was killed or ended'} []")
 
 
+def test_survivors_save_and_restore_whoever_is_lost(surviving_job, tmp_path):
+    """First worker 0 is lost, at whose desk all had met, then another one; only some know of it when they save."""
+    job = surviving_job(
+        4,
+        f"""
+        folder = {str(tmp_path / "saved")!r}
+        me = jd.init()
+        jd.on_lost(lambda worker, why: told.update({{worker.rank: why}}))
+        held = jd.remote(me, make, args=(me.rank,))
+        jd.save(folder, 1, {{"w": jnp.ones(2), "held": jd.per_worker(held)}})
+        if me.rank == 0:
+            die()
+        if me.rank == 2:
+            until(lambda: told)
+        jd.save(folder, 2, {{"w": 2 * jnp.ones(2), "held": jd.per_worker(held)}})
+        if me.rank == 1:
+            die()
+        if me.rank == 3:
+            until(lambda: len(told) == 2)
+        jd.save(folder, 3, {{"w": 3 * jnp.ones(2), "held": jd.per_worker(held)}})
+        step, trees = jd.restore(folder, {{"w": jnp.ones(2), "held": jd.per_worker(held)}})
+        print(me.name, step, trees["w"].tolist(), trees["held"].to_here().tolist())
+        del held, trees
+        jd.shutdown(timeout=20)
+        """,
+    )
+    job.expect("worker2 3 [3.0, 3.0] [0.0, 1.0]", "worker3 3 [3.0, 3.0] [0.0, 1.0, 2.0]")
+
+
+def test_shutdown_names_the_callback_that_it_waits_for(surviving_job):
+    surviving_job(
+        3,
+        """
+        me, go_on = jd.init(), threading.Event()
+
+        @jd.on_lost
+        def stands(worker, why):
+            told[worker.rank] = why
+            go_on.wait(60)
+
+        if me.rank == 1:
+            die()
+        until(lambda: told)
+        try:
+            jd.shutdown(timeout=2)
+        except jd.CallTimeoutError as error:
+            print(me.name, "waited", error)
+        go_on.set()
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect("stands (on_lost), called by worker1 (rank 1)", "worker0 []", "worker2 []")
+
+
 def test_what_a_context_misses_from_a_lost_worker_fails_by_name(surviving_job):
     """The worker that waits has no call to the dead one; its opener has."""
     surviving_job(
@@ -438,17 +491,24 @@ def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
     surviving_job(
         3,
         """
-        me = jd.init()
+        me, earlier = jd.init(), jd.collectives.MPI()
         if me.rank == 1:
             jd.rpc_sync(2, keep, args=(1,))
             die()
-        try:
-            jd.DataParallel()
-        except jd.WorkerLostError as error:
-            print(me.rank, error, flush=True)
+        for make in (jd.DataParallel, earlier.duplicate):
+            try:
+                make()
+            except jd.WorkerLostError as error:
+                print(make.__name__, error, flush=True)
         jd.shutdown(timeout=20)
         """,
-    ).expect("0 worker0 (rank 0) (new collectives): worker1 (rank 1) is lost", "2 worker2 (rank 2) (new collectives)")
+    ).expect(
+        *(
+            f"{name} worker{rank} (rank {rank}) (new collectives): worker1 (rank 1) is lost"
+            for name in ("DataParallel", "duplicate")
+            for rank in (0, 2)
+        )
+    )
 
 
 def test_a_job_of_which_no_rank_is_left_has_failed(surviving_job):

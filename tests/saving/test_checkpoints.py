@@ -12,10 +12,12 @@ import numpy as np
 import optax
 import pytest
 from helpers.programs import X, affine, make_params
-from helpers.worlds import last, rank
+from helpers.unruly import Fate, make_unruly
+from helpers.worlds import last, nap, rank
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
+from jdistgrad.wire.message import Kind
 
 pytestmark = pytest.mark.one_process  # under mpirun each rank has a temporary folder of its own
 
@@ -255,6 +257,67 @@ def test_a_part_that_cannot_be_written_leaves_the_last_checkpoint(tmp_path, capf
         other = jd.remote(1, big, args=(5,))
         assert jd.restore(tmp_path, other)[0] == 1
         same(other.to_here(), big(1))
+
+
+@jax.tree_util.register_pytree_node_class
+class Arms:
+    """A part of a tree that does something whenever it is taken apart."""
+
+    def __init__(self, act=lambda: None):
+        self.act = act
+
+    def tree_flatten(self):
+        self.act()
+        return (), self.act
+
+    @classmethod
+    def tree_unflatten(cls, act, leaves):
+        return cls(act)
+
+
+def test_a_worker_that_cannot_be_asked_is_named_and_the_others_are_waited_for(tmp_path):
+    with jd.local_workers(3):
+        there = [jd.remote(1, big, args=(1,)), jd.remote(2, big, args=(2,))]
+        jd.save(tmp_path, 1, (there, Arms()))
+        fates = make_unruly()
+        arms = Arms(lambda: fates.ask(Fate.FAILED, Kind.CALL))
+        said = r"worker1 .* could not write its part of step 2 .*cannot call .*write_works.*step 1 is still complete"
+        with pytest.raises(jd.CheckpointError, match=said):
+            jd.save(tmp_path, 2, (there, arms))
+        assert [one.name for one in tmp_path.iterdir()] == ["1"]
+        fates = make_unruly()
+        for failing in range(1, 3):  # the first call puts back on worker 1, the second on worker 2
+            other = [jd.remote(1, big, args=(5,)), jd.remote(2, big, args=(6,))]
+            [one.to_here() for one in other]
+            fates.ask(None, Kind.CALL, times=2 + failing - 1)
+            fates.ask(Fate.FAILED, Kind.CALL)
+            said = rf"restore: worker{failing} .* could not put back its part: .*put_back.* restore again"
+            with pytest.raises(jd.CheckpointError, match=said):
+                jd.restore(tmp_path, (other, Arms()))
+            same(
+                [one.to_here() for one in other],
+                [big(1) if failing == 2 else big(5), big(2) if failing == 1 else big(6)],
+            )
+            assert jd.restore(tmp_path, (other, Arms()))[0] == 1
+            same([one.to_here() for one in other], [big(1), big(2)])
+
+
+def fail(seconds):
+    raise ValueError("boom")
+
+
+def test_a_value_that_was_not_made_is_named(tmp_path):
+    with jd.local_workers(3, timeout=1):
+        jd.save(tmp_path, 1, jd.remote(2, big, args=(1,)))
+        failed, late = jd.remote(2, fail, args=(1,)), jd.remote(2, nap, args=(3,))
+        with pytest.raises(jd.CheckpointError, match=r"worker2 .*could not write its part of step 2.*ValueError: boom"):
+            jd.save(tmp_path, 2, failed)
+        with pytest.raises(jd.CheckpointError, match=r"worker2 .*prepare its part: ValueError: boom. Nothing was rest"):
+            jd.restore(tmp_path, failed)
+        with pytest.raises(jd.CheckpointError, match=r"worker2 \(rank 2\) has not made the value 0:\d+ in 1 s"):
+            jd.save(tmp_path, 2, late)
+        assert [one.name for one in tmp_path.iterdir()] == ["1"]
+        assert late.to_here(timeout=20) == 3
 
 
 def make_w(shape, dtype="float32"):

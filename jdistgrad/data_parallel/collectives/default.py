@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdistgrad.config import settings
-from jdistgrad.data_parallel.collectives import world
+from jdistgrad.data_parallel.collectives import communicators, world
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -37,7 +37,7 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
     """
     chosen = None if workers is None else _checked(workers)
     _require_alive(range(world.seat().size) if chosen is None else chosen)
-    made = Local(chosen) if world.is_local() else _between_processes(chosen and MPI.subset(chosen))
+    made = Local(chosen) if world.is_local() else _between_processes(chosen and communicators.subset(chosen))
     made.meets_in_programs = check
     return made
 

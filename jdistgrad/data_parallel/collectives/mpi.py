@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import empty
+from jdistgrad.data_parallel.collectives import communicators
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
@@ -35,17 +36,6 @@ GRACE_SECONDS = 3.0
 CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
-
-_begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
-
-
-def keep(request: Any, *memory: Any) -> None:
-    """Keep the memory of a request until it has ended."""
-    _begun[id(request)] = (request, *memory)
-
-
-def let_go(request: Any) -> None:
-    _begun.pop(id(request))
 
 
 class MPI(HostCollectives):
@@ -80,47 +70,17 @@ class MPI(HostCollectives):
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         self.rank, self.size = whole.rank, whole.size
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
-        try:
-            self.comm, self._name = self._duplicate(whole)
+        self.comm, self._name = communicators.duplicate(whole, self.world_ranks, self.timeout)
+        with communicators.naming_lost(self.world_ranks):
             self.has_room = has_room(_neighbours_cores(self.comm), self.size)
-            self._of_programs = self.duplicate()
-        except mpi.Exception as error:
-            raise_lost(error, self.world_ranks, "new collectives")
-            raise
-
-    def _duplicate(self, comm: Any) -> tuple[Any, bytes]:
-        """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks."""
-        twin, request = comm.Idup()
-        if not poll(request.Test, self.timeout):
-            raise CollectiveError(f"MPI: the communicator could not be duplicated within {self.timeout:g} s")
-        name = bytearray(os.urandom(8))
-        if not poll(twin.Ibcast(name).Test, self.timeout):
-            raise CollectiveError(f"MPI: the ranks could not name the new communicator within {self.timeout:g} s")
-        return twin, bytes(name)
+        self._of_programs = self.duplicate()
 
     def duplicate(self) -> "MPI":
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
-        other.comm, other._name = self._duplicate(self.comm)
+        other.comm, other._name = communicators.duplicate(self.comm, self.world_ranks, self.timeout)
         other.turn, other.refusal, other._beside = 0, None, None
         return other
-
-    @staticmethod
-    def subset(ranks: Sequence[int]) -> Any:
-        """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
-        from mpi4py import MPI as mpi  # noqa: N811
-
-        whole: Any = mpi.COMM_WORLD
-        worker = find_worker()
-        others = set(range(whole.size)) - set(ranks)
-        if worker is not None and worker.survives and others and others <= worker.peers.lost.keys():
-            whole = whole.Shrink()  # MPI makes no group from one that has dead ranks
-        places = mpi.Group.Translate_ranks(mpi.COMM_WORLD.group, list(ranks), whole.group)
-        try:
-            return whole.Create_group(whole.group.Incl(places))
-        except mpi.Exception as error:
-            raise_lost(error, sorted(others), "new collectives of some of the workers that are left")
-            raise
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size})"
@@ -142,7 +102,7 @@ class MPI(HostCollectives):
         except Exception as error:
             self._raise_lost(error, what)
             raise
-        keep(request, word, everybody)
+        communicators.keep(request, word, everybody)
 
         def has_ended() -> bool:
             try:
@@ -154,7 +114,7 @@ class MPI(HostCollectives):
         def wait(timeout: float) -> list[bytes]:
             if not has_ended():
                 self._wait_for(has_ended, what, timeout, together)
-            let_go(request)
+            communicators.let_go(request)
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return Meeting(wait, has_ended)

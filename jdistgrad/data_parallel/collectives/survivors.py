@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from jdistgrad.data_parallel.collectives.communicators import keep, let_go
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI, keep, let_go
+from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI
 from jdistgrad.data_parallel.collectives.world import (
     TOLD_SECONDS,
     CollectiveEntry,

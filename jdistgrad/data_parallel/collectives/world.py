@@ -127,13 +127,25 @@ def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bo
     if worker is None or not worker.survives or not type(error).__module__.startswith("mpi4py"):
         return
     if patient:
-        poll(lambda: worker.peers.lost.keys() & set(ranks), TOLD_SECONDS)  # another thread is about to find out
-    elif is_failure(error) and not worker.peers.lost.keys() & set(ranks):
+        poll(lambda: lost_among(ranks), TOLD_SECONDS)  # another thread is about to find out
+    elif is_failure(error) and not lost_among(ranks):
         text = f"{worker.info} ({what}): a rank has died, or has given this operation up since another has died"
         raise errors.WorkerLostError(text) from error
-    for rank in sorted(worker.peers.lost.keys() & set(ranks)):
-        text = f"{worker.info} ({what}): {worker.peers.lost[rank]}. Collectives do not go on without it."
-        raise errors.WorkerLostError(text, worker=worker.directory.workers[rank]) from error
+    raise_if_lost(ranks, what, error)
+
+
+def raise_if_lost(ranks: Sequence[int], what: str, error: Exception | None = None) -> None:
+    """Raise WorkerLostError, because of an error of MPI if there is one, if some worker among these ranks is lost."""
+    worker, lost = find_worker(), lost_among(ranks)
+    if worker is not None and lost:
+        text = f"{worker.info} ({what}): {worker.peers.lost[lost[0]]}. Collectives do not go on without it."
+        raise errors.WorkerLostError(text, worker=worker.directory.workers[lost[0]]) from error
+
+
+def lost_among(ranks: Sequence[int]) -> list[int]:
+    """Return those of these ranks that this world goes on without."""
+    worker = find_worker()
+    return sorted(worker.peers.lost.keys() & set(ranks)) if worker is not None and worker.survives else []
 
 
 def names_of(ranks: Sequence[int]) -> str:

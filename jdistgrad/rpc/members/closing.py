@@ -241,7 +241,8 @@ class Closing:
         lost = tuple(sorted(self._peers.lost))
         sent, received, serving = self._mailbox.work.counts(lost)
         busy = bool(serving or len(self._caller) or self._losses.busy())
-        return Report(self._wants_to_close, busy, sent, received, self._being_served.shown(), lost)
+        shown = self._being_served.shown() + self._losses.shown()
+        return Report(self._wants_to_close, busy, sent, received, shown, lost)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from closing."""

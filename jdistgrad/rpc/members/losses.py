@@ -12,16 +12,19 @@ tells the opener of each context that it still takes part; the opener answers if
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from jdistgrad import errors
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.references.settling import Settling
 from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import Scope, ScopeTable
+from jdistgrad.rpc.serving.being_served import Serving
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.transport import Task
@@ -44,7 +47,7 @@ class Losses:
         self._to_sweep = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
-        self._calling = threading.local()
+        self._called: dict[int, tuple[Callback, WorkerInfo, float]] = {}  # callbacks that run, by thread
         self._lock = threading.RLock()
 
     def on_lost(self, callback: Callback) -> None:
@@ -56,7 +59,15 @@ class Losses:
 
     def calls_here(self) -> bool:
         """Return whether this thread runs a callback of ``on_lost``."""
-        return getattr(self._calling, "now", False)
+        return threading.get_ident() in self._called
+
+    def shown(self) -> tuple[Serving, ...]:
+        """Return the callbacks of ``on_lost`` that run, as calls that the lost worker has made."""
+        now = time.monotonic()
+        return tuple(
+            Serving(f"{describe(callback)} (on_lost)", info.rank, now - since)
+            for callback, info, since in self._called.copy().values()
+        )
 
     def busy(self) -> bool:
         """Return whether settlements of accounts are still to come, or what they have left free is still here."""
@@ -90,13 +101,13 @@ class Losses:
             self._mailbox.work.served()
 
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
-        self._calling.now = True
+        self._called[threading.get_ident()] = callback, info, time.monotonic()
         try:
             callback(info, self._peers.reasons[info.rank])
         except BaseException:  # SystemExit too: it would end only this thread
             log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
         finally:
-            self._calling.now = False
+            del self._called[threading.get_ident()]
 
     def _tell(self, peer: int, message: Message) -> None:
         """Tell another worker of a loss. If that fails, the others must still be told."""

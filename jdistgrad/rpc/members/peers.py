@@ -50,7 +50,10 @@ class Peers:
             return
         ask, silent = self._liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
-            mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
+            try:
+                mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
+            except errors.DistgradError as error:  # it will be silent
+                log.debug("%s could not ask rank %d for a sign of life: %s", mailbox.info, peer, error)
         for peer in silent:
             self.lose(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
             if not (mailbox.survives and mailbox.transport.kill(peer)):  # mpirun would wait for it at the end

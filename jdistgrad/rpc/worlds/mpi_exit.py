@@ -85,8 +85,7 @@ def _check_end() -> None:
         gave_up = _latest.closing.gave_up
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
         end_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
-    if _latest.survives:
-        launcher_env.leave_note(launcher_env.ENDED)
+    launcher_env.leave_note(launcher_env.ENDED)
     if _latest.peers.hung is not None:
         end_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
 

@@ -150,8 +150,10 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
-        worker.peers.leave(f"its shutdown failed: {error}")
-        _close(worker, graceful=False)
+        try:
+            worker.peers.leave(f"its shutdown failed: {error}")
+        finally:
+            _close(worker, graceful=False)
         raise
     found = leftovers(worker)
     if found:

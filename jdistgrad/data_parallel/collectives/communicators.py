@@ -1,0 +1,72 @@
+"""The making of MPI communicators, whose ranks may die meanwhile, and the requests under way on them."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jdistgrad.data_parallel.collectives.world import lost_among, raise_if_lost, raise_lost
+from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.worker import find_worker
+from jdistgrad.wire.polling import poll
+
+NEW = "new collectives"
+
+_begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
+
+
+def keep(request: Any, *memory: Any) -> None:
+    """Keep the memory of a request until it has ended."""
+    _begun[id(request)] = (request, *memory)
+
+
+def let_go(request: Any) -> None:
+    _begun.pop(id(request))
+
+
+@contextlib.contextmanager
+def naming_lost(ranks: Sequence[int], what: str = NEW) -> Iterator[None]:
+    """Let errors of MPI in the block that come from the loss of a worker among these ranks name it."""
+    try:
+        yield
+    except Exception as error:
+        raise_lost(error, ranks, what)
+        raise
+
+
+def duplicate(comm: Any, ranks: Sequence[int], timeout: float) -> tuple[Any, bytes]:
+    """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks.
+
+    Arguments:
+      ranks: those of the communicator, as the world counts them.
+    """
+    raise_if_lost(ranks, NEW)
+    with naming_lost(ranks):
+        twin, request = comm.Idup()
+        _finish(request, ranks, "the communicator could not be duplicated", timeout)
+        name = bytearray(os.urandom(8))
+        _finish(twin.Ibcast(name), ranks, "the ranks could not name the new communicator", timeout, name)
+        return twin, bytes(name)
+
+
+def _finish(request: Any, ranks: Sequence[int], failed: str, timeout: float, *memory: Any) -> None:
+    """Wait for a request, until a rank is lost: MPI may leave a duplicate that comes after a failed one waiting."""
+    keep(request, *memory)
+    if not poll(lambda: bool(lost_among(ranks)) or request.Test(), timeout):
+        raise CollectiveError(f"MPI: {failed} within {timeout:g} s")
+    raise_if_lost(ranks, NEW)
+    let_go(request)
+
+
+def subset(ranks: Sequence[int]) -> Any:
+    """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    whole: Any = mpi.COMM_WORLD
+    worker = find_worker()
+    others = set(range(whole.size)) - set(ranks)
+    if worker is not None and worker.survives and others and others <= worker.peers.lost.keys():
+        whole = whole.Shrink()  # MPI makes no group from one that has dead ranks
+    places = mpi.Group.Translate_ranks(mpi.COMM_WORLD.group, list(ranks), whole.group)
+    with naming_lost(sorted(others), "new collectives of some of the workers that are left"):
+        return whole.Create_group(whole.group.Incl(places))
