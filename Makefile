@@ -34,12 +34,12 @@ test-% faults: export PYTHONWARNINGS := ignore:Error reading persistent compilat
 unexport PYTHONDONTWRITEBYTECODE
 
 # Compiling was more than half of the suites' time, and most code runs only once: without fusion emitters and LLVM's
-# optimizations it is a third of that. One and two ranks, and three over devices, compile as users' programs do.
+# optimizations it is a third of that. One and two ranks, also over devices, compile as users' programs do.
 # jaxlib 0.12 has no switch for the emitters, and ends a process that names one.
 EMITTERS = $(shell $(BIN)/python -c "from importlib.metadata import version; \
 	print('--xla_cpu_use_fusion_emitters=false' * (version('jaxlib') < '0.11'))")
 QUICKLY = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(EMITTERS)
-QUICK := test-worlds test-jobs test-mpi-3 test-mpi-4 test-devices-2 test-devices-4
+QUICK := test-worlds test-jobs test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 
@@ -55,9 +55,10 @@ test-jobs: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
 
-# Four ranks run what depends on their number: exchanges among all, stages, owners and holders beside those of a call.
+# Two and four ranks run what depends on their number: exchanges among all, stages, owners and holders beside those of a
+# call. One and three run everything.
 OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
-test-mpi-4: OF_RANKS := tests/data_parallel tests/pipeline tests/optim/test_sharding.py \
+test-mpi-2 test-mpi-4: OF_RANKS := tests/data_parallel tests/pipeline tests/optim/test_sharding.py \
 	tests/autograd/test_passes.py tests/autograd/test_contexts.py tests/autograd/test_context_ends.py \
 	tests/autograd/test_graph.py tests/rpc/test_worlds.py tests/rpc/test_ends.py tests/rpc/test_lifetimes.py \
 	tests/rpc/test_references.py tests/rpc/test_reference_arguments.py tests/rpc/test_rpc_all.py tests/rpc/test_mapping.py

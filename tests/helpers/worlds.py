@@ -16,7 +16,7 @@ from jdistgrad.wire import launcher_env
 
 needs_pickling = pytest.mark.skipif(
     not launcher_env.launched(),
-    reason="local worlds hand objects over unpickled: the runs with 2 and 3 ranks run this test",
+    reason="local worlds hand objects over unpickled: the run with 3 ranks runs this test",
 )
 
 
@@ -24,7 +24,7 @@ needs_pickling = pytest.mark.skipif(
 def wire_world(world):
     """Return a world of several workers: under mpirun, messages from worker 0 to the last worker are pickled."""
     if world.size == 1:
-        pytest.skip("one rank calls itself without pickling: the runs with 2 and 3 ranks run this test")
+        pytest.skip("one rank calls itself without pickling: the run with 3 ranks runs this test")
     return world
 
 
