@@ -6,9 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.api import rpc_sync
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -147,4 +144,7 @@ class Feed:
 
 def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:
     """Show a progress bar on the error stream while the results are used."""
+    from rich.console import Console
+    from rich.progress import track
+
     yield from track(results, text, total=count, console=Console(stderr=True))
