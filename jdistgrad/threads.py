@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 IDLE_LIMIT = 64
+IDLE_SECONDS = 5.0  # after which a thread that has nothing to do ends
 END_SECONDS = 0.2  # for all threads together: those that have nothing to do end at once
 
 Inbox = queue.SimpleQueue[Any]
@@ -56,7 +57,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._closed = False
-        self._idle.append(self._spawn())  # with one thread, tasks that must wait for a thread do not wait for ever
+        self._idle.append(self._spawn(stays=True))  # tasks for which no thread can be started do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
         """Run a task on a thread of the pool. Raises nothing: who hands over a task cannot do without it."""
@@ -109,23 +110,35 @@ class ThreadPool:
                 )
             return None
 
-    def _spawn(self) -> Inbox:
+    def _spawn(self, *, stays: bool = False) -> Inbox:
         inbox: Inbox = queue.SimpleQueue()
         name = f"{self._name}-{next(self._count)}"
-        thread = started(self._serve, name, inbox)
+        thread = started(self._serve, name, inbox, None if stays else IDLE_SECONDS)
         with self._lock:
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         return inbox
 
-    def _serve(self, inbox: Inbox) -> None:
+    def _next(self, inbox: Inbox, patience: float | None) -> Any:
+        """Return the next task of a thread, or None if it is to end."""
+        try:
+            return inbox.get(timeout=patience)
+        except queue.Empty:
+            pass
+        try:
+            self._idle.remove(inbox)
+        except ValueError:  # a task is on its way
+            return inbox.get()
+        return None
+
+    def _serve(self, inbox: Inbox, patience: float | None) -> None:
         self._enter()
-        while (task := inbox.get()) is not None:
+        while (task := self._next(inbox, patience)) is not None:
             try:
                 task()
             except BaseException:
                 log.exception("a task of %s failed outside of any call", self._name)
             del task  # an idle thread must not keep a call's arrays alive
-            if len(self._idle) >= IDLE_LIMIT:
+            if patience is not None and len(self._idle) >= IDLE_LIMIT:
                 return
             self._idle.append(inbox)
             self.resume()

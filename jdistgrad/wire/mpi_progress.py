@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdistgrad.threads import join_soon, started
+from jdistgrad.threads import IDLE_SECONDS, join_soon, started
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
@@ -160,11 +160,11 @@ class Progress:
         self._enter()
         while not self._stopped:
             task = self._be_primary() if self._primary.acquire(blocking=False) else None
-            if task is None:
-                self._stand_by()
-            else:
+            if task is not None:
                 self._run_here(task)
                 del task  # it may hold a call's values
+            elif not self._stand_by():
+                return
 
     def _be_primary(self) -> Task | None:
         """Look until there is a task to run, and return it; or None as soon as another thread looks."""
@@ -234,16 +234,25 @@ class Progress:
             except Exception:  # without this thread no call would be served
                 log.exception("housekeeping of %s failed", self._name)
 
-    def _stand_by(self) -> None:
+    def _stand_by(self) -> bool:
+        """Wait until this thread may be needed; return False if it has not been for a while."""
         with self._counting:
             surplus = self._free > (1 if self._another_looks() else 2) and not self._stopped
             if surplus:
                 self._free -= 1
                 self._parked += 1
         if surplus:
-            self._standby.acquire()
-        else:
-            pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))
+            return self._standby.acquire(timeout=IDLE_SECONDS) or self._needed_after_all()
+        pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))
+        return True
+
+    def _needed_after_all(self) -> bool:
+        """Return whether a thread that was about to end has been woken just now."""
+        with self._counting:
+            if self._standby.acquire(blocking=False):
+                return True
+            self._parked -= 1
+            return False
 
     def _run_here(self, task: Task) -> None:
         try:

@@ -20,7 +20,7 @@ from jdistgrad.rpc.worker import current_worker
 SLICE_SECONDS = 1.0
 WARM_SLICES = 5  # compiling, pools of threads and memory
 MIB_ALLOWED = 48.0
-THREADS_ALLOWED = 12  # more calls at once than before
+THREADS_ALLOWED = 2  # the others end when they have nothing to do
 KEPT = {"values": 2, "calls": 0, "contexts": 0}  # parameters and their optimizer's state
 
 
@@ -114,10 +114,10 @@ def tables() -> dict[str, int]:
     }
 
 
-def settled() -> dict[str, int]:
-    """Return the sizes of the tables once what was abandoned has been released."""
+def settled(threads: int) -> dict[str, int]:
+    """Return the sizes of the tables once what was abandoned has been released, and idle threads have ended."""
     deadline, found = time.monotonic() + 20.0, tables()
-    while found != KEPT and time.monotonic() < deadline:
+    while (found != KEPT or threading.active_count() > threads) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.05)
         found = tables()
@@ -146,7 +146,7 @@ def at_the_end(load: Load, wrong: str, memory: float, threads: int) -> Outcome:
     """Judge the last slice, and what has accumulated."""
     jax.effects_barrier()
     load.parallel.average({"w": jnp.ones(3)})  # the others have stopped too
-    held = settled()
+    held = settled(threads + THREADS_ALLOWED)
     load.parallel.average({"w": jnp.ones(3)})
     more, added = resident() - memory, threading.active_count() - threads
     said = f"{more:+.0f} MiB, {added:+d} threads, {held}"

@@ -8,6 +8,7 @@ from helpers.starving import feed, no_more_threads, starve
 from helpers.worlds import on_worker0
 
 import jdistgrad as jd
+from jdistgrad import threads
 from jdistgrad.threads import ThreadPool
 
 
@@ -66,6 +67,19 @@ def test_a_failing_task_ends_no_thread(caplog):
     assert done.wait(20)
     pool.close()
     assert "a task of failing failed outside of any call" in caplog.text
+
+
+def test_threads_that_have_nothing_to_do_end_but_for_one(monkeypatch):
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.02)
+    pool = ThreadPool("fewer")
+    for _ in range(3):
+        barrier = threading.Barrier(9)
+        for _ in range(8):
+            pool.run(barrier.wait)
+        barrier.wait(20)
+        until(lambda: [thread.name for thread in threads_of("fewer")] == ["fewer-0"])
+    pool.close()
+    assert threads_of("fewer") == []
 
 
 def test_tasks_for_which_no_thread_can_be_started_wait_for_one_that_is_free(caplog):

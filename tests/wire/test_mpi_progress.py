@@ -78,6 +78,17 @@ def test_tasks_run_without_anybody_waiting(mailbox):
     assert mailbox.most_lookers == 1
 
 
+def test_threads_that_are_not_needed_any_more_end(mailbox, monkeypatch):
+    monkeypatch.setattr(mpi_progress, "IDLE_SECONDS", 0.02)
+    for _ in range(3):
+        barrier = threading.Barrier(9)
+        for _ in range(8):
+            mailbox.tasks.put(barrier.wait)
+        barrier.wait(30)
+        until(lambda: sum(thread.name.startswith("test-") for thread in threading.enumerate()) <= 3)
+    assert mailbox.future().result(30)
+
+
 def test_without_a_standby_the_primary_hands_tasks_on(mailbox):
     handed_on, begun, go_on = queue.SimpleQueue(), threading.Event(), threading.Event()
     mailbox.future().result(30)  # primary and standby are there
