@@ -4,11 +4,12 @@ Before MPI has started, ranks cannot tell each other that they have called `init
 """
 
 import contextlib
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdistgrad.rpc.flight import processes
 from jdistgrad.wire import launcher_env
@@ -45,11 +46,13 @@ class Arrivals:
     def __init__(self, n: int, folder: str):
         self._n, self._folder = n, folder
         self._stopped: list[int] = []
+        self._gone: list[int] = []
         self._over = threading.Event()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._watch, name="jdistgrad-arrivals", daemon=True)
+    def watched(self, job: subprocess.Popen[Any]) -> Iterator[None]:
+        """Watch while a block waits for the job's process. End a job of which a rank can never come."""
+        thread = threading.Thread(target=self._watch, args=(job,), name="jdistgrad-arrivals", daemon=True)
         thread.start()
         try:
             yield
@@ -57,11 +60,18 @@ class Arrivals:
             self._over.set()
             thread.join()
 
-    def _watch(self) -> None:
-        """Note which ranks are stopped while MPI starts, until the first of them gives up and the job ends."""
+    def _watch(self, job: subprocess.Popen[Any]) -> None:
+        """Note which ranks are stopped while MPI starts, until the first of them gives up and the job ends.
+
+        MPI does not end a job that survives when a rank ends that never called `init`; the others wait for it in C.
+        """
         while not self._over.wait(LOOK_SECONDS):
             called, joined = calls(self._folder), launcher_env.notes(self._folder, launcher_env.JOINED)
             if len(joined) == self._n or any(call.gives_up <= time.monotonic() for call in called.values()):
+                return
+            self._gone = sorted(launcher_env.notes(self._folder, launcher_env.GONE)) if called else []
+            if self._gone:
+                job.terminate()
                 return
             here = {rank: call for rank, call in called.items() if rank not in joined}
             self._stopped = sorted(rank for rank, call in here.items() if processes.is_stopped(call.process))
@@ -70,7 +80,9 @@ class Arrivals:
         """Say for which ranks of a job that failed the others may have waited, if any called `init`."""
         called = calls(self._folder)
         late = missing(self._n, called)
-        if called and late:
+        if self._gone:
+            say(f"ranks {self._gone} of {self._n} ended before they called init, where the others waited for them")
+        elif called and late:
             say(f"ranks {late} of {self._n} had not called init when the job ended")
         if self._stopped:
             say(f"ranks {self._stopped} of {self._n} stood still (SIGSTOP) in init while the others waited for them")

@@ -37,6 +37,7 @@ SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_en
 AS_KILLED = (
     f"rank={copier.RANK}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
     """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
+    f'[ -e "$0/{launcher_env.CALLED}-$rank" ] || : >"$0/{launcher_env.GONE}-$rank"; '
     f'if [ -e "$0/{launcher_env.JOINED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
     f'if [ -e "$0/{launcher_env.CALLED}-$rank" ] && ! [ -e "$0/{launcher_env.JOINED}-$rank" ] && [ $status -ne 0 ]; '
     f'then : >"$0/{launcher_env.FAILED}-$rank"; kill -KILL $$; fi; '
@@ -194,8 +195,8 @@ def run(
                 as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
                 command = [*start, *to_its_pipe, *as_killed, sys.executable, *program]
                 ranks = arrivals.Arrivals(n, notes)
-                with ranks.watched():
-                    job = attend(command, env=told | {RESTART: str(number), launcher_env.NOTES: notes}, stderr=errors)
+                told |= {RESTART: str(number), launcher_env.NOTES: notes}
+                job = attend(command, beside=ranks.watched, env=told, stderr=errors)
             if job.returncode and not job.ended:
                 ranks.report()
             failed = survive and not job.ended and arrivals.has_failed(n, notes)
@@ -210,14 +211,23 @@ class Attended(subprocess.CompletedProcess[Any]):
     ended = False
 
 
-def attend(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> Attended:
+def attend(
+    command: Sequence[str],
+    *,
+    timeout: float | None = None,
+    beside: Callable[[subprocess.Popen[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **options: Any,
+) -> Attended:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
+
+    Arguments:
+      beside: makes a context of the job's process, which is open while the job runs.
 
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-    with subprocess.Popen(leashed, **options) as job, passing_on(job) as told_to_end:
+    with subprocess.Popen(leashed, **options) as job, passing_on(job) as told_to_end, beside(job):
         try:
             output, errors = job.communicate(timeout=timeout)
         except KeyboardInterrupt:  # mpirun has received Ctrl-C too

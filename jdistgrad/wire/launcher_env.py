@@ -17,7 +17,7 @@ OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
 # other that they have called ``init``; and mpirun's exit status does not tell whether any rank of a job that survives
 # came to its end, nor whether one failed when the others needed it no more.
 NOTES = "JDISTGRAD_NOTES"
-CALLED, JOINED, ENDED, FAILED = "called", "joined", "ended", "failed"
+CALLED, JOINED, ENDED, FAILED, GONE = "called", "joined", "ended", "failed", "gone"
 
 
 def leave_note(what: str, text: str = "") -> None:

@@ -483,6 +483,19 @@ def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(
     job.expect("init: ranks [1] of 3 have died or ended", status=None)
 
 
+@pytest.mark.parametrize("end", ["raise ImportError('no such thing')", "sys.exit(0)"])
+def test_a_rank_that_ends_before_init_ends_the_job_at_once(surviving_job, end):
+    job = surviving_job(
+        3,
+        f"""
+        if jd.rank() == 1:
+            {end}
+        jd.init(timeout=90)
+        """,
+    )
+    job.expect("ranks [1] of 3 ended before they called init, where the others waited for them", status=None)
+
+
 def test_a_world_that_does_not_survive_ends_well_in_a_job_that_would(surviving_job):
     surviving_job(2, "jd.init(survive=False); print(jd.shutdown(timeout=20))").expect("[]")
 
