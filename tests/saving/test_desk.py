@@ -37,6 +37,8 @@ def test_a_meeting_ends_with_its_world():
 
 
 def test_one_that_has_shut_down_is_not_awaited():
+    both_were_told = threading.Barrier(2, timeout=60)  # who shuts down sooner is named to the other, and rightly
+
     def main():
         me = jd.init()
         said = ""
@@ -45,6 +47,7 @@ def test_one_that_has_shut_down_is_not_awaited():
                 meet("a meeting", None, [0, 1, 2], float("inf"))
             except jd.MissingRanksError as error:
                 said = str(error)
+            both_were_told.wait()
         jd.shutdown()
         return said
 
