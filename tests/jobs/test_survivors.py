@@ -624,3 +624,29 @@ def test_a_pipeline_without_a_lost_worker_goes_on(surviving_job):
     job.expect("after the loss: 1.0")
     for rank in (0, 1, 3):
         job.expect(f"rank {rank} []")
+
+
+def test_a_receiver_is_told_of_a_lost_sender(surviving_job):
+    surviving_job(
+        3,
+        """
+        import jax
+
+        me = jd.init()
+        c, like = jd.collectives.of_this_world(), jax.ShapeDtypeStruct((3,), jnp.float32)
+        if me.rank == 1:
+            time.sleep(0.3)
+            die()
+        assert "recv from rank 1" in lost_error(lambda: c.recv(like, 1, after=None))
+        try:
+            jax.jit(lambda: c.recv(like, 1, after=None))()
+        except jax.errors.JaxRuntimeError as error:  # as programs of jax.jit put all errors
+            assert "WorkerLostError" in str(error) and "recv from rank 1" in str(error), error
+        else:
+            raise AssertionError("a receiver got something from the lost")
+        other = 2 - me.rank
+        c.send(jnp.full(3, me.rank, jnp.float32), other)
+        print(me.rank, "got", c.recv(like, other, after=None), flush=True)
+        jd.shutdown()
+        """,
+    ).expect("0 got [2. 2. 2.]", "2 got [0. 0. 0.]")

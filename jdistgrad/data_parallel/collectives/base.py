@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
+from jdistgrad.data_parallel.collectives.send_recv import Pairs
+from jdistgrad.errors import CollectiveError
 
 Op = Literal["sum", "max", "min"]
 AnyOp = Literal["sum", "max", "min", "mean", "prod"]
@@ -142,9 +145,8 @@ class Collectives(abc.ABC):
     def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
         """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
 
-        Transpose: the way back. All ranks call it with the same pairs, also those that neither send nor receive. There
-        is no ``send`` and no ``recv`` that only two ranks call: what ``recv`` returns would not depend on anything that
-        its rank differentiates, so JAX would not send the cotangent back. For two ranks, make collectives of these two.
+        Transpose: the way back. All ranks call it with the same pairs, also those that neither send nor receive.
+        ``send`` and ``recv`` are for programs that differ from rank to rank.
 
         Arguments:
           pairs: ``(sender, receiver)``; each rank is at most one pair's sender, and at most one's receiver.
@@ -154,6 +156,49 @@ class Collectives(abc.ABC):
         """
         route = permuted(self.size, pairs)
         return jax.tree.map(lambda x: self.perform("permute", jnp.asarray(x), route), tree)
+
+    def send(self, tree: Any, to: int, *, tag: int = 0) -> jax.Array:
+        """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
+
+        Only these two ranks take part, and nobody waits for the other to receive. The derivative of a loss that
+        contains what ``send`` returns waits for the cotangents, which the derivative of the other rank's loss sends.
+        Reverse mode of any order; under ``vmap`` both ranks must be.
+
+        Arguments:
+          tag: tells messages between the same ranks apart, if they are received in another order.
+
+        Example:
+          >>> loss = lambda params: ranks.send(jnp.tanh(x @ params), to=1)  # rank 0: its part of the loss is 0
+        """
+        return send_recv.send(self, tree, to, tag)
+
+    def recv(self, like: Any, source: int, *, after: Any, tag: int = 0) -> Any:
+        """Return the arrays that a rank sends to this one by ``send``.
+
+        Arguments:
+          like: arrays, or ``jax.ShapeDtypeStruct``, of the shapes and dtypes that are sent; under ``vmap``, arrays.
+          after: what this rank differentiates, its parameters for example: JAX sends cotangents back only from what
+            depends on it. In a loop (``lax.scan``) also what changes from step to step, the carry for example: JAX
+            takes out of a differentiated loop what does not depend on it, and the array would be received once. None:
+            no derivative of what was sent is asked for, here or there.
+          tag: the sender's.
+
+        Raises:
+          MissingRanksError: nothing has come within the collectives' ``timeout``.
+          DisagreementError: other shapes or dtypes were sent.
+
+        Example:
+          >>> hidden = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+          >>> loss = lambda params: jnp.mean((ranks.recv(hidden, 0, after=params) @ params - y) ** 2)  # rank 1
+        """
+        return send_recv.recv(self, like, source, after, tag)
+
+    def pairs(self) -> Pairs:
+        """Return what performs ``send`` and ``recv``."""
+        raise CollectiveError(
+            f"{self!r}: here all ranks run one program, so no two of them can send and recv by themselves. "
+            "Use permute(x, [(sender, receiver)])."
+        )
 
     def _blocks(self, x: jax.Array, what: str) -> jax.Array:
         return self._divisible(x, what).reshape(self.size, len(x) // self.size, *x.shape[1:])

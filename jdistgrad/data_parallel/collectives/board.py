@@ -1,13 +1,49 @@
 """The board where the threads of a local world meet: each pins up a value and collects all of them."""
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdistgrad.errors import DisagreementError, MissingRanksError
 
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
+
+
+class Letter(NamedTuple):
+    type: str
+    array: Any
+
+
+class Letters:
+    """The letters that threads of a process have sent to each other and not yet received."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int, int], collections.deque[Letter]] = collections.defaultdict(
+            collections.deque
+        )
+        self._changed = threading.Condition()
+
+    def put(self, sender: int, receiver: int, tag: int, letter: Letter) -> None:
+        with self._changed:
+            self._waiting[sender, receiver, tag].append(letter)
+            self._changed.notify_all()
+
+    def wait(self, sender: int, receiver: int, tag: int, timeout: float, check: Callable[[], None]) -> bool:
+        """Return whether there is a letter before the timeout."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while not self._waiting[sender, receiver, tag]:
+                check()
+                if time.monotonic() > end:
+                    return False
+                self._changed.wait(min(LOOK_SECONDS, timeout))
+        return True
+
+    def take(self, sender: int, receiver: int, tag: int) -> Letter:
+        with self._changed:
+            return self._waiting[sender, receiver, tag].popleft()
 
 
 class Board:
@@ -20,6 +56,7 @@ class Board:
         self._taken: dict[int, int] = {}
         self._changed = threading.Condition()
         self._missing: list[int] | None = None
+        self.letters = Letters()  # between two threads
 
     def exchange(self, rank: int, kind: str, value: Any, timeout: float, check: Callable[[], None]) -> list[Any]:
         """Return the values of all ranks, by rank, once all have come.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jdistgrad.wire.polling import poll
 NEW = "new collectives"
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
+_ending: list[tuple[Any, ...]] = []  # the requests that nobody waits for
+_lock = threading.Lock()
 
 
 def keep(request: Any, *memory: Any) -> None:
@@ -22,6 +25,12 @@ def keep(request: Any, *memory: Any) -> None:
 
 def let_go(request: Any) -> None:
     _begun.pop(id(request))
+
+
+def keep_until_ended(request: Any, *memory: Any) -> None:
+    """Keep the memory of a request that nobody waits for."""
+    with _lock:
+        _ending[:] = [one for one in (*_ending, (request, *memory)) if not one[0].Test()]
 
 
 @contextlib.contextmanager

@@ -18,8 +18,10 @@ from jax.experimental import io_callback
 from jdistgrad.data_parallel.buckets.host_arrays import copied, like
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.posts import Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
 from jdistgrad.data_parallel.collectives.routes import Route
+from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
@@ -43,6 +45,7 @@ class HostCollectives(Collectives):
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
     _beside: "Beside | None" = None  # runs the operations that were started
     _closed: bool = False
+    _pairs: "tuple[HostCollectives, Pairs] | None" = None
 
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         return collective_p.bind(x, by=self, name=name, how=how)
@@ -142,6 +145,20 @@ class HostCollectives(Collectives):
         """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
         Agreeing(self, text)(self.timeout)
 
+    # Between two ranks.
+
+    def pairs(self) -> Pairs:
+        if self.refusal is not None:
+            raise self.refusal
+        if self._pairs is None or self._pairs[0] is not self:  # that of an object of which this is a copy
+            posts = self.post(lambda: self.timeout), self.of_programs().post(lambda: self.timeout)
+            self._pairs = self, Pairs(self.rank, self.size, *posts, self.effect())
+        return self._pairs[1]
+
+    @abc.abstractmethod
+    def post(self, timeout: Callable[[], float]) -> Post:
+        """Return what carries arrays between two ranks."""
+
     # In compiled programs, where the ranks agree once, at the beginning of a section.
 
     @contextlib.contextmanager
@@ -229,7 +246,7 @@ class HostCollectives(Collectives):
         result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
-        (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=in_order())
+        (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=self.effect())
         return made
 
     def _shape_after(self, name: str, x: jax.Array) -> tuple[int, ...]:
@@ -241,6 +258,10 @@ class HostCollectives(Collectives):
         """Return the same group, over the channel that compiled programs use."""
         return self
 
+    def effect(self) -> Any:
+        """Return the ordered effect of operations in programs."""
+        return in_order()
+
     def _opened(self, what: str) -> "HostCollectives":
         """Add the agreement on a section to the program; return a copy of these collectives for its operations."""
         channel, timeout = self.of_programs(), self.timeout
@@ -249,7 +270,7 @@ class HostCollectives(Collectives):
             Agreeing(channel, f"compiled {what}")(timeout)
 
         if on_cpus():
-            call_in_order(agree, (), effect=in_order())
+            call_in_order(agree, (), effect=self.effect())
         else:
             io_callback(agree, None, ordered=True)
         return copy.copy(self)

@@ -4,7 +4,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.posts import LocalPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
 from jdistgrad.errors import MissingRanksError
@@ -117,6 +118,10 @@ class Local(HostCollectives):
         found = np.zeros_like(memory) if source is None else np.array(shared[source])
         self._exchange("the end of a move", None)
         return found
+
+    def post(self, timeout: Callable[[], float]) -> LocalPost:
+        letters = self._board.letters
+        return LocalPost(letters, self._group, self.world_ranks, self.rank, timeout, self._seat.check)
 
     def free(self) -> None:
         """Do nothing: the board goes with the last of the ranks' objects."""

@@ -19,6 +19,7 @@ from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
 from jdistgrad.errors import CollectiveError
@@ -216,6 +217,9 @@ class MPI(HostCollectives):
                 self.comm.Sendrecv(octets[part], target, ROUTE_TAG, received[part], source, ROUTE_TAG)
         return received.view(memory.dtype).reshape(memory.shape)
 
+    def post(self, timeout: Callable[[], float]) -> MPIPost:
+        return MPIPost(self.comm, self._name, self.world_ranks, timeout)
+
     def free(self) -> None:
         for comm in (self.comm, self._of_programs.comm):
             comm.Free()
@@ -244,14 +248,17 @@ class WithMpi4jax(MPI):
     def _opened(self, what: str) -> "WithMpi4jax":
         quiet = copy.copy(self)
         if on_cpus():
-            call_in_order(lambda: self._sections.enter(what, self.timeout), (), effect=_in_order(), quick=True)
+            call_in_order(lambda: self._sections.enter(what, self.timeout), (), effect=self.effect(), quick=True)
         else:  # operations of the section use the flag, so they wait for the agreement
             quiet._met = io_callback(lambda: self._sections.agree(what, self.timeout), MET, ordered=True)
         return quiet
 
     def _end(self) -> None:
         if on_cpus():
-            call_in_order(self._sections.leave, (), effect=_in_order(), quick=True)
+            call_in_order(self._sections.leave, (), effect=self.effect(), quick=True)
+
+    def effect(self) -> Any:
+        return _in_order()
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""

@@ -78,6 +78,9 @@ def _batched(args: Any, axes: Any, *, by: Performer, name: str, how: Any) -> tup
     (x,), (axis,) = args, axes
     if name in ("alltoall", "scatter"):
         return by.perform(name, jnp.moveaxis(x, axis, 1), how), 1
+    if name in ("send", "recv"):  # the other rank's batch may have had another axis
+        found = by.perform(name, jnp.moveaxis(x, axis, 0), how)
+        return (jnp.broadcast_to(found, (x.shape[axis],)) if name == "send" else found), 0
     return by.perform(name, x, how), axis + (name == "allgather")
 
 

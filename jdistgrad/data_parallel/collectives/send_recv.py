@@ -1,0 +1,160 @@
+"""Arrays that one rank sends to another, which no third rank takes part in, and their derivatives.
+
+What ``send`` returns is 0.0, and depends on what was sent; so where it is part of the sender's loss, JAX runs its
+pullback, which receives the cotangent. What ``recv`` returns depends on whatever the receiver differentiates
+(``after``); so JAX runs its pullback, which sends the cotangent back. Both pullbacks consist of ``send`` and ``recv``
+again, and a pullback of ``send`` comes after the ``send`` itself: so derivatives of derivatives cross the wire in the
+same way.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdistgrad.data_parallel.collectives.posts import TAGS, Post
+from jdistgrad.data_parallel.collectives.primitive import collective_p
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
+
+NOTHING = jax.ShapeDtypeStruct((), np.float32)  # what ``send`` returns
+
+
+class Peer(NamedTuple):
+    """The other rank, and what tells messages between the same ranks apart."""
+
+    rank: int
+    tag: int
+
+
+class Pairs:
+    """What performs ``send`` and ``recv``: at once on concrete arrays, or as parts of a compiled program.
+
+    Arguments:
+      now, in_programs: the posts for either.
+      effect: the ordered effect of compiled operations.
+    """
+
+    def __init__(self, rank: int, size: int, now: Post, in_programs: Post, effect: Any):
+        self.rank, self.size = rank, size
+        self._now, self._in_programs, self._effect = now, in_programs, effect
+
+    def peer(self, rank: int, tag: int, what: str) -> Peer:
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size or rank == self.rank:
+            raise ValueError(
+                f"{what}: the other rank is one from 0 to {self.size - 1}, and not this one ({self.rank}); got {rank!r}"
+            )
+        if not isinstance(tag, int | np.integer) or not 0 <= tag < TAGS:
+            raise ValueError(f"{what}: a tag is a whole number from 0 to {TAGS - 1}, not {tag!r}")
+        return Peer(int(rank), int(tag))
+
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return collective_p.bind(x, by=self, name=name, how=how)
+
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return jnp.asarray(_carried(self._now, name, np.asarray(x), how))
+
+    def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        result = NOTHING if name == "send" else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+        def carry(x: Any) -> np.ndarray:
+            return _carried(self._in_programs, name, np.asarray(x), how)
+
+        if not on_cpus():
+            return io_callback(carry, result, x, ordered=True)
+        (made,) = call_in_order(lambda x: [carry(x)], [result], x, effect=self._effect)
+        return made
+
+
+class WithPairs(Protocol):
+    def pairs(self) -> Pairs: ...
+
+
+def _carried(post: Post, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
+    if name == "recv":
+        return post.recv(x.shape, x.dtype, *peer)
+    post.send(x, *peer)
+    return np.zeros((), np.float32)
+
+
+def send(collectives: WithPairs, tree: Any, to: int, tag: int) -> jax.Array:
+    by = collectives.pairs()
+    peer, total = by.peer(to, tag, "send"), jnp.zeros((), np.float32)
+    for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
+        total += _sent(by, peer, leaf) if _is_smooth(leaf) else by.perform("send", leaf, peer)
+    return total
+
+
+def recv(collectives: WithPairs, like: Any, source: int, after: Any, tag: int) -> Any:
+    by = collectives.pairs()
+    peer, anchors = by.peer(source, tag, "recv"), [*map(jnp.asarray, jax.tree.leaves(after))]
+    smooth = [*filter(_is_smooth, anchors)]
+
+    def received(leaf: Any) -> jax.Array:
+        mould = jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+        mould = _tied(mould, anchors)
+        return _received(by, peer, mould, smooth) if _is_smooth(mould) else by.perform("recv", mould, peer)
+
+    return jax.tree.map(received, like)
+
+
+def _tied(x: jax.Array, anchors: Sequence[jax.Array]) -> jax.Array:
+    """Return an array as one that depends on others: JAX takes out of a loop what does not depend on the loop."""
+    for one in anchors:
+        if isinstance(one, jax.core.Tracer):
+            x = jnp.where(jnp.any(one.reshape(-1)[:1] != 0), x, x)
+    return x
+
+
+def _is_smooth(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Type:
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def zeros(self, nothing: jax.Array | float = 0.0) -> jax.Array:
+        """Return zeros that depend on a zero."""
+        return jnp.zeros(self.shape, self.dtype) + jnp.asarray(nothing, self.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sent(by: Pairs, peer: Peer, x: jax.Array) -> jax.Array:
+    return by.perform("send", x, peer)
+
+
+def _sent_forward(by: Pairs, peer: Peer, x: jax.Array) -> tuple[jax.Array, Any]:
+    nothing = _sent(by, peer, x)
+    return nothing, (nothing, _Type(x.shape, x.dtype))
+
+
+def _sent_backward(by: Pairs, peer: Peer, kept: Any, g: jax.Array) -> tuple[jax.Array]:
+    nothing, kind = kept
+    return (_received(by, peer, kind.zeros(nothing), []),)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _received(by: Pairs, peer: Peer, like: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
+    return by.perform("recv", like, peer)
+
+
+def _received_forward(by: Pairs, peer: Peer, like: jax.Array, after: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+    kinds = [_Type(one.shape, one.dtype) for one in (like, *after)]
+    return _received(by, peer, like, after), kinds
+
+
+def _received_backward(by: Pairs, peer: Peer, kinds: Sequence[_Type], g: jax.Array) -> tuple[Any, Any]:
+    nothing = _sent(by, peer, g)
+    like, *after = [kind.zeros(nothing) for kind in kinds]
+    return like, after
+
+
+_sent.defvjp(_sent_forward, _sent_backward)
+_received.defvjp(_received_forward, _received_backward)
