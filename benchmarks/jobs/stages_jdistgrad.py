@@ -16,8 +16,7 @@ from measure import median, report
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
-from jdistgrad.pipeline.shares import Sum
-from jdistgrad.pipeline.stages import Recording, StageFunction
+from jdistgrad.pipeline.stages import Recording, StageFunction, Sum
 
 MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = 8, 128, 512, 4, 8
 

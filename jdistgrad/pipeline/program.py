@@ -10,8 +10,9 @@ from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, ScheduleError
 from jdistgrad.pipeline.plans import Part, Plan, consumers_of, inputs_of, ranks_of
 from jdistgrad.pipeline.report import Report
-from jdistgrad.pipeline.shares import Brought, Done, Keep, Share, doing, forget_done, wait_for_any
+from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
+from jdistgrad.pipeline.under_way import doing, forget_done, wait_for_any
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, remote

@@ -22,17 +22,17 @@ from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CallTimeoutError, ContextError
 from jdistgrad.pipeline.plans import Part
-from jdistgrad.pipeline.stages import BATCH, Recording, added, plus, scalar_of
+from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
+from jdistgrad.pipeline.under_way import UnderWay, forget_done, wait_for_any
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
-from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
 
 RESULT, COTANGENT = 0, 1  # what a pushed value is
-LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
 
 
 class Keep(ServedFunction):
@@ -319,98 +319,5 @@ class Run:
         self._others_fault = False
 
 
-def wait_for_any(worker: Worker, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-    """Return when one of the futures is done, or after a while. Raise the error of a world that is broken."""
-    worker.wait_for(futures, None)
-    if not any(one.done() for one in futures):  # a single future in one process: see ``Transport.wait_for``
-        concurrent.futures.wait(futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
-    if worker.failure is not None:
-        raise worker.failure
-
-
-def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
-    """Remove the futures that are done; raise the error of the first that has one.
-
-    No frame refers to the future then: it holds the error, whose traceback holds the frames.
-    """
-    for number in reversed(range(len(futures))):
-        if futures[number].done():
-            error = futures.pop(number).exception()
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error
-
-
-class UnderWay:
-    """The shares that this worker carries out in a context."""
-
-    def __init__(self) -> None:
-        self.runs: set[Run] = set()
-        self.done: set[int] = set()  # the steps of which shares were carried out
-        self._closed = False
-
-    @contextlib.contextmanager
-    def holding(self, run: Run) -> Iterator[None]:
-        """Hold a share, which fails if the context is closed, as long as it is under way."""
-        self.runs.add(run)
-        if self._closed:
-            self._end(run)
-        try:
-            yield
-        finally:
-            self.runs.discard(run)
-            self.done.add(run.step)
-
-    def close(self) -> None:
-        self._closed = True
-        for run in self.runs.copy():
-            self._end(run)
-
-    def _end(self, run: Run) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads have come to end it
-            run.ended.set_result(None)
-
-    def give_up(self, error: BaseException) -> None:
-        """Do nothing: what the shares wait for fails by itself."""
-
-
-def doing(step: int) -> str:
-    """Say what this worker does in a step of the current context."""
-    scope = current_scope()
-    if scope is None:
-        return "nothing yet"
-    found = scope.content(UnderWay)
-    idle = "done" if step in found.done else "nothing yet"
-    return "; ".join(run.doing() for run in found.runs.copy() if run.step == step) or idle
-
-
 def spelled(action: Action) -> str:
     return f"{action}: stage {action.stage}, microbatch {action.microbatch}, {action.kind.words}"
-
-
-class Sum:
-    """The sum of a stage's gradients, made in the order of the microbatches, whatever order they come in."""
-
-    def __init__(self, microbatches: int):
-        self.leaves: list[Any] = []
-        self._early: dict[int, list[Any]] = {}
-        self._next, self._microbatches = 0, microbatches
-
-    @property
-    def complete(self) -> bool:
-        return self._next == self._microbatches
-
-    def add(self, microbatch: int, gradients: list[Any]) -> None:
-        self._early[microbatch] = gradients
-        while self._next in self._early:
-            more = self._early.pop(self._next)
-            self.leaves = added(self.leaves, more) if self._next else more
-            self._next += 1
-
-    def wait(self) -> None:
-        """Return when what was added has been computed. Mostly it has, and waiting would let other threads run."""
-        for leaf in self.leaves:
-            if not leaf.is_ready():
-                leaf.block_until_ready()

@@ -212,3 +212,29 @@ def _plus(total: list[Any], more: list[Any]) -> list[Any]:
 
 
 plus, added = once_for_all(jax.jit(_plus)), once_for_all(jax.jit(_plus, donate_argnums=0))
+
+
+class Sum:
+    """The sum of a stage's gradients, made in the order of the microbatches, whatever order they come in."""
+
+    def __init__(self, microbatches: int):
+        self.leaves: list[Any] = []
+        self._early: dict[int, list[Any]] = {}
+        self._next, self._microbatches = 0, microbatches
+
+    @property
+    def complete(self) -> bool:
+        return self._next == self._microbatches
+
+    def add(self, microbatch: int, gradients: list[Any]) -> None:
+        self._early[microbatch] = gradients
+        while self._next in self._early:
+            more = self._early.pop(self._next)
+            self.leaves = added(self.leaves, more) if self._next else more
+            self._next += 1
+
+    def wait(self) -> None:
+        """Return when what was added has been computed. Mostly it has, and waiting would let other threads run."""
+        for leaf in self.leaves:
+            if not leaf.is_ready():
+                leaf.block_until_ready()

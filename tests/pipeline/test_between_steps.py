@@ -12,7 +12,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.autograd.contexts import find_context
-from jdistgrad.pipeline.shares import UnderWay
+from jdistgrad.pipeline.under_way import UnderWay
 
 _traced = []
 

@@ -1,4 +1,4 @@
-"""The making of MPI communicators, whose ranks may die meanwhile, and the requests under way on them."""
+"""MPI communicators: how they are made while ranks may die, the requests under way on them, their ranks' cores."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
+CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
 _ending: list[tuple[Any, ...]] = []  # the requests that nobody waits for
@@ -79,3 +80,26 @@ def subset(ranks: Sequence[int]) -> Any:
     places = mpi.Group.Translate_ranks(mpi.COMM_WORLD.group, list(ranks), whole.group)
     with naming_lost(sorted(others), "new collectives of some of the workers that are left"):
         return whole.Create_group(whole.group.Incl(places))
+
+
+def neighbours_cores(comm: Any) -> list[set[int]]:
+    """Return the cores that each rank on this machine may use."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    everybody = bytearray(CORES * neighbours.size)
+    mine = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * CORES)
+    neighbours.Allgather(mine.to_bytes(CORES, "little"), everybody)
+    neighbours.Free()
+    masks = [int.from_bytes(everybody[k : k + CORES], "little") for k in range(0, len(everybody), CORES)]
+    return [{core for core in range(8 * CORES) if mask >> core & 1} for mask in masks]
+
+
+def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
+    """Return whether overlap pays: on one machine a reduction needs a spare core per rank, between machines it waits.
+
+    Arguments:
+      neighbours: the cores of each rank on this machine.
+      size: the number of ranks on all machines.
+    """
+    return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)

@@ -3,9 +3,8 @@
 import copy
 import functools
 import importlib.util
-import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import jax
@@ -34,7 +33,6 @@ CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by
 SUMMED = 2 << 20  # bytes, see ``sum_blocks``
 HERE_TAG, ROUTE_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
 GRACE_SECONDS = 3.0
-CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
 
@@ -73,7 +71,7 @@ class MPI(HostCollectives):
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
         self.comm, self._name = communicators.duplicate(whole, self.world_ranks, self.timeout)
         with communicators.naming_lost(self.world_ranks):
-            self.has_room = has_room(_neighbours_cores(self.comm), self.size)
+            self.has_room = communicators.has_room(communicators.neighbours_cores(self.comm), self.size)
         self._of_programs = self.duplicate()
 
     def duplicate(self) -> "MPI":
@@ -358,19 +356,6 @@ def _in_order() -> Any:
     return effect
 
 
-def _neighbours_cores(comm: Any) -> list[set[int]]:
-    """Return the cores that each rank on this machine may use."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    everybody = bytearray(CORES * neighbours.size)
-    mine = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * CORES)
-    neighbours.Allgather(mine.to_bytes(CORES, "little"), everybody)
-    neighbours.Free()
-    masks = [int.from_bytes(everybody[k : k + CORES], "little") for k in range(0, len(everybody), CORES)]
-    return [{core for core in range(8 * CORES) if mask >> core & 1} for mask in masks]
-
-
 def in_pieces(value: Any) -> list[Any]:
     """Pickle an object; large arrays follow the pickle, uncopied: several times as fast."""
     large: list[memoryview] = []
@@ -383,16 +368,6 @@ def in_pieces(value: Any) -> list[Any]:
 
     stream = pickle.dumps(value, protocol=5, buffer_callback=stays)
     return [stream, *large]
-
-
-def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
-    """Return whether overlap pays: on one machine a reduction needs a spare core per rank, between machines it waits.
-
-    Arguments:
-      neighbours: the cores of each rank on this machine.
-      size: the number of ranks on all machines.
-    """
-    return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
 
 
 def _carrier(dtype: Any) -> Any:
