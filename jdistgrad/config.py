@@ -3,6 +3,8 @@
 import dataclasses
 import os
 
+MIB = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
@@ -13,6 +15,8 @@ class Settings:
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
       devices: whether ``init`` starts ``jax.distributed`` where it is not told.
+      in_flight_bytes: how many bytes of arguments may be in calls that are not answered, before a program's next call
+        waits.
       survive: whether ``init`` lets the others go on without a worker that is lost, where it is not told.
       host: the name or address by which other nodes find this process, where that is not the node's own name.
       debug: whether a recorder notes what each worker does, for ``jdistgrad stacks``.
@@ -28,6 +32,7 @@ class Settings:
     survive: bool = False
     collectives: str = ""
     host: str = ""
+    in_flight_bytes: float = 4096 * MIB
     debug: bool = False
     debug_dir: str = ""
 
@@ -35,8 +40,9 @@ class Settings:
 def _read() -> Settings:
     defaults = Settings()
     return Settings(
-        heartbeat_seconds=_seconds("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds),
-        silence_seconds=_seconds("JDISTGRAD_SILENCE", defaults.silence_seconds),
+        heartbeat_seconds=_positive("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds, "seconds"),
+        silence_seconds=_positive("JDISTGRAD_SILENCE", defaults.silence_seconds, "seconds"),
+        in_flight_bytes=MIB * _positive("JDISTGRAD_IN_FLIGHT", defaults.in_flight_bytes / MIB, "MiB"),
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
         survive=_switch("JDISTGRAD_SURVIVE", default=defaults.survive),
@@ -47,7 +53,7 @@ def _read() -> Settings:
     )
 
 
-def _seconds(variable: str, default: float) -> float:
+def _positive(variable: str, default: float, unit: str) -> float:
     text = os.environ.get(variable)
     if text is None:
         return default
@@ -56,7 +62,7 @@ def _seconds(variable: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if value <= 0:
-        raise ValueError(f"the environment variable {variable} must be a positive number of seconds, not {text!r}")
+        raise ValueError(f"the environment variable {variable} must be a positive number of {unit}, not {text!r}")
     return value
 
 

@@ -13,9 +13,15 @@ from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import TARGET, Deferred, Function, Site, cancel_all
 
 
-def lower(context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function) -> Any:
-    """Lower a primitive, on CPUs, to a call of a function that makes the primitive's results from these operands."""
-    site = _site(context, function, avals, context.avals_out)
+def lower(
+    context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function, *, quick: bool = False
+) -> Any:
+    """Lower a primitive, on CPUs, to a call of a function that makes the primitive's results from these operands.
+
+    Arguments:
+      quick: as for ``call_in_order``.
+    """
+    site = _site(context, function, avals, context.avals_out, quick=quick)
     return _rule(context.replace(avals_in=list(avals)), *operands, number=site.number)
 
 

@@ -87,16 +87,23 @@ class SiteCall:
         _under_way.add(self)
 
     def run(self) -> None:
+        _running.call = self
         try:
             with self._crowd:
                 found = self._function()
             self._end(lambda: _put(found, self._results))
         except BaseException as error:
             self.fail(error)
+        finally:
+            _running.call = None
 
     def fail(self, error: BaseException) -> None:
         if self._end(lambda: None, error):
             log.debug("a call in compiled code failed: %s", error)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
 
     def _end(self, finish: Callable[[], None], error: BaseException | None = None) -> bool:
         with self._lock:
@@ -112,6 +119,12 @@ class SiteCall:
         return True
 
 
+def is_cancelled() -> bool:
+    """Return whether this thread runs a call that compiled code does not wait for any more."""
+    call = getattr(_running, "call", None)
+    return call is not None and call.has_ended
+
+
 def cancel_all() -> None:
     """End every call that compiled code waits for."""
     for call in list(_under_way):
@@ -124,6 +137,7 @@ _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 _threads = ThreadPool("jdistgrad-compiled")
 _waiting = WaitingPrograms()
 _under_way: set[SiteCall] = set()
+_running = threading.local()
 
 
 def any_sites() -> bool:

@@ -93,8 +93,8 @@ class Mailbox:
     def shares_process(self) -> bool:
         return self.hands_over and self.size > 1
 
-    def post(self, peer: int, message: Message, *, snapshot: bool = True) -> None:
-        """Send a message, and count it if it carries work.
+    def post(self, peer: int, message: Message, *, snapshot: bool = True) -> int:
+        """Send a message, and count it if it carries work; return its bytes, 0 if nothing is encoded.
 
         ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without a snapshot the arrays must
         not change until the message has been sent, and large arrays are not copied.
@@ -114,6 +114,7 @@ class Mailbox:
                     parcel.undo()
                 self.work.not_sent(message.kind, peer)
                 raise
+        return 0 if parcel is None else parcel.bytes
 
     def _encoded(self, message: Message, *, snapshot: bool) -> Parcel:
         if message.kind is Kind.PUSH:

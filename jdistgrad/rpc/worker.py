@@ -41,7 +41,7 @@ class Worker(Mailbox):
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
-        self.calls = self.add(Caller(self, self._check))
+        self.calls = self.add(Caller(self, self._check, lambda: bool(self.server.being_served.on_this_thread())))
         self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.server = self.add(Server(self, self.scopes))

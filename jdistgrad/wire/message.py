@@ -50,6 +50,10 @@ class Parcel:
     attached: Any = b""
     undo: Callable[[], None] | None = None
 
+    @property
+    def bytes(self) -> int:
+        return len(self.stream) + sum(int(one.nbytes) for one in self.buffers)
+
 
 @dataclasses.dataclass(slots=True)
 class Message:

@@ -343,9 +343,20 @@ def _unread(descriptor: int) -> int:
 
 
 def require_threads() -> None:
-    """Raise WorldError if MPI was not started for use by several threads at once."""
+    """Raise WorldError if MPI was not started for use by several threads at once, or has been finalized."""
+    if MPI.Is_finalized():
+        raise errors.WorldError(
+            "init: MPI.Finalize() has been called in this process, and MPI cannot start twice. Leave the call out: "
+            "mpi4py finalizes MPI at the end of the process."
+        )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise errors.WorldError(
             "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
             "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
         )
+
+
+def when_mpi_ends(task: Task) -> None:
+    """Run a task at the beginning of ``MPI.Finalize``, where MPI deletes this attribute and can still be used."""
+    key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: task())
+    MPI.COMM_SELF.Set_attr(key, None)

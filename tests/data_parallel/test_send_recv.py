@@ -192,17 +192,58 @@ def test_what_never_comes_is_named(world, rank, size):
 
 @pytest.mark.world(3)
 @on_every_worker
+def test_a_receiver_that_gave_up_leaves_the_letter_to_the_next(world, rank, size):
+    """Sent from a compiled program, received first in another and then from Python."""
+    c, like = of_this_world(), jax.ShapeDtypeStruct((3,), jnp.float32)
+    c.timeout = 0.3
+    if rank == 2:
+        with pytest.raises(MissingRanksError, match=r"recv from rank 0 with tag 4: nothing has come within 0\.3 s"):
+            c.recv(like, 0, after=None, tag=4)
+    c.timeout = 60.0
+    c.barrier()
+    if rank == 0:
+        for k in range(2):
+            jax.jit(lambda x: c.send(x, 2, tag=4))(jnp.full(3, float(k)))
+    if rank == 2:
+        found = [run(lambda: c.recv(like, 0, after=None, tag=4))() for run in (jax.jit, lambda f: f)]
+        np.testing.assert_array_equal(found, np.outer([0, 1], np.ones(3)))
+    c.barrier()
+
+
+@pytest.mark.world(3)
+@on_every_worker
+def test_arrays_that_do_not_depend_on_a_loop_are_sent_in_each_step(world, rank, size):
+    c, other = of_this_world(), (rank + 1) % size
+
+    def loss(w):
+        def step(total, _):
+            sent = c.send(w, other, after=total)
+            got = c.recv(jax.ShapeDtypeStruct((2,), jnp.float32), (rank - 1) % size, after=(w, total))
+            return total + sent + jnp.sum(got**2), None
+
+        return jax.lax.scan(step, 0.0, length=3)[0]
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.full(2, rank + 1.0)), np.full(2, 3 * 2 * (rank + 1.0)))
+
+
+@pytest.mark.world(3)
+@on_every_worker
 def test_other_ranks_and_tags_are_refused(world, rank, size):
     c = of_this_world()
     for to in (rank, size, -1, 1.0):
         with pytest.raises(ValueError, match=rf"send: the other rank is one from 0 to {size - 1}, and not this one"):
             c.send(jnp.ones(3), to)
+    with pytest.raises(ValueError, match=r"not this one .*; got True"):
+        c.send(jnp.ones(3), True)
     with pytest.raises(ValueError, match="recv: a tag is a whole number from 0 to 999, not 1000"):
         c.recv(jnp.ones(3), (rank + 1) % size, after=None, tag=1000)
     with jd.collectives.of_this_world() as other:
-        pass
+        compiled = jax.jit(lambda x: other.send(x, (rank + 1) % size))
+        compiled(jnp.ones(3))
     with pytest.raises(CollectiveError, match="has been closed"):
         other.send(jnp.ones(3), (rank + 1) % size)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has been closed"):
+        compiled(jnp.ones(3))
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")

@@ -224,3 +224,77 @@ def test_duplicate_names_are_refused_on_every_rank(mpi_job):
     )
     job.expect("refused: init: ranks 0 and 1 both want the name 'ps'")
     assert job.output.count("refused:") == 3
+
+
+@pytest.mark.parametrize(
+    ("beginning", "said"),
+    [
+        ("MPI.Finalize()", "MPI.Finalize() has been called in this process, and MPI cannot start twice"),
+        ("mpi4py.rc.thread_level = 'funneled'", "MPI runs with less than MPI_THREAD_MULTIPLE"),
+    ],
+)
+def test_an_mpi_that_cannot_be_used_is_named(mpi_job, beginning, said):
+    job = mpi_job(
+        3,
+        f"""
+        import mpi4py
+        if "Finalize" in {beginning!r}:
+            from mpi4py import MPI
+        {beginning}
+        import jdistgrad as jd
+        jd.init()
+        """,
+    )
+    job.expect(f"WorldError: init: {said}", status=None)
+
+
+def test_mpi_that_is_finalized_under_an_open_world_ends_the_job(mpi_job):
+    job = mpi_job(
+        3,
+        """
+        import time
+        import jdistgrad as jd
+        from mpi4py import MPI
+        me = jd.init()
+        jd.barrier()
+        if me.rank == 1:
+            MPI.Finalize()
+        time.sleep(20)
+        """,
+    )
+    job.expect("worker1 (rank 1): MPI.Finalize() was called before jdistgrad.shutdown()", status=None)
+
+
+def test_a_program_waits_while_its_calls_have_too_many_bytes(mpi_job):
+    """Calls of a MiB each to a slow worker. Calls made while serving do not wait: all might wait for each other."""
+    mpi_job(
+        3,
+        """
+        import time
+        import numpy as np
+        import jdistgrad as jd
+        from jdistgrad.rpc.worker import current_worker
+
+        def slow(k, array):
+            time.sleep(0.02)
+            return k + int(array[-1])
+
+        def flood(number, to):
+            calls, most, futures = current_worker().calls._calls, 0, []
+            for k in range(number):
+                futures.append(jd.rpc_async(to, slow, args=(k, np.ones(1 << 17))))
+                most = max(most, calls.bytes)
+            assert [future.result() for future in futures] == [k + 1 for k in range(number)]
+            return most
+
+        me = jd.init()
+        if me.rank == 0:
+            most = flood(30, 1)
+            assert 4 << 20 < most < 6 << 20, most
+            assert current_worker().calls._calls.bytes == 0
+            assert jd.rpc_sync(1, flood, args=(12, 2)) > 6 << 20
+        jd.shutdown()
+        print("done", flush=True)
+        """,
+        JDISTGRAD_IN_FLIGHT="4",
+    ).expect("done")

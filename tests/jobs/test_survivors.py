@@ -630,6 +630,8 @@ def test_a_receiver_is_told_of_a_lost_sender(surviving_job):
     surviving_job(
         3,
         """
+        import contextlib
+
         import jax
 
         me = jd.init()
@@ -645,8 +647,29 @@ def test_a_receiver_is_told_of_a_lost_sender(surviving_job):
         else:
             raise AssertionError("a receiver got something from the lost")
         other = 2 - me.rank
+        c.send(jnp.ones(1 << 20), other, tag=1)  # the next send looks after this one, which is under way
+        for _ in range(3):
+            with contextlib.suppress(jd.WorkerLostError):
+                c.send(jnp.ones(1 << 20), 1)
         c.send(jnp.full(3, me.rank, jnp.float32), other)
         print(me.rank, "got", c.recv(like, other, after=None), flush=True)
         jd.shutdown()
         """,
     ).expect("0 got [2. 2. 2.]", "2 got [0. 0. 0.]")
+
+
+def test_a_rank_that_finalizes_mpi_is_lost(surviving_job):
+    surviving_job(
+        3,
+        """
+        from mpi4py import MPI
+
+        me = jd.init()
+        jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
+        jd.barrier()
+        if me.rank == 1:
+            MPI.Finalize()
+        until(lambda: told)
+        print(me.name, told, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 {1: 'MPI.Finalize() was called before", "worker2 {1: 'MPI.Finalize() was called before")

@@ -1,5 +1,6 @@
 """The table of pending calls, driven by given times."""
 
+import dataclasses
 import math
 
 import pytest
@@ -63,7 +64,27 @@ def test_every_call_ends_exactly_once(plan, looks):
 
 
 def test_a_call_tells_what_it_is():
-    assert str(call(1)) == "math.sqrt on worker1 (rank 1), called by worker0 (rank 0)"
+    assert str(call(1)) == "math.sqrt on worker1 (rank 1), called by worker0 (rank 0) as call 0:1"
+    nested = dataclasses.replace(call((2 << 48) + 5), context=(1 << 48) + 7)
+    assert str(nested).endswith("as call 2:5 in context 1:7")
+
+
+def test_bytes_are_those_of_the_calls_that_are_pending():
+    calls = PendingCalls()
+    for number in range(5):
+        calls.open(call(number))
+    first, second, third, *_ = calls.now()
+    calls.sent(first, 100)
+    calls.sent(third, 30)
+    assert [one.id for one in calls.oldest(5)] == [0, 2]
+    assert [one.id for one in calls.oldest(1)] == [0]
+    calls.close(second.id)
+    calls.sent(second, 1000)  # it was answered before its sender came to note its size
+    assert calls.bytes == 130
+    calls.close(first.id)
+    assert calls.bytes == 30
+    calls.close_all()
+    assert calls.bytes == 0
 
 
 @pytest.mark.parametrize("count", [10_000])

@@ -87,7 +87,7 @@ def test_what_a_lost_message_would_have_brought_ends_in_a_timeout_that_names_it(
 
 
 def lose_one_of_each():
-    named = r"{} on worker2 \(rank 2\), called by worker0 \(rank 0\), was not answered within 0.2 s"
+    named = r"{} on worker2 \(rank 2\), called by worker0 \(rank 0\) as call 0:\d+, was not answered within 0.2 s"
     unruly(Fate.DROPPED, Kind.CALL)
     with pytest.raises(jd.CallTimeoutError, match=named.format("add")):
         jd.rpc_sync(2, operator.add, args=(1, 2), timeout=SOON)

@@ -157,20 +157,21 @@ class Collectives(abc.ABC):
         route = permuted(self.size, pairs)
         return jax.tree.map(lambda x: self.perform("permute", jnp.asarray(x), route), tree)
 
-    def send(self, tree: Any, to: int, *, tag: int = 0) -> jax.Array:
+    def send(self, tree: Any, to: int, *, after: Any = None, tag: int = 0) -> jax.Array:
         """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
 
         Only these two ranks take part, and nobody waits for the other to receive. The derivative of a loss that
         contains what ``send`` returns waits for the cotangents, which the derivative of the other rank's loss sends.
-        Reverse mode of any order; under ``vmap`` both ranks must be.
+        Reverse mode of any order; under ``vmap`` both ranks must be; not under ``jax.checkpoint``.
 
         Arguments:
+          after: in a loop (``lax.scan``), what changes from step to step, if the arrays do not depend on it.
           tag: tells messages between the same ranks apart, if they are received in another order.
 
         Example:
           >>> loss = lambda params: ranks.send(jnp.tanh(x @ params), to=1)  # rank 0: its part of the loss is 0
         """
-        return send_recv.send(self, tree, to, tag)
+        return send_recv.send(self, tree, to, after, tag)
 
     def recv(self, like: Any, source: int, *, after: Any, tag: int = 0) -> Any:
         """Return the arrays that a rank sends to this one by ``send``.
@@ -178,9 +179,9 @@ class Collectives(abc.ABC):
         Arguments:
           like: arrays, or ``jax.ShapeDtypeStruct``, of the shapes and dtypes that are sent; under ``vmap``, arrays.
           after: what this rank differentiates, its parameters for example: JAX sends cotangents back only from what
-            depends on it. In a loop (``lax.scan``) also what changes from step to step, the carry for example: JAX
-            takes out of a differentiated loop what does not depend on it, and the array would be received once. None:
-            no derivative of what was sent is asked for, here or there.
+            depends on it, and only if the loss depends on what was received. In a loop (``lax.scan``) also what changes
+            from step to step, the carry for example: JAX takes out of a differentiated loop what does not depend on it,
+            and the array would be received once. None: no derivative of what was sent is asked for, here or there.
           tag: the sender's.
 
         Raises:

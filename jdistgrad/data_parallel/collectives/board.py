@@ -30,20 +30,16 @@ class Letters:
             self._waiting[sender, receiver, tag].append(letter)
             self._changed.notify_all()
 
-    def wait(self, sender: int, receiver: int, tag: int, timeout: float, check: Callable[[], None]) -> bool:
-        """Return whether there is a letter before the timeout."""
+    def next(self, sender: int, receiver: int, tag: int, timeout: float, check: Callable[[], None]) -> list[Letter]:
+        """Take the next letter; return it, or nothing if none comes in time."""
         end = time.monotonic() + timeout
         with self._changed:
             while not self._waiting[sender, receiver, tag]:
                 check()
                 if time.monotonic() > end:
-                    return False
+                    return []
                 self._changed.wait(min(LOOK_SECONDS, timeout))
-        return True
-
-    def take(self, sender: int, receiver: int, tag: int) -> Letter:
-        with self._changed:
-            return self._waiting[sender, receiver, tag].popleft()
+            return [self._waiting[sender, receiver, tag].popleft()]
 
 
 class Board:

@@ -1,5 +1,6 @@
 """MPI communicators: how they are made while ranks may die, the requests under way on them, their ranks' cores."""
 
+import collections
 import contextlib
 import os
 import threading
@@ -12,10 +13,11 @@ from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
+LOOKED_AT = 16  # of the requests that nobody waits for, with each that is added
 CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
-_ending: list[tuple[Any, ...]] = []  # the requests that nobody waits for
+_ending: collections.deque[tuple[Any, ...]] = collections.deque()  # the requests that nobody waits for
 _lock = threading.Lock()
 
 
@@ -29,9 +31,18 @@ def let_go(request: Any) -> None:
 
 
 def keep_until_ended(request: Any, *memory: Any) -> None:
-    """Keep the memory of a request that nobody waits for."""
+    """Keep the memory of a request that nobody waits for; let go of some that have ended."""
     with _lock:
-        _ending[:] = [one for one in (*_ending, (request, *memory)) if not one[0].Test()]
+        _ending.append((request, *memory))
+        for _ in range(min(LOOKED_AT, len(_ending))):
+            oldest = _ending.popleft()
+            try:
+                has_ended = oldest[0].Test()
+            except Exception:  # to a rank that has died: MPI may still use the memory
+                keep(*oldest)
+            else:
+                if not has_ended:
+                    _ending.append(oldest)
 
 
 @contextlib.contextmanager

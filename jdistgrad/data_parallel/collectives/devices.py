@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
+from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.data_parallel.collectives.several_devices import (
     AllDevices,
     AverageOnAll,
@@ -87,6 +88,9 @@ class Devices(MPI):
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         return self.in_programs._exchanged(x, table) if self.span.is_traced else super()._exchanged(x, table)
+
+    def pairs(self) -> Pairs:
+        return self.in_programs.pairs() if self.span.is_traced else super().pairs()
 
     @contextlib.contextmanager
     def section(self, what: str) -> Iterator[Collectives]:  # type: ignore[override]

@@ -148,11 +148,8 @@ class HostCollectives(Collectives):
     # Between two ranks.
 
     def pairs(self) -> Pairs:
-        if self.refusal is not None:
-            raise self.refusal
         if self._pairs is None or self._pairs[0] is not self:  # that of an object of which this is a copy
-            posts = self.post(lambda: self.timeout), self.of_programs().post(lambda: self.timeout)
-            self._pairs = self, Pairs(self.rank, self.size, *posts, self.effect())
+            self._pairs = self, Pairs(self, self.post(lambda: self.timeout), self.effect())
         return self._pairs[1]
 
     @abc.abstractmethod

@@ -120,8 +120,7 @@ class Local(HostCollectives):
         return found
 
     def post(self, timeout: Callable[[], float]) -> LocalPost:
-        letters = self._board.letters
-        return LocalPost(letters, self._group, self.world_ranks, self.rank, timeout, self._seat.check)
+        return LocalPost(self._board.letters, self._seat, self._group, self.world_ranks, self.rank, timeout)
 
     def free(self) -> None:
         """Do nothing: the board goes with the last of the ranks' objects."""

@@ -1,8 +1,11 @@
 """What carries arrays from one rank to another: letters of an array and its type, in order for each tag.
 
-The sender does not wait. The receiver waits until its timeout, and no longer than the sender lives.
+The sender does not wait. The receiver waits until its timeout, and no longer than the sender lives. A receiver that
+gives up leaves a letter that is under way to the next.
 """
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,14 +13,24 @@ import numpy as np
 
 from jdistgrad.data_parallel.collectives.board import Letter, Letters
 from jdistgrad.data_parallel.collectives.communicators import keep_until_ended
-from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost
-from jdistgrad.errors import DisagreementError, MissingRanksError
+from jdistgrad.data_parallel.collectives.world import (
+    CollectiveEntry,
+    Seat,
+    WatchedBlock,
+    raise_lost,
+    refuse_forked_process,
+)
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError
+from jdistgrad.ffi.sites import is_cancelled
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.arrays import bytes_of
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import poll
 
 TAGS = 1000
 FIRST_TAG = 31_076  # of MPI's: those below belong to other operations, and 32,767 are always there
+
+Check = Callable[[], None]
 
 
 class Post(Protocol):
@@ -37,29 +50,48 @@ def type_in_words(shape: Sequence[int], dtype: Any) -> str:
     return f"{dtype}{list(shape)}"
 
 
-class _Wait:
-    """A receiver's wait for a letter, of which the watchdog knows."""
+class Receiving:
+    """A receiver's wait for a letter, of which the watchdog knows.
 
-    def __init__(self, group: Any, ranks: Sequence[int], me: int, source: int, tag: int, timeout: float):
-        self._source, self._timeout = source, timeout
+    Arguments:
+      group: a name of the ranks that is the same on all of them; ``ranks``: as the world counts them.
+      me, source: the receiver and the sender, as the group counts them.
+    """
+
+    def __init__(self, worker: Any, group: Any, ranks: Sequence[int], me: int, source: int, tag: int, timeout: float):
+        self._worker, self._group = worker, (group, source, me, tag)
+        self._ranks, self._source, self._end = [ranks[me], ranks[source]], source, time.monotonic() + timeout
+        self._timeout = timeout
         self.what = f"recv from rank {source}" + (f" with tag {tag}" if tag else "")
-        entry = CollectiveEntry(self.what, (group, source, me, tag), 0)
-        self._block = WatchedBlock(find_worker(), entry, [ranks[me], ranks[source]], blocking=False)
 
-    def until(self, wait: Callable[[Callable[[], None]], bool]) -> None:
-        """Wait by a function of a check that raises if nothing will come, and that returns whether all has come."""
-        with self._block as block:
-            if wait(block.check):
+    def until(self, wait: Callable[[float, Check], bool], *, begun: bool = False) -> None:
+        """Wait by a function of the seconds left and a check, which raises if nothing will come.
+
+        Arguments:
+          begun: whether a part has come. The sender may be elsewhere meanwhile.
+        """
+        entry = CollectiveEntry(self.what, self._group, 0, may_leave=begun)
+        with WatchedBlock(self._worker, entry, self._ranks, blocking=False) as block:
+
+            def check() -> None:
+                block.check()
+                if is_cancelled():
+                    raise CollectiveError(f"{self.what}: the program that waited was interrupted")
+
+            if wait(self._end - time.monotonic(), check):
                 return
             places = block.places([1])  # of the block's two ranks
-            where = f" (it is at {places[1]})" if places else ""
-            text = (
-                f"{self.what}: nothing has come within {self._timeout:g} s{where}. For each recv, and each derivative "
-                "of a send, the other rank has to send: what it got must depend on what it differentiates (recv's "
-                "after=), and what its send returned must be part of its loss."
-            )
+            text = self._too_late("only a part has come" if begun else "nothing has come", places.get(1, ""))
             text += block.told(text)
         raise MissingRanksError(text, missing=[self._source], seconds=self._timeout)
+
+    def _too_late(self, what: str, place: str) -> str:
+        where = f" (it is at {place})" if place else ""
+        return (
+            f"{self.what}: {what} within {self._timeout:g} s{where}. For each recv, and each derivative of a send, the "
+            "other rank has to send: what it received must depend on what it differentiates (recv's after=), and what "
+            "send and recv returned must be part of the losses."
+        )
 
     def check_type(self, sent: str, expected: str) -> None:
         if sent != expected:
@@ -71,39 +103,34 @@ class _Wait:
 
 
 class LocalPost:
-    """The post of a rank that is a thread. ``check`` raises once its world has failed or closed."""
+    """The post of a rank that is a thread of a local world."""
 
     def __init__(
-        self,
-        letters: Letters,
-        group: Any,
-        ranks: Sequence[int],
-        rank: int,
-        timeout: Callable[[], float],
-        check: Callable[[], None],
+        self, letters: Letters, seat: Seat, group: Any, ranks: Sequence[int], rank: int, timeout: Callable[[], float]
     ):
-        self._letters, self._group, self._ranks, self._rank = letters, group, ranks, rank
-        self._timeout, self._check = timeout, check
+        self._letters, self._seat, self._group, self._ranks, self._rank = letters, seat, group, ranks, rank
+        self._timeout = timeout
 
     def send(self, x: np.ndarray, to: int, tag: int) -> None:
-        self._check()
+        self._seat.check()
         self._letters.put(self._rank, to, tag, Letter(type_in_words(x.shape, x.dtype), np.array(x)))
 
     def recv(self, shape: tuple[int, ...], dtype: Any, source: int, tag: int) -> np.ndarray:
-        timeout = self._timeout()
-        wait = _Wait(self._group, self._ranks, self._rank, source, tag, timeout)
+        owner, timeout = self._seat.owner, self._timeout()
+        receiving = Receiving(owner, self._group, self._ranks, self._rank, source, tag, timeout)
+        found: list[Letter] = []
 
-        def until(check: Callable[[], None]) -> bool:
+        def wait(seconds: float, check: Check) -> bool:
             def both() -> None:
-                self._check()
+                self._seat.check()
                 check()
 
-            return self._letters.wait(source, self._rank, tag, timeout, both)
+            found.extend(self._letters.next(source, self._rank, tag, seconds, both))
+            return bool(found)
 
-        wait.until(until)
-        sent, found = self._letters.take(source, self._rank, tag)
-        wait.check_type(sent, type_in_words(shape, dtype))
-        return found
+        receiving.until(wait)
+        receiving.check_type(found[0].type, type_in_words(shape, dtype))
+        return np.asarray(found[0].array)
 
 
 class MPIPost:
@@ -111,60 +138,76 @@ class MPIPost:
 
     def __init__(self, comm: Any, group: Any, ranks: Sequence[int], timeout: Callable[[], float]):
         self._comm, self._group, self._ranks, self._timeout = comm, group, ranks, timeout
+        self._boxes: dict[tuple[int, int], Box] = {}
+        self._making = threading.Lock()
 
     def send(self, x: np.ndarray, to: int, tag: int) -> None:
         from jdistgrad.wire.mpi_pieces import chunks
 
+        refuse_forked_process("send")
         octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
         words = f"{octets.nbytes} {type_in_words(x.shape, x.dtype)}".encode()
         try:
-            for part in (words, *chunks(octets)):
-                keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
+            with put_off_interrupt():
+                for part in (words, *chunks(octets)):
+                    keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
         except Exception as error:
             raise_lost(error, [self._ranks[to]], f"send to rank {to}")
             raise
 
     def recv(self, shape: tuple[int, ...], dtype: Any, source: int, tag: int) -> np.ndarray:
-        timeout = self._timeout()
-        wait = _Wait(self._group, self._ranks, self._comm.rank, source, tag, timeout)
-        letter = _Arriving(self._comm, source, FIRST_TAG + tag)
+        refuse_forked_process("recv")
+        me, worker, timeout = self._comm.rank, find_worker(), self._timeout()
+        receiving = Receiving(worker, self._group, self._ranks, me, source, tag, timeout)
+        box = self._box(source, tag)
+        receiving.until(lambda seconds, check: poll(lambda: box.lock.acquire(blocking=False), seconds, check))
         try:
-            wait.until(lambda check: poll(letter.has_come, timeout, check))
+            receiving.until(lambda seconds, check: poll(box.has_letter, seconds, check))
+            receiving.until(lambda seconds, check: poll(box.is_complete, seconds, check), begun=True)
+            sent, octets = box.take()
         finally:
-            letter.leave()
-        wait.check_type(letter.type, type_in_words(shape, dtype))
-        return letter.octets.view(dtype).reshape(shape)
+            box.lock.release()
+        receiving.check_type(sent, type_in_words(shape, dtype))
+        return octets.view(dtype).reshape(shape)
+
+    def _box(self, source: int, tag: int) -> "Box":
+        with self._making:
+            return self._boxes.setdefault((source, tag), Box(self._comm, source, FIRST_TAG + tag))
 
 
-class _Arriving:
-    """A letter over MPI that may be under way."""
+class Box:
+    """The next letter from a rank with a tag, which may be under way. ``lock``: held by its receiver."""
 
     def __init__(self, comm: Any, source: int, tag: int):
         self._comm, self._source, self._tag = comm, source, tag
+        self.lock = threading.Lock()
         self._requests: list[Any] | None = None
-        self.type, self.octets = "", np.empty(0, np.uint8)
+        self._type, self._octets = "", np.empty(0, np.uint8)
 
-    def has_come(self) -> bool:
-        if self._requests is None:
-            self._begin()
-        return self._requests is not None and all(request.Test() for request in self._requests)
-
-    def _begin(self) -> None:
+    def has_letter(self) -> bool:
+        """Return whether the type of a letter has come; then receive its bytes."""
         from mpi4py import MPI as mpi  # noqa: N811
 
         from jdistgrad.wire.mpi_pieces import chunks
 
+        if self._requests is not None:
+            return True
         status = mpi.Status()
-        matched = self._comm.Improbe(self._source, self._tag, status)
-        if matched is None:
-            return
-        words = bytearray(status.Get_count(mpi.BYTE))
-        matched.Recv(words)
-        size, _, self.type = words.decode().partition(" ")
-        self.octets = np.empty(int(size), np.uint8)
-        self._requests = [self._comm.Irecv(part, self._source, self._tag) for part in chunks(self.octets)]
+        with put_off_interrupt():
+            matched = self._comm.Improbe(self._source, self._tag, status)
+            if matched is None:
+                return False
+            words = bytearray(status.Get_count(mpi.BYTE))
+            matched.Recv(words)
+            size, _, self._type = words.decode().partition(" ")
+            self._octets = np.empty(int(size), np.uint8)
+            self._requests = [self._comm.Irecv(part, self._source, self._tag) for part in chunks(self._octets)]
+        return True
 
-    def leave(self) -> None:
-        """Wait no longer. MPI may still write to the memory of what has not come."""
-        for request in self._requests or ():
-            keep_until_ended(request, self.octets)
+    def is_complete(self) -> bool:
+        return self._requests is not None and all(request.Test() for request in self._requests)
+
+    def take(self) -> tuple[str, np.ndarray]:
+        """Return the type and the bytes of a complete letter."""
+        self._requests = None
+        return self._type, self._octets

@@ -17,11 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like
 from jdistgrad.data_parallel.collectives.posts import TAGS, Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
+from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 NOTHING = jax.ShapeDtypeStruct((), np.float32)  # what ``send`` returns
+
+
+class Group(Protocol):
+    """The ranks, as seen by one. ``refusal``: the error that keeps them from further use, or None."""
+
+    rank: int
+    size: int
+    refusal: CollectiveError | None
 
 
 class Peer(NamedTuple):
@@ -35,20 +45,19 @@ class Pairs:
     """What performs ``send`` and ``recv``: at once on concrete arrays, or as parts of a compiled program.
 
     Arguments:
-      now, in_programs: the posts for either.
       effect: the ordered effect of compiled operations.
     """
 
-    def __init__(self, rank: int, size: int, now: Post, in_programs: Post, effect: Any):
-        self.rank, self.size = rank, size
-        self._now, self._in_programs, self._effect = now, in_programs, effect
+    def __init__(self, group: Group, post: Post, effect: Any):
+        self.rank, self.size = group.rank, group.size
+        self._group, self._post, self._effect = group, post, effect
 
     def peer(self, rank: int, tag: int, what: str) -> Peer:
-        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size or rank == self.rank:
+        if not _is_number(rank) or not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(
                 f"{what}: the other rank is one from 0 to {self.size - 1}, and not this one ({self.rank}); got {rank!r}"
             )
-        if not isinstance(tag, int | np.integer) or not 0 <= tag < TAGS:
+        if not _is_number(tag) or not 0 <= tag < TAGS:
             raise ValueError(f"{what}: a tag is a whole number from 0 to {TAGS - 1}, not {tag!r}")
         return Peer(int(rank), int(tag))
 
@@ -56,42 +65,49 @@ class Pairs:
         return collective_p.bind(x, by=self, name=name, how=how)
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        return jnp.asarray(_carried(self._now, name, np.asarray(x), how))
+        found = self._carried(name, np.asarray(x), how)
+        return jnp.asarray(found) if name == "send" else placed_like(found, x)
 
     def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         result = NOTHING if name == "send" else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
         def carry(x: Any) -> np.ndarray:
-            return _carried(self._in_programs, name, np.asarray(x), how)
+            return self._carried(name, np.asarray(x), how)
 
         if not on_cpus():
             return io_callback(carry, result, x, ordered=True)
         (made,) = call_in_order(lambda x: [carry(x)], [result], x, effect=self._effect)
         return made
 
+    def _carried(self, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
+        if self._group.refusal is not None:
+            raise self._group.refusal
+        if name == "recv":
+            return self._post.recv(x.shape, x.dtype, *peer)
+        self._post.send(x, *peer)
+        return np.zeros((), np.float32)
+
 
 class WithPairs(Protocol):
     def pairs(self) -> Pairs: ...
 
 
-def _carried(post: Post, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
-    if name == "recv":
-        return post.recv(x.shape, x.dtype, *peer)
-    post.send(x, *peer)
-    return np.zeros((), np.float32)
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
-def send(collectives: WithPairs, tree: Any, to: int, tag: int) -> jax.Array:
+def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     by = collectives.pairs()
-    peer, total = by.peer(to, tag, "send"), jnp.zeros((), np.float32)
+    peer, anchors, total = by.peer(to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
-        total += _sent(by, peer, leaf) if _is_smooth(leaf) else by.perform("send", leaf, peer)
+        x = _tied(leaf, anchors)
+        total += _sent(by, peer, x) if _is_smooth(x) else by.perform("send", x, peer)
     return total
 
 
 def recv(collectives: WithPairs, like: Any, source: int, after: Any, tag: int) -> Any:
     by = collectives.pairs()
-    peer, anchors = by.peer(source, tag, "recv"), [*map(jnp.asarray, jax.tree.leaves(after))]
+    peer, anchors = by.peer(source, tag, "recv"), _arrays_of(after)
     smooth = [*filter(_is_smooth, anchors)]
 
     def received(leaf: Any) -> jax.Array:
@@ -100,6 +116,12 @@ def recv(collectives: WithPairs, like: Any, source: int, after: Any, tag: int) -
         return _received(by, peer, mould, smooth) if _is_smooth(mould) else by.perform("recv", mould, peer)
 
     return jax.tree.map(received, like)
+
+
+def _arrays_of(after: Any) -> list[jax.Array]:
+    """Return the arrays of numbers in a tree: all but random keys."""
+    leaves = map(jnp.asarray, jax.tree.leaves(after))
+    return [one for one in leaves if not jnp.issubdtype(one.dtype, jax.dtypes.extended)]
 
 
 def _tied(x: jax.Array, anchors: Sequence[jax.Array]) -> jax.Array:

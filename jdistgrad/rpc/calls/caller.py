@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.config import settings
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.calls.events import call_ended
 from jdistgrad.rpc.calls.pending import Pending, PendingCalls
@@ -20,6 +21,8 @@ from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.message import Kind, Message
 
+LOOKED_AT = 16  # of the calls that room is waited for, the oldest
+
 AnyWorker = str | int | WorkerInfo
 Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
@@ -30,10 +33,11 @@ class Caller:
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
+      is_serving: returns whether this thread serves a call.
     """
 
-    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None]):
-        self._mailbox, self._check = mailbox, check
+    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None], is_serving: Callable[[], bool]):
+        self._mailbox, self._check, self._is_serving = mailbox, check, is_serving
         self._calls = PendingCalls()
 
     def __len__(self) -> int:
@@ -86,6 +90,14 @@ class Caller:
                 self._fail(pending, error)
         return [pending.future for pending in calls]
 
+    def make_room(self) -> None:
+        """Wait while the calls that are not answered yet have more bytes of arguments than the settings allow.
+
+        A thread that serves a call does not wait: the calls that it would wait for may wait for its own.
+        """
+        while self._calls.bytes > settings.in_flight_bytes and not self._is_serving():
+            self._mailbox.wait_for([call.future for call in self._calls.oldest(LOOKED_AT)], None)
+
     def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
         mailbox = self._mailbox
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
@@ -99,7 +111,8 @@ class Caller:
         self._calls.open(pending)
         try:
             self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-            mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
+            size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
+            self._calls.sent(pending, size)
         except BaseException as error:
             self._calls.close(pending.id)
             if isinstance(error, CANNOT_BE_SENT):

@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import threading
 from typing import Any
 
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.ids import spell
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -17,6 +19,7 @@ class Pending:
     Attributes:
       context: the id of the scope it was made in, or None.
       thread: the thread that made it.
+      bytes: how many its message has; 0 until it has been sent.
     """
 
     id: int
@@ -29,9 +32,11 @@ class Pending:
     since: float = 0.0
     context: int | None = None
     thread: int = 0
+    bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{describe(self.function)} on {self.peer}, called by {self.caller}"
+        context = "" if self.context is None else f" in context {spell(self.context)}"
+        return f"{describe(self.function)} on {self.peer}, called by {self.caller} as call {spell(self.id)}{context}"
 
 
 class PendingCalls:
@@ -45,6 +50,7 @@ class PendingCalls:
         self._by_id: dict[int, Pending] = {}
         self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
         self._lock = threading.Lock()
+        self.bytes = 0  # of all calls
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -54,6 +60,18 @@ class PendingCalls:
             self._by_id[call.id] = call
             if call.timeout != math.inf:
                 self._queues.setdefault(call.timeout, collections.OrderedDict())[call.id] = call
+
+    def sent(self, call: Pending, size: int) -> None:
+        """Note the size of a call's message, unless the call has been answered since."""
+        with self._lock:
+            if call.id in self._by_id:
+                call.bytes = size
+                self.bytes += size
+
+    def oldest(self, count: int) -> list[Pending]:
+        """Return the calls that have been pending longest, of those with a size."""
+        with self._lock:
+            return list(itertools.islice((call for call in self._by_id.values() if call.bytes), count))
 
     def close(self, identifier: int) -> Pending | None:
         """Remove and return a call, or None if it is no longer there (late answer)."""
@@ -95,6 +113,7 @@ class PendingCalls:
 
     def _remove(self, call: Pending) -> Pending:
         del self._by_id[call.id]
+        self.bytes -= call.bytes
         if call.timeout != math.inf:
             del self._queues[call.timeout][call.id]
         return call

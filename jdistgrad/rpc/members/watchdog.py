@@ -142,7 +142,8 @@ class Watchdog:
 
     def _give_up(self, one: Participation, peer: int, why: str) -> None:
         mailbox = self._mailbox
-        text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({one.entry.what}): {why}"
+        what = f"{one.entry.what}, at {where(mailbox.home)}"
+        text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({what}): {why}"
         if one.blocking and one.interrupt is None:
             mailbox.process.end_job(text)
         elif one.error is None:

@@ -300,6 +300,7 @@ def rpc_sync(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float 
 def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
     """Call a function on a worker and return a future of its result."""
     caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    caller.make_room()
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
@@ -308,12 +309,14 @@ def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, t
     caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
     if handler is not None:
         return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]
+    caller.make_room()
     return list(caller.start_all(workers, (function, args, kwargs), timeout))
 
 
 def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
     """Run a function on a worker and return a reference to its result."""
     references, handler = current_part(References), _handler_for(function, args, kwargs)
+    current_part(Caller).make_room()
     if handler is not None:
         made: RRef[Any] = handler.remote(to, function, args, kwargs, timeout)
         return made

@@ -20,7 +20,7 @@ from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.mpi import abort_job
+from jdistgrad.wire.mpi import abort_job, when_mpi_ends
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
@@ -70,8 +70,19 @@ def joined(worker: Worker) -> None:
     global _latest
     if _latest is None:
         atexit.register(_end_fork)
+        when_mpi_ends(_mpi_ends)
     _latest = worker
     launcher_env.leave_note(launcher_env.JOINED)
+
+
+def _mpi_ends() -> None:
+    """End the job if MPI is finalized under a world that is still open: its next message would crash this process."""
+    if _latest is not None and not _latest.closed:
+        why = "MPI.Finalize() was called before jdistgrad.shutdown(). Leave it out: mpi4py calls it at the end"
+        if _latest.survives:
+            print(f"jdistgrad: {_latest.info} is lost: {why}", file=sys.stderr)
+            _die(_latest, why)
+        end_job(f"{_latest.info}: {why}")
 
 
 def _check_end() -> None:

@@ -75,7 +75,9 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
             hello = dataclasses.replace(hello, devices=jax_processes.offer(port).spelled())
-        hellos = [Hello(*one) for one in mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)]
+        said = mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)
+        likeness.check([facts for _, _, facts, *_ in said])  # first: another version's hellos may have other fields
+        hellos = [Hello(*one) for one in said]
         directory = agree(hellos)
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
