@@ -13,6 +13,7 @@ import logging
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ log = logging.getLogger("jdistgrad.ffi")
 
 # The absl status codes that errors here have.
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
+
+TO_END = 0.05  # seconds, for calls that are cancelled
 
 ALIGNMENT = 64  # bytes
 ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, on the thread that needs them
@@ -84,6 +87,7 @@ class SiteCall:
         self._function, self._results, self._pending = function, results, pending
         self._crowd: Any = _waiting if holds_thread else contextlib.nullcontext()
         self._ended, self._lock = False, threading.Lock()
+        self.cancelled = False
         _under_way.add(self)
 
     def run(self) -> None:
@@ -101,10 +105,6 @@ class SiteCall:
         if self._end(lambda: None, error):
             log.debug("a call in compiled code failed: %s", error)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._ended
-
     def _end(self, finish: Callable[[], None], error: BaseException | None = None) -> bool:
         with self._lock:
             if self._ended:
@@ -120,14 +120,19 @@ class SiteCall:
 
 
 def is_cancelled() -> bool:
-    """Return whether this thread runs a call that compiled code does not wait for any more."""
+    """Return whether this thread runs a call that compiled code will not wait for any more."""
     call = getattr(_running, "call", None)
-    return call is not None and call.has_ended
+    return call is not None and call.cancelled
 
 
 def cancel_all() -> None:
-    """End every call that compiled code waits for."""
-    for call in list(_under_way):
+    """End every call that compiled code waits for. Those that ask whether they are cancelled may end by themselves."""
+    calls, end = list(_under_way), time.monotonic() + TO_END
+    for call in calls:
+        call.cancelled = True
+    while not _under_way.isdisjoint(calls) and time.monotonic() < end:
+        time.sleep(TO_END / 20)
+    for call in calls:
         call.fail(KeyboardInterrupt("while compiled code waited for other workers"))
 
 

@@ -298,3 +298,51 @@ def test_a_program_waits_while_its_calls_have_too_many_bytes(mpi_job):
         """,
         JDISTGRAD_IN_FLIGHT="4",
     ).expect("done")
+
+
+INTERRUPTED = """
+    import os, signal, sys, threading, time
+    import jax, jax.numpy as jnp
+    import jdistgrad as jd
+
+    me = jd.init()
+    dp, everybody = jd.DataParallel(timeout=30), jd.collectives.of_this_world()
+    tree = {"a": jnp.full(3, float(me.rank)), "b": jnp.full(1 << 18, float(me.rank))}
+    step = dp.value_and_grad(lambda params, x: jnp.sum(params["a"] * params["a"] / 2) + jnp.sum(params["b"]))
+    run = {
+        "average": lambda: dp.average(tree),
+        "step": lambda: step(tree, jnp.ones(3))[1],
+        "compiled": jax.jit(lambda: dp.average(tree)),
+        "allreduce": lambda: everybody.allreduce(tree, "mean"),
+    }[HOW]
+    for _ in range(2):
+        jax.block_until_ready(run())
+    if me.rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if me.rank == 1:
+        time.sleep(1)
+    for attempt in range(2):
+        try:
+            print(me.rank, attempt, "got", jax.block_until_ready(run())["a"], flush=True)
+        except KeyboardInterrupt:
+            print(me.rank, attempt, "interrupted", flush=True)
+        except Exception as error:
+            print(me.rank, attempt, error, flush=True)
+            break
+    jd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("how", ["average", "step"])
+def test_a_step_goes_on_for_the_others_when_ctrl_c_ends_a_ranks_wait_for_it(mpi_job, how):
+    job = mpi_job(3, INTERRUPTED.replace("HOW", repr(how)))
+    job.expect("0 0 interrupted", *(f"{rank} 1 got [1. 1. 1.]" for rank in range(3)))
+    job.expect("1 0 got [1. 1. 1.]", "2 0 got [1. 1. 1.]")
+
+
+@pytest.mark.parametrize("how", ["compiled", "allreduce"])
+def test_collectives_that_ctrl_c_has_ended_on_one_rank_are_not_used_any_more(mpi_job, how):
+    """The others wait inside MPI, until they learn that the rank has gone on."""
+    job = mpi_job(3, INTERRUPTED.replace("HOW", repr(how)), JDISTGRAD_SILENCE="2", JDISTGRAD_HEARTBEAT="0.3")
+    job.expect("0 0 interrupted", "these collectives are not used any more, since", "Ctrl-C has ended", status=None)
+    job.expect("worker0 (rank 0) entered this collective and is elsewhere now", "ending the job", status=None)

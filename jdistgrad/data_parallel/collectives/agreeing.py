@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from jdistgrad.data_parallel.collectives import roll_call
 from jdistgrad.data_parallel.collectives.roll_call import Act, Roll
+from jdistgrad.data_parallel.collectives.world import InterruptedCollectiveError
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 
 
@@ -67,15 +68,22 @@ class Agreeing:
     def _words(self, timeout: float) -> list[bytes]:
         """Return the words of all ranks. If a rank does not come, refuse all further use of these collectives.
 
-        That rank could still come late, and would then be one operation behind the others.
+        That rank could still come late, and would then be one operation behind the others; and so would the others, if
+        Ctrl-C ends the wait of this one.
         """
         try:
             return self.meeting(timeout)
-        except (MissingRanksError, WorkerLostError) as error:
-            self._collectives.refusal = CollectiveError(
-                f"{self._text}: these collectives are not used any more, since {error} Make new ones, on every rank."
-            )
+        except (MissingRanksError, WorkerLostError, InterruptedCollectiveError) as error:
+            self._refuse(str(error))
             raise
+        except KeyboardInterrupt:
+            self._refuse(f"Ctrl-C has ended the wait in {self._text}.")
+            raise
+
+    def _refuse(self, why: str) -> None:
+        self._collectives.refusal = CollectiveError(
+            f"{self._text}: these collectives are not used any more, since {why} Make new ones, on every rank."
+        )
 
     def _raise_difference(self) -> None:
         said = self._collectives.gather_objects(self._text)

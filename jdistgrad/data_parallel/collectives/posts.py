@@ -20,8 +20,7 @@ from jdistgrad.data_parallel.collectives.world import (
     raise_lost,
     refuse_forked_process,
 )
-from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError
-from jdistgrad.ffi.sites import is_cancelled
+from jdistgrad.errors import DisagreementError, MissingRanksError
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.arrays import bytes_of
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -72,13 +71,7 @@ class Receiving:
         """
         entry = CollectiveEntry(self.what, self._group, 0, may_leave=begun)
         with WatchedBlock(self._worker, entry, self._ranks, blocking=False) as block:
-
-            def check() -> None:
-                block.check()
-                if is_cancelled():
-                    raise CollectiveError(f"{self.what}: the program that waited was interrupted")
-
-            if wait(self._end - time.monotonic(), check):
+            if wait(self._end - time.monotonic(), block.check):
                 return
             places = block.places([1])  # of the block's two ranks
             text = self._too_late("only a part has come" if begun else "nothing has come", places.get(1, ""))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from jdistgrad import errors
+from jdistgrad.ffi.sites import is_cancelled
 from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
 from jdistgrad.rpc.worker import current_worker, find_worker
@@ -25,6 +26,10 @@ class Seat:
     size: int
     owner: Any
     check: Callable[[], None]
+
+
+class InterruptedCollectiveError(errors.CollectiveError):
+    """A compiled program was interrupted in a collective."""
 
 
 class WatchedBlock:
@@ -71,7 +76,9 @@ class WatchedBlock:
             raise_lost(error, self._ranks, self._entry.what, patient=self.interrupt is None)
 
     def check(self) -> None:
-        """Raise if a participant will never come."""
+        """Raise if a participant will never come, or nobody waits for this thread any more."""
+        if is_cancelled():
+            raise InterruptedCollectiveError(f"{self._entry.what}: Ctrl-C has ended the program that waited in it.")
         if self._participation is not None:
             self._participation.check()
 
