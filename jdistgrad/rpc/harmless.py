@@ -124,6 +124,7 @@ OWN = (
     "jdistgrad.pipeline.plans",
     "jdistgrad.pipeline.shares",
     "jdistgrad.pipeline.stages",
+    "jdistgrad.pipeline.under_way",
     "jdistgrad.rpc.api",
     "jdistgrad.rpc.cached",
     "jdistgrad.rpc.closures",

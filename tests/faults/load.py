@@ -60,7 +60,7 @@ ACTS: dict[str, Callable[[float], object]] = {
     "stick": lambda delay: (time.sleep(delay), get_stuck_in_c()),
     "raise": lambda delay: (time.sleep(delay), fail()),
     "exit": lambda delay: (time.sleep(delay), sys.exit()),
-    "_exit": lambda delay: (time.sleep(delay), os._exit(7)),
+    "_exit": lambda delay: threading.Timer(delay, os._exit, (7,)).start(),
 }
 
 

@@ -6,6 +6,7 @@ Each module that has such faults offers ``play(chance, count)``, which yields, o
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import json
 import pathlib
@@ -22,9 +23,11 @@ from torture import watching
 import jdistgrad as jd
 from faults import jobs
 from faults.outcomes import GOOD, HUNG, NAMED, SURVIVED, WRONG, Outcome
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.ids import spell
 
-TO_WRITE = 1.0
+TO_WRITE, TO_CLOSE = 1.0, 10.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -101,13 +104,34 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def driven(count: int, drive: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
-    """Let worker 0 inject the faults while the others serve. What they see of the faults is nothing."""
+    """Let worker 0 inject the faults while the others serve. What they see of the faults is nothing.
+
+    The last outcome tells what any worker still holds when nobody uses it any more: values, calls, contexts.
+    """
     me = jd.init(timeout=30)
-    if me.rank == 0:
-        yield from drive()
-    jd.shutdown()
-    if me.rank != 0:
-        yield from (judged("served", "", named=False) for _ in range(count))
+    last = None
+    for one in drive() if me.rank == 0 else (judged("served", "", named=False) for _ in range(count)):
+        if last is not None:
+            yield last
+        last = one
+    del one
+    left = contexts_left() if me.rank == 0 else []
+    left += jd.shutdown()
+    if last is not None:
+        yield last if not left else dataclasses.replace(last, kind=WRONG, text=f"{last.text} At the end: {left}")
+
+
+def contexts_left() -> list[str]:
+    """Return the contexts that some worker still knows, once those that are being closed have been closed."""
+    deadline = time.monotonic() + TO_CLOSE
+    while (found := jd.rpc_all(None, contexts).result()) != [[]] * jd.world_size() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [f"context {spell(one)} on worker {rank}" for rank, those in enumerate(found) for one in those]
+
+
+def contexts() -> list[int]:
+    gc.collect()  # of contexts that were abandoned
+    return list(current_worker().scopes.identifiers())
 
 
 def judged(fault: str, problem: str, *, named: bool) -> Outcome:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,7 +32,14 @@ class Struck(NamedTuple):
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
     """Ranks killed at random moments of a load of calls, references and contexts."""
-    return judged_kills(judge, struck_jobs("faults.survivors_load", SECONDS, count, seed, unruly=UNRULY))
+    ratios: list[float] = []
+    yield from judged_kills(
+        lambda one: judge(one, ratios), struck_jobs("faults.survivors_load", SECONDS, count, seed, unruly=UNRULY)
+    )
+    if len(ratios) > 1:
+        *_, most = statistics.quantiles(ratios, n=10)
+        median = statistics.median(ratios)
+        print(f"survivors' next calls: {median:.2f} times the median of their calls, nine of ten below {most:.2f}")
 
 
 def judged_kills(judge: Callable[[Struck], Outcome], struck: Iterable[Struck]) -> Iterator[Outcome]:
@@ -67,13 +75,14 @@ def moments(chance: random.Random, number: int, seconds: float) -> list[float]:
     return [first, *later]
 
 
-def judge(struck: Struck) -> Outcome:
-    """Judge a job by what its survivors say."""
+def judge(struck: Struck, ratios: list[float]) -> Outcome:
+    """Judge a job by what its survivors say; add to ``ratios`` how their calls went on."""
     if struck.ended.status is None:
         return struck.outcome("it stood still", None)
     moments, reports = found_in(struck.ended.output)
     told = [(int(lost), at) for report in reports.values() for lost, at in report["known"].items()]
     known = [at - moments[lost] for lost, at in told if lost in moments]
+    ratios.extend(next_calls(moments, reports))
     return struck.outcome(broken_promise(struck, moments, reports, known), max(known, default=None))
 
 
@@ -105,4 +114,23 @@ def broken_promise(struck: Struck, moments: Any, reports: Any, known: list[float
             return f"rank {rank}: {report['wrong'][:3]} {report['left'][:3]}"
         if set(map(int, report["known"])) != struck.victims:
             return f"rank {rank} knows of {sorted(report['known'])}"
-    return f"it took {max(known):.2f} s to know" if max(known) > KNOWN_SECONDS * patience() else ""
+    if max(known) > KNOWN_SECONDS * patience():
+        return f"it took {max(known):.2f} s to know"
+    late = max(waits(moments, reports), default=0.0)
+    return f"a wait for the dead went on for {late:.2f} s" if late > KNOWN_SECONDS * patience() else ""
+
+
+def waits(moments: Any, reports: Any) -> Iterator[float]:
+    """Yield for how long after its end, or after the beginning of the wait, somebody waited for a lost worker."""
+    for report in reports.values():
+        for lost, begun, ended in report["waits"]:
+            yield ended - max(begun, moments[lost])
+
+
+def next_calls(moments: Any, reports: Any) -> Iterator[float]:
+    """Yield how much longer than usual each survivor's first call to another took that it made after a death."""
+    for report in reports.values():
+        calls = [(start, seconds) for to, start, seconds in report["calls"] if to in reports]
+        usual = statistics.median([seconds for _, seconds in calls] or [0.0])
+        for moment in moments.values():
+            yield from [seconds / usual for start, seconds in calls if start > moment][:1]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from helpers.unruly import make_all_unruly
 
 import jdistgrad as jd
@@ -73,13 +74,20 @@ def has_begun():
 
 @dataclasses.dataclass
 class Report:
-    """What a survivor has seen. ``known``: when it was told of each lost worker."""
+    """What a survivor has seen.
+
+    Attributes:
+      known: when it was told of each lost worker.
+      waits: of each wait that a loss has ended: the lost worker, and when the wait began and ended.
+      calls: of each small call: the worker called, when, and how long it took.
+    """
 
     known: dict[str, float] = dataclasses.field(default_factory=dict)
+    waits: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
+    calls: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     done: int = 0
     failed: int = 0
-    slowest: float = 0.0
     left: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -91,6 +99,7 @@ class Load:
         jd.on_lost(lambda worker, why: self.report.known.setdefault(str(worker.rank), time.time()))
 
         self.acts = [self.call, self.slow_call, self.relayed, self.fetch, self.pass_on, self.differentiate]
+        self.acts += [self.call, self.train]
 
     def warm_up(self) -> None:
         """Do everything once, so that nothing needs to be compiled later."""
@@ -114,24 +123,28 @@ class Load:
 
     def attempt(self, act: Callable[[int, int], None], first: int, second: int) -> None:
         """Do something that needs two other workers, or the first of them; it may fail only if one of them is lost."""
-        start = time.monotonic()
+        start = time.time()
         try:
             act(first, second)
             self.report.done += 1
         except jd.WorkerLostError as error:
             self.report.failed += 1
+            if error.worker is not None:
+                self.report.waits.append((error.worker.rank, start, time.time()))
             if error.worker is None or error.worker.rank not in (first, second) or error.worker.name not in str(error):
                 self.report.wrong.append(f"{act.__name__} with {first} and {second}: {error}")
         except jd.DistgradError as error:
             self.report.wrong.append(f"{act.__name__} with {first} and {second}: {type(error).__name__}: {error}")
-        self.report.slowest = max(self.report.slowest, time.monotonic() - start)
 
     def right(self, what: str, found: object, expected: object) -> None:
         if not np.array_equal(np.asarray(found), np.asarray(expected)):
             self.report.wrong.append(f"{what}: {found}, not {expected}")
 
     def call(self, first: int, second: int) -> None:
-        self.right("call", jd.rpc_sync(first, square, args=(3.0,)), 9.0)
+        start, clock = time.time(), time.perf_counter()
+        found = jd.rpc_sync(first, square, args=(3.0,))
+        self.report.calls.append((first, start, time.perf_counter() - clock))
+        self.right("call", found, 9.0)
 
     def slow_call(self, first: int, second: int) -> None:
         self.right("slow call", jd.rpc_sync(first, slow_square, args=(3.0,)), 9.0)
@@ -160,6 +173,19 @@ class Load:
         value, gradient = jd.value_and_grad(loss)(params)
         self.right("loss", value, 24.0)
         self.right("gradient", gradient.to_here(), np.full(4, 4.0))
+
+    def train(self, first: int, second: int) -> None:
+        params = [jd.remote(worker, make, args=(3 + worker % 2,)) for worker in (first, second)]
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.5), params)
+
+        def loss(*params):
+            calls = zip((first, second), params, strict=True)
+            return sum(jd.rpc_sync(worker, weigh, args=(param, 2.0)).sum() for worker, param in calls)
+
+        _, gradients = jd.value_and_grad(loss, argnums=(0, 1))(*params)
+        optimizer.step(gradients)
+        for worker, param in zip((first, second), params, strict=True):
+            self.right("trained", param.to_here(), np.arange(3.0 + worker % 2) - 1)
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
