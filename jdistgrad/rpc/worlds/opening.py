@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc import current, devices, likeness
+from jdistgrad.rpc import current, devices, likeness, log_records
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.flight import recorder
@@ -161,5 +161,6 @@ def _open(
     )
     forks.watch(worker)
     recorder.watch(worker)
+    log_records.install()
     transport.start(worker)
     return worker
