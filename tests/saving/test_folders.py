@@ -52,3 +52,15 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
     (tmp_path / "3" / folders.MANIFEST).write_text(text)
     with pytest.raises(jd.CheckpointError, match=r"3/manifest\.json is damaged: .*Remove that folder"):
         save(tmp_path, 4, "next")
+
+
+def test_a_full_disk_under_the_manifest_leaves_the_last_checkpoint(tmp_path):
+    folders.publish(folders.begin(tmp_path, 1), 1, {})
+    folder = folders.begin(tmp_path, 2)
+    (folder / folders.MANIFEST).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        folders.publish(folder, 2, {})
+    assert [step for step, _ in folders.complete(tmp_path)] == [1]
+    folders.publish(folders.begin(tmp_path, 2), 2, {})
+    assert [step for step, _ in folders.complete(tmp_path)] == [1, 2]
+    assert not folder.exists()
