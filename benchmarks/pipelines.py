@@ -7,13 +7,9 @@ PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 
 import statistics
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from measure import (
     JOBS,
     compare,
-    in_turn,
     microseconds,
     milliseconds,
     options,
@@ -25,7 +21,6 @@ from measure import (
 )
 
 from jdistgrad import pipeline as pp
-from jdistgrad.pipeline.stages import Recording, StageFunction
 
 JOB = str(JOBS / "pipelines_jdistgrad.py")
 
@@ -50,33 +45,14 @@ def plans():
         row(f"plan, check, forecast: {name}, 16 x 128", milliseconds([found]), "", "", "<= 50 ms")
 
 
-def layers(params, x):
-    for weights in params:
-        x = jax.nn.gelu(x @ weights)
-        x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-    return x
-
-
-def halves():
-    """Time a backward pass in two halves, and the same as one compiled function."""
+def halves(rounds):
+    """Print the time of a backward pass in two halves, and of the same as one compiled function."""
+    jobs = [run_job(str(JOBS / "halves_jdistgrad.py"), n=1) for _ in range(rounds)]
     for width, rows in ((256, 64), (512, 256)):
-        draw = np.random.default_rng(0).normal
-        params = [jnp.asarray(draw(size=(width, width)) / width**0.5, jnp.float32) for _ in range(4)]
-        x = jnp.asarray(draw(size=(rows, width)), jnp.float32)
-        pullback = jax.jit(lambda params, x: jax.vjp(layers, params, x)[1])(params, x)
-        pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-        recordings = iter([Recording(StageFunction(layers), (params, x), (True, True), ()) for _ in range(70)])
-
-        def whole(pull=pull, pullback=pullback, x=x):
-            jax.block_until_ready(pull(pullback, x))
-
-        def both(recordings=recordings, x=x):
-            recording = next(recordings)
-            jax.block_until_ready((recording.pull_inputs([x]), recording.pull_parameters()))
-
-        one, two = in_turn([whole, both], 50, lambda: None)
+        one, two = (statistics.median(job[f"{which}_{width}_{rows}"] for job in jobs) for which in ("one", "two"))
+        ratio = statistics.median(job[f"two_{width}_{rows}"] / job[f"one_{width}_{rows}"] for job in jobs)
         what = f"backward pass in two halves, 4 layers {width} wide, {rows} rows"
-        row(what, milliseconds([two]), f"as one {milliseconds([one])}", f"{two / one:.2f}", "<= 1.1 x")
+        row(what, milliseconds([two]), f"as one {milliseconds([one])}", f"{ratio:.2f}", "<= 1.1 x")
 
 
 def table(found):
@@ -130,7 +106,7 @@ def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
     title("plans of pipelines, one process")
     plans()
-    halves()
+    halves(chosen.rounds)
     title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
     table(take_turns("pipelines", names, chosen.rounds))
     title("a network in two shards and a master, 3 ranks")
