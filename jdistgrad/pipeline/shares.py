@@ -300,7 +300,8 @@ class Run:
 
     def _take(self, what: int, source: int, target: int, microbatch: int) -> Any:
         self._waits_for = f"stage {source}"
-        found = self._inbox.take((self.step, what, source, target, microbatch), self._wait)
+        key = self.step, what, source, target, microbatch
+        found = self._inbox.take(key, self._worker.transport.look, self._wait)
         self._waits_for = ""
         return found
 

@@ -36,12 +36,18 @@ class Inbox:
             waiting, self._waiting = self._waiting, []
         _wake(waiting)
 
-    def take(self, key: Key, wait: Wait) -> Any:
-        """Remove and return the value with this key. ``wait`` returns when a future of those it is given is done.
+    def take(self, key: Key, look: Callable[[], None], wait: Wait) -> Any:
+        """Remove and return the value with this key.
+
+        Arguments:
+          look: delivers what has arrived and not been delivered: mostly the value is there, and nobody need wait.
+          wait: returns when a future of those it is given is done.
 
         Raises:
           BaseException: ``wait`` has raised, the scope has ended, or a value could not be opened.
         """
+        if key not in self._values and not self._unopened:
+            look()
         while True:
             with self._lock:
                 try:

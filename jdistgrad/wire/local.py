@@ -146,6 +146,9 @@ class LocalTransport:
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
 
+    def look(self) -> None:
+        """Do nothing: senders deliver."""
+
     def serve_only(self, *, only: bool) -> None:
         """Do nothing: serving threads sleep until a task comes."""
 

@@ -101,6 +101,9 @@ class MPITransport:
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         self._progress.wait_for(futures, timeout)
 
+    def look(self) -> None:
+        self._progress.look()
+
     def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
 

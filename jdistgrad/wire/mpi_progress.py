@@ -107,6 +107,17 @@ class Progress:
                 else:
                     self._sleep(futures, deadline)
 
+    def look(self) -> None:
+        """Look once, unless another thread does."""
+        with put_off_interrupt():
+            if not self._stopped and self._baton.acquire(blocking=False):
+                try:
+                    _, task = self._look_safely()
+                finally:
+                    self._give_back()
+                if task is not None:
+                    self._run(task)
+
     def _sleep(self, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
         """Sleep while another thread looks, until an answer has come or this thread is woken to look."""
         number = self._sleepers.enter()

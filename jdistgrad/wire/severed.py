@@ -32,6 +32,9 @@ class Severed:
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> NoReturn:
         raise WorldClosedError(self._why)
 
+    def look(self) -> None:
+        """Do nothing: only the parent receives."""
+
     def serve_only(self, *, only: bool) -> None:
         """Do nothing: a forked process serves no calls."""
 

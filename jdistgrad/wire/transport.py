@@ -71,6 +71,9 @@ class Transport(Protocol):
         For a single future, this may return at once and leave the waiting to the future.
         """
 
+    def look(self) -> None:
+        """Deliver what has arrived, unless another thread does, without waiting."""
+
     def serve_only(self, *, only: bool) -> None:
         """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
 

@@ -58,7 +58,7 @@ def taken(key: tuple[int], seconds: float) -> Any:
         current_worker().wait_for(futures, seconds)
         futures[0].result(seconds)
 
-    return current_scope().content(Inbox).take(key, wait)
+    return current_scope().content(Inbox).take(key, current_worker().transport.look, wait)
 
 
 def send(fate: Fate, kind: Kind, peer: int, x: int, seconds: float) -> Any:

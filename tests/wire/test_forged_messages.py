@@ -100,7 +100,8 @@ def test_a_forged_remote_ends_too(wire_world):
 
 
 def taken(key):
-    return current_scope().content(Inbox).take(key, lambda futures: current_worker().wait_for(futures, 20))
+    worker = current_worker()
+    return current_scope().content(Inbox).take(key, worker.transport.look, lambda futures: worker.wait_for(futures, 20))
 
 
 @needs_pickling

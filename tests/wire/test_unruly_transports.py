@@ -56,7 +56,7 @@ def taken(key, seconds):
         current_worker().wait_for(futures, seconds)
         futures[0].result(seconds)
 
-    return current_scope().content(Inbox).take(key, wait)
+    return current_scope().content(Inbox).take(key, current_worker().transport.look, wait)
 
 
 def is_closing():
