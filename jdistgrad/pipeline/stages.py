@@ -104,13 +104,39 @@ def _check_loss(loss: Callable[..., Any], found: Any) -> None:
         )
 
 
+@dataclasses.dataclass(eq=False)
+class Known:
+    """What is known of a stage's forward pass when it has been traced, for all microbatches of these shapes.
+
+    Arguments:
+      sources, tree: of the result and the pullback together, as in ``Outputs``.
+      weights, inputs: how many float arrays the parameters, and each of the inputs, have.
+    """
+
+    sources: tuple[int, ...]
+    tree: Any
+    weights: int
+    inputs: tuple[int, ...]
+    _halves: Segmented | None = None
+
+    def __post_init__(self) -> None:
+        self.result, self.pullback = self.tree.children()
+
+    def halves(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Segmented:
+        """Return the pullback in two halves; the arguments show what its own are like."""
+        if self._halves is None:
+            types = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (*residuals, *cotangents)]
+            self._halves = _cut(self.pullback, len(residuals), types, self.weights, sum(self.inputs))
+        return self._halves
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Traced:
-    """What a compiled forward pass returns. ``counts``: how many float arrays each part of the arguments has."""
+    """What a compiled forward pass returns."""
 
-    outputs: Outputs
-    counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    made: list[Any]
+    known: Known = dataclasses.field(metadata={"static": True})
 
 
 class Recording:
@@ -126,28 +152,27 @@ class Recording:
     def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
         with explained(function):
             traced: Traced = _forward(function, wanted)(parts, targets)
-        outputs = traced.outputs
-        found = [*jax.tree.leaves((parts, targets)), *outputs.made]  # NumPy arrays may stay: compiled code takes them
-        self.result, self._pullback = jax.tree.unflatten(outputs.tree, [found[place] for place in outputs.sources])
-        self._weights, *self._inputs = traced.counts
+        self._known = known = traced.known
+        found = [*jax.tree.leaves((parts, targets)), *traced.made]  # NumPy arrays may stay: compiled code takes them
+        leaves, count = [found[place] for place in known.sources], known.result.num_leaves
+        self.result, self._residuals = jax.tree.unflatten(known.result, leaves[:count]), leaves[count:]
         self._values: dict[Any, Any] = {}
-        self._halves: Segmented | None = None
 
     def pull_inputs(self, cotangents: list[Any]) -> list[list[Any]]:
         """Return the cotangents of each input, given those of the result's float arrays, or of the loss."""
-        if not self._weights and not any(self._inputs):
-            return [[] for _ in self._inputs]
-        leaves, tree = jax.tree.flatten(self._pullback)
-        arguments = [*leaves, *cotangents]
-        types = tuple([(one.shape, one.dtype) for one in arguments])
-        self._halves = _halves(tree, len(leaves), types, self._weights, sum(self._inputs))
-        self._values, self._pullback = self._halves.begin(arguments), None
-        found = iter(self._halves.run(0, self._values) if any(self._inputs) else [])
-        return [[next(found) for _ in range(count)] for count in self._inputs]
+        known = self._known
+        if not known.weights and not any(known.inputs):
+            return [[] for _ in known.inputs]
+        halves = known.halves(self._residuals, cotangents)
+        self._values, self._residuals = halves.begin([*self._residuals, *cotangents]), []
+        found = iter(halves.run(0, self._values) if any(known.inputs) else [])
+        return [[next(found) for _ in range(count)] for count in known.inputs]
 
     def pull_parameters(self) -> list[Any]:
         """Return the gradients of the parameters; the cotangents have been given to ``pull_inputs``."""
-        return self._halves.run(1, self._values) if self._halves is not None and self._weights else []
+        if not self._known.weights:
+            return []
+        return self._known.halves((), ()).run(1, self._values)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,7 +187,7 @@ def _forward(function: StageFunction, wanted: Wanted) -> Callable[..., Traced]:
             one if isinstance(one, tuple) else [one and is_differentiable(leaf) for leaf in jax.tree.leaves(part)]
             for one, part in zip(wanted, parts, strict=True)
         ]
-        floats, counts = [*itertools.chain(*each)], tuple(map(sum, each))
+        floats, counts = [*itertools.chain(*each)], (sum(each[0]), tuple(map(sum, each[1:])))
 
         def primal(variables: list[Any]) -> tuple[list[Any], Any]:
             rest = iter(variables)
@@ -178,13 +203,13 @@ def _forward(function: StageFunction, wanted: Wanted) -> Callable[..., Traced]:
             _, pullback, result = jax.vjp(primal, variables, has_aux=True)
         else:
             _, result = primal(variables)
-        return Traced(Outputs.of((result, pullback), jax.tree.leaves((parts, targets))), counts)
+        outputs = Outputs.of((result, pullback), jax.tree.leaves((parts, targets)))
+        return Traced(outputs.made, Known(outputs.sources, outputs.tree, *counts))
 
     return jax.jit(forward)
 
 
-@functools.lru_cache(maxsize=1024)
-def _halves(tree: Any, leaves: int, types: tuple[Any, ...], weights: int, inputs: int) -> Segmented:
+def _cut(tree: Any, leaves: int, types: Sequence[Any], weights: int, inputs: int) -> Segmented:
     """Return a pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
 
     Its arguments are the leaves of the pullback, which depend on the tree, followed by the cotangents.
@@ -193,8 +218,7 @@ def _halves(tree: Any, leaves: int, types: tuple[Any, ...], weights: int, inputs
     def pull(*arguments: Any) -> Any:
         return jax.tree.unflatten(tree, arguments[:leaves])(list(arguments[leaves:]))[0]
 
-    equations = jax.make_jaxpr(pull)(*(jax.ShapeDtypeStruct(*one) for one in types))
-    return Segmented(equations, [range(weights, weights + inputs), range(weights)])
+    return Segmented(jax.make_jaxpr(pull)(*types), [range(weights, weights + inputs), range(weights)])
 
 
 def differentiable(tree: Any) -> list[Any]:

@@ -254,7 +254,7 @@ def test_a_rematerialized_last_stage_keeps_nothing_of_its_loss_either():
     kept = {}
     for remat in (False, True):
         recording = Recording(StageFunction(layer, remat, wide_loss), (params, x), (True, True), (y,))
-        arrays = [leaf for leaf in jax.tree.leaves(recording._pullback) if np.ndim(leaf)]
+        arrays = [leaf for leaf in jax.tree.leaves(recording._residuals) if np.ndim(leaf)]
         kept[remat] = sum(leaf.nbytes for leaf in arrays)
     assert kept[True] <= sum(leaf.nbytes for leaf in jax.tree.leaves((params, x, y))) < kept[False]
 
