@@ -43,7 +43,7 @@ class Report:
 
     @functools.cached_property
     def forecast(self) -> Forecast:
-        """The forecast for actions that take as long as these did on the average, and messages that take no time."""
+        """The forecast for actions that take as long as the median of their kind, and messages that take no time."""
         return forecast(self.schedule, self.costs, self._inputs)
 
     @property

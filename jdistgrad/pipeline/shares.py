@@ -139,7 +139,14 @@ class Run:
         self._waits_for = ""
 
     def finish(self) -> Done:
-        """Carry out all actions and return the answer."""
+        """Carry out all actions and return the answer. If that fails, the stages' replicas are told."""
+        try:
+            return self._finished()
+        except BaseException:
+            self._abandon_averages()
+            raise
+
+    def _finished(self) -> Done:
         steps: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -152,6 +159,7 @@ class Run:
             self._action, self._due = action, time.monotonic()
             self._ready = self._due
             with self._named(spelled(action)):
+                self._check_others()
                 steps[action.kind](action.stage, action.microbatch)
                 self._check_time()
             self._done.times.append((self._due, self._ready, time.monotonic()))
@@ -182,6 +190,13 @@ class Run:
                 seconds=self._timeout,
             )
 
+    def _check_others(self) -> None:
+        """Raise if the step has failed elsewhere: this worker may have all that its actions need, and much to do."""
+        if self.ended.done():
+            raise ContextError("the context was closed while a step of a pipeline was under way")
+        if any(one.done() for one in self._watched):
+            self._forget_watched()
+
     def _fetch_parameters(self) -> None:
         fetched = {k: one.value_future(None) for k, one in self._part.parameters.items() if isinstance(one, RRef)}
         for stage, future in fetched.items():
@@ -194,9 +209,10 @@ class Run:
     def _find_averages(self) -> None:
         for stage, reference in self._part.averages.items():
             with self._named(f"average= of stage {stage}"):
-                self._averages[stage] = found = reference.local_value()
+                found = reference.local_value()
                 if not isinstance(found, DataParallel):
                     raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
+                self._averages[stage] = found
 
     def _tell(self, action: Action) -> None:
         if events.sink is not None:
@@ -279,6 +295,20 @@ class Run:
         self._worker.run(average)
         return promise
 
+    def _abandon_averages(self) -> None:
+        """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
+        before = list(self._averaged.values())
+        left = {stage: found for stage, found in self._averages.items() if stage not in self._averaged}
+
+        def abandon() -> None:
+            concurrent.futures.wait(before)
+            for stage, found in left.items():
+                has_gradient, leaves = self._trainable[stage], jax.tree.leaves(self._parameters[stage])
+                found.reduction([leaf for has, leaf in zip(has_gradient, leaves, strict=True) if has]).abandon()
+
+        if left:
+            self._worker.run(abandon)
+
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
         """Give the gradients of a stage to the owner of its parameters."""
         reference = self._part.parameters[stage]
@@ -315,6 +345,9 @@ class Run:
 
     def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
         wait_for_any(self._worker, (*futures, *self._watched))
+        self._forget_watched()
+
+    def _forget_watched(self) -> None:
         self._others_fault = True
         forget_done(self._watched)
         self._others_fault = False

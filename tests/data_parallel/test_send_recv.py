@@ -168,6 +168,24 @@ def test_other_types_are_named_and_the_next_array_is_right(world, rank, size):
 
 @pytest.mark.world(3)
 @on_every_worker
+def test_a_cotangent_is_not_taken_for_what_is_sent(world, rank, size):
+    """Rank 0 sends without differentiating, rank 1 differentiates: nobody waits for the cotangent that comes back."""
+    c, like = of_this_world(), jax.ShapeDtypeStruct((2,), jnp.float32)
+    if rank == 0:
+        c.send(jnp.ones(2), 1)
+        with pytest.raises(
+            DisagreementError, match=r"expected float32\[2\], but rank 1 sent cotangent of float32\[2\]"
+        ):
+            c.recv(like, 1, after=None)
+        np.testing.assert_array_equal(c.recv(like, 1, after=None), np.full(2, 100.0))
+    if rank == 1:
+        jax.grad(lambda w: jnp.sum(w * c.recv(like, 0, after=w)))(jnp.full(2, 3.0))
+        c.send(jnp.full(2, 100.0), 0)
+    c.barrier()
+
+
+@pytest.mark.world(3)
+@on_every_worker
 def test_what_never_comes_is_named(world, rank, size):
     """Rank 1 differentiates nothing that the array it gets depends on, so it sends no cotangent back."""
     c = of_this_world()

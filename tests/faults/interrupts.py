@@ -28,6 +28,10 @@ def add_sum(params, x):
     return x + 2.0 * params.sum()
 
 
+def add_nothing(params, x):
+    return x + 0.0 * params.sum()
+
+
 def mean(output, target):
     return jnp.mean(output - target)
 
@@ -43,8 +47,10 @@ class Session:
         self.refs = [jd.remote(rank, make, args=(3 + rank,)) for rank in range(1, jd.world_size())]
         self.optimizer = jd.DistributedOptimizer(optax.sgd(0.0), self.refs)
         self.staged = jd.jit(self.gradients)
-        schedule = jd.pipeline.one_f_one_b(len(self.refs), 4)
-        self.pipeline = jd.Pipeline([(add_sum, ref) for ref in self.refs], schedule, loss=mean)
+        own = jd.remote(0, make, args=(2,))  # worker 0 has a stage too
+        schedule = jd.pipeline.one_f_one_b(1 + len(self.refs), 4)
+        stages = [(add_nothing, own), *((add_sum, ref) for ref in self.refs)]
+        self.pipeline = jd.Pipeline(stages, schedule, loss=mean)
 
     def loss(self, *refs):
         futures = [jd.rpc_async(1 + k, scale, args=(ref, 2.0)) for k, ref in enumerate(refs)]

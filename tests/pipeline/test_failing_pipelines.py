@@ -1,7 +1,9 @@
 """Steps that cannot work: who is to blame is named, nobody waits for ever, and the next step is right."""
 
+import logging
 import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +95,81 @@ def test_a_stage_that_raises_is_named_with_microbatch_action_and_worker(world, s
     assert f"worker{stage % jd.world_size()}" in named
     steps_well(refs)
     wait_until_nobody_takes_part()
+
+
+@jax.custom_vjp
+def weighs(params, x):
+    return multiply(params, x)
+
+
+def _breaks(_):
+    raise RuntimeError("the gradient of parameters broke")
+
+
+def _weighs_back(params, g):
+    like = jax.ShapeDtypeStruct(params.shape, params.dtype)
+    return jax.pure_callback(_breaks, like, params), g @ params.T
+
+
+weighs.defvjp(lambda params, x: (multiply(params, x), params), _weighs_back)
+
+
+@pytest.fixture
+def unlogged_callbacks(monkeypatch):
+    """Keep JAX from logging what callbacks raise, on every rank: pytest would keep the record, with all frames."""
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+def fails_in_the_second_half(params, x):
+    return weighs(params, x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_worker0
+def test_a_half_that_raises_is_named(world, stage, unlogged_callbacks):
+    refs, functions = refs_on_all(), [multiply] * 3
+    functions[stage] = fails_in_the_second_half
+    workers = [k % jd.world_size() for k in range(3)]
+    pipeline = jd.Pipeline(list(zip(functions, refs, strict=True)), pp.zero_bubble(3, 4), loss=mean, workers=workers)
+    with jd.context(), pytest.raises(Exception, match="the gradient of parameters broke") as raised:
+        pipeline.step(X, targets=Y)
+    assert re.search(rf"In {stage}W\d: stage {stage}, microbatch \d, .* worker{stage % jd.world_size()}", notes(raised))
+    steps_well(refs)
+
+
+_computed = []
+
+
+def notes_that_it_computed(x):
+    _computed.append(len(x))
+    time.sleep(0.2)
+    return x
+
+
+@jax.custom_vjp
+def noted(x):
+    return jax.pure_callback(notes_that_it_computed, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+noted.defvjp(lambda x: (noted(x), None), lambda _, g: (g,))
+
+
+def slow(params, x):
+    return noted(multiply(params, x))
+
+
+@on_worker0
+def test_a_driver_with_much_to_do_learns_of_a_failure_between_its_actions(wire_world):
+    """GPipe: the driver's stage needs nothing of the others for all its forward passes."""
+    microbatches, last = 20, jd.world_size() - 1
+    refs = [jd.remote(0, ones, args=(4,)), jd.remote(last, ones, args=(4,))]
+    schedule = pp.gpipe(2, microbatches)
+    pipeline = jd.Pipeline([(slow, refs[0]), (fails, refs[1])], schedule, loss=mean, workers=[0, last])
+    _computed.clear()
+    x = np.ones((microbatches, 4), "float32")
+    with jd.context(), pytest.raises(RuntimeError, match="the stage broke"):
+        pipeline.step(x, targets=x)
+    assert 0 < len(_computed) < microbatches
 
 
 @on_worker0

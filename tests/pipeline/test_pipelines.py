@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.errors import DisagreementError
 from jdistgrad.pipeline.stages import Recording, StageFunction
 from jdistgrad.wire.local import LocalTransport
 
@@ -347,6 +348,29 @@ def of_a_replica(rank, size):
 def test_replicas_average_their_gradients(world, rank, size):
     found, x, y = of_a_replica(rank, size)
     close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
+
+
+def unless_odd(params, x):
+    if len(x) % 2:
+        raise RuntimeError("an odd number of rows")
+    return layer(params, x)
+
+
+@on_every_worker
+def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank, size):
+    """They would wait for it, and average with its next step."""
+    ref, average = references(1, [rank])[0], jd.remote(rank, averaging, args=(list(range(size)),))
+    pipeline = jd.Pipeline([pp.Stage(unless_odd, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
+    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
+    stepped(pipeline, [ref], x, targets=y)
+    if rank == 1:
+        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+            pipeline.step(x[:2], targets=y[:2])
+    else:
+        with jd.context(), pytest.raises(DisagreementError, match="rank 1 has failed"):
+            pipeline.step(x, targets=y)
+    with jd.context(), pytest.raises(DisagreementError, match="have come apart"):
+        pipeline.step(x, targets=y)
 
 
 def weak_bias():

@@ -12,8 +12,8 @@ LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has fai
 
 
 class Letter(NamedTuple):
-    type: str
-    array: Any
+    words: str
+    octets: Any
 
 
 class Letters:

@@ -1,7 +1,8 @@
-"""What carries arrays from one rank to another: letters of an array and its type, in order for each tag.
+"""What carries arrays from one rank to another: letters, in order for each tag.
 
-The sender does not wait. The receiver waits until its timeout, and no longer than the sender lives. A receiver that
-gives up leaves a letter that is under way to the next.
+A letter has words that describe an array, which both ranks compare, and the array's bytes. The sender does not wait.
+The receiver waits until its timeout, and no longer than the sender lives. A receiver that gives up leaves a letter that
+is under way to the next.
 """
 
 import threading
@@ -33,20 +34,16 @@ Check = Callable[[], None]
 
 
 class Post(Protocol):
-    def send(self, x: np.ndarray, to: int, tag: int) -> None: ...
+    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None: ...
 
-    def recv(self, shape: tuple[int, ...], dtype: Any, source: int, tag: int) -> np.ndarray:
-        """Return the next array from a rank.
+    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
+        """Return the bytes of the next array from a rank.
 
         Raises:
           MissingRanksError: no array has come in time.
-          DisagreementError: it has another type. The array is lost.
+          DisagreementError: it is described by other words. The array is lost.
           WorkerLostError: the sender is lost.
         """
-
-
-def type_in_words(shape: Sequence[int], dtype: Any) -> str:
-    return f"{dtype}{list(shape)}"
 
 
 class Receiving:
@@ -86,11 +83,12 @@ class Receiving:
             "send and recv returned must be part of the losses."
         )
 
-    def check_type(self, sent: str, expected: str) -> None:
+    def check_words(self, sent: str, expected: str) -> None:
         if sent != expected:
             raise DisagreementError(
                 f"{self.what}: expected {expected}, but rank {self._source} sent {sent}. recv(like, ...) takes arrays, "
-                "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order.",
+                "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. Where one rank "
+                "differentiates, the other has to.",
                 rank=self._source,
             )
 
@@ -104,11 +102,11 @@ class LocalPost:
         self._letters, self._seat, self._group, self._ranks, self._rank = letters, seat, group, ranks, rank
         self._timeout = timeout
 
-    def send(self, x: np.ndarray, to: int, tag: int) -> None:
+    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
         self._seat.check()
-        self._letters.put(self._rank, to, tag, Letter(type_in_words(x.shape, x.dtype), np.array(x)))
+        self._letters.put(self._rank, to, tag, Letter(words, np.frombuffer(bytes_of(np.array(x)), np.uint8)))
 
-    def recv(self, shape: tuple[int, ...], dtype: Any, source: int, tag: int) -> np.ndarray:
+    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
         owner, timeout = self._seat.owner, self._timeout()
         receiving = Receiving(owner, self._group, self._ranks, self._rank, source, tag, timeout)
         found: list[Letter] = []
@@ -122,33 +120,32 @@ class LocalPost:
             return bool(found)
 
         receiving.until(wait)
-        receiving.check_type(found[0].type, type_in_words(shape, dtype))
-        return np.asarray(found[0].array)
+        receiving.check_words(found[0].words, words)
+        return found[0].octets
 
 
 class MPIPost:
-    """The post of a rank of an MPI communicator: of each array first its type, then its bytes."""
+    """The post of a rank of an MPI communicator: of each letter first the words, then the bytes."""
 
     def __init__(self, comm: Any, group: Any, ranks: Sequence[int], timeout: Callable[[], float]):
         self._comm, self._group, self._ranks, self._timeout = comm, group, ranks, timeout
         self._boxes: dict[tuple[int, int], Box] = {}
         self._making = threading.Lock()
 
-    def send(self, x: np.ndarray, to: int, tag: int) -> None:
+    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
         from jdistgrad.wire.mpi_pieces import chunks
 
         refuse_forked_process("send")
         octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
-        words = f"{octets.nbytes} {type_in_words(x.shape, x.dtype)}".encode()
         try:
             with put_off_interrupt():
-                for part in (words, *chunks(octets)):
+                for part in (f"{octets.nbytes} {words}".encode(), *chunks(octets)):
                     keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
         except Exception as error:
             raise_lost(error, [self._ranks[to]], f"send to rank {to}")
             raise
 
-    def recv(self, shape: tuple[int, ...], dtype: Any, source: int, tag: int) -> np.ndarray:
+    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
         refuse_forked_process("recv")
         me, worker, timeout = self._comm.rank, find_worker(), self._timeout()
         receiving = Receiving(worker, self._group, self._ranks, me, source, tag, timeout)
@@ -160,8 +157,8 @@ class MPIPost:
             sent, octets = box.take()
         finally:
             box.lock.release()
-        receiving.check_type(sent, type_in_words(shape, dtype))
-        return octets.view(dtype).reshape(shape)
+        receiving.check_words(sent, words)
+        return octets
 
     def _box(self, source: int, tag: int) -> "Box":
         with self._making:
@@ -175,10 +172,10 @@ class Box:
         self._comm, self._source, self._tag = comm, source, tag
         self.lock = threading.Lock()
         self._requests: list[Any] | None = None
-        self._type, self._octets = "", np.empty(0, np.uint8)
+        self._words, self._octets = "", np.empty(0, np.uint8)
 
     def has_letter(self) -> bool:
-        """Return whether the type of a letter has come; then receive its bytes."""
+        """Return whether the words of a letter have come; then receive its bytes."""
         from mpi4py import MPI as mpi  # noqa: N811
 
         from jdistgrad.wire.mpi_pieces import chunks
@@ -192,7 +189,7 @@ class Box:
                 return False
             words = bytearray(status.Get_count(mpi.BYTE))
             matched.Recv(words)
-            size, _, self._type = words.decode().partition(" ")
+            size, _, self._words = words.decode().partition(" ")
             self._octets = np.empty(int(size), np.uint8)
             self._requests = [self._comm.Irecv(part, self._source, self._tag) for part in chunks(self._octets)]
         return True
@@ -201,6 +198,6 @@ class Box:
         return self._requests is not None and all(request.Test() for request in self._requests)
 
     def take(self) -> tuple[str, np.ndarray]:
-        """Return the type and the bytes of a complete letter."""
+        """Return the words and the bytes of a complete letter."""
         self._requests = None
-        return self._type, self._octets
+        return self._words, self._octets

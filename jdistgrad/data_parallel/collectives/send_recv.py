@@ -35,10 +35,22 @@ class Group(Protocol):
 
 
 class Peer(NamedTuple):
-    """The other rank, and what tells messages between the same ranks apart."""
+    """The other rank, and what tells messages between the same ranks apart.
+
+    ``order``: 0 for what a program sends, 1 for its cotangents, and so on. Ranks that do not differentiate alike would
+    otherwise take one for the other.
+    """
 
     rank: int
     tag: int
+    order: int = 0
+
+    def back(self) -> "Peer":
+        return self._replace(order=self.order + 1)
+
+    def words(self, x: Any) -> str:
+        """Describe an array on this way, as both ranks compare it."""
+        return f"{'cotangent of ' * self.order}{x.dtype}{list(x.shape)}"
 
 
 class Pairs:
@@ -83,8 +95,9 @@ class Pairs:
         if self._group.refusal is not None:
             raise self._group.refusal
         if name == "recv":
-            return self._post.recv(x.shape, x.dtype, *peer)
-        self._post.send(x, *peer)
+            found = self._post.recv(peer.words(x), peer.rank, peer.tag)
+            return found.view(x.dtype).reshape(x.shape)
+        self._post.send(x, peer.words(x), peer.rank, peer.tag)
         return np.zeros((), np.float32)
 
 
@@ -159,7 +172,7 @@ def _sent_forward(by: Pairs, peer: Peer, x: jax.Array) -> tuple[jax.Array, Any]:
 
 def _sent_backward(by: Pairs, peer: Peer, kept: Any, g: jax.Array) -> tuple[jax.Array]:
     nothing, kind = kept
-    return (_received(by, peer, kind.zeros(nothing), []),)
+    return (_received(by, peer.back(), kind.zeros(nothing), []),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -173,7 +186,7 @@ def _received_forward(by: Pairs, peer: Peer, like: jax.Array, after: Sequence[ja
 
 
 def _received_backward(by: Pairs, peer: Peer, kinds: Sequence[_Type], g: jax.Array) -> tuple[Any, Any]:
-    nothing = _sent(by, peer, g)
+    nothing = _sent(by, peer.back(), g)
     like, *after = [kind.zeros(nothing) for kind in kinds]
     return like, after
 
