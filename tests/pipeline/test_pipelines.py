@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
+from flax import linen as nn, nnx
 from helpers.data import close
 from helpers.models import serially
 from helpers.worlds import on_every_worker, on_worker0, wait_until_nobody_takes_part
@@ -85,7 +85,7 @@ def same_bits(one, other):
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.world(1, 3)
+@pytest.mark.world(1, 2, 3, 4)
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
 @on_worker0
 def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(world, microbatches):
@@ -261,6 +261,24 @@ def test_a_rematerialized_last_stage_keeps_nothing_of_its_loss_either():
 
 
 @on_worker0
+def test_modules_of_nnx_are_stages_unless_calls_change_them(world):
+    last, (x, _) = jd.world_size() - 1, data(1, 8)
+    y = np.ones((8, 2), "float32")
+    encoder = jd.RemoteModule(0, functools.partial(nnx.Linear, 5, 6), rng=0)
+    head = jd.RemoteModule(last, functools.partial(nnx.Linear, 6, 2), rng=1)
+    refs = [encoder.parameters, head.parameters]
+    loss, found = stepped(jd.Pipeline([encoder, head], pp.one_f_one_b(2, 4), loss=mean_square), refs, x, targets=y)
+    output = head(encoder(x))
+    assert float(loss) == pytest.approx(float(mean_square(output, y)), rel=1e-5)
+    (bias,) = [leaf for leaf in jax.tree.leaves(found[1]) if leaf.ndim == 1]
+    np.testing.assert_allclose(bias, np.mean(output - y, axis=0), rtol=1e-4)  # 2 / 2 columns
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(found[0])) == [(5, 6), (6,)]
+    normalizer = jd.RemoteModule(last, functools.partial(nnx.BatchNorm, 6), rng=2)
+    with pytest.raises(TypeError, match="has state that calls change"):
+        jd.Pipeline([encoder, normalizer], pp.one_f_one_b(2, 4), loss=mean_square)
+
+
+@on_worker0
 def test_modules_train_with_an_optimizer(world):
     last = jd.world_size() - 1
     encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
@@ -348,6 +366,28 @@ def of_a_replica(rank, size):
 def test_replicas_average_their_gradients(world, rank, size):
     found, x, y = of_a_replica(rank, size)
     close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
+
+
+@on_every_worker
+def test_contexts_of_steps_are_averaged_with_a_hook_and_clipped_by_the_optimizer(world, rank, size):
+    """As after any other backward pass: each worker drives a replica, whose gradients are in its own context."""
+    refs, (x, y) = references(2, [rank, rank]), data(2, 6 * size)
+    dp = jd.DataParallel(jd.collectives.of_this_world(), hook=jd.hooks.float16(), timeout=60)
+    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs, max_global_norm=0.05)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.interleaved(1, 3, 2), loss=mean_square)
+    mine = slice(6 * rank, 6 * rank + 6)
+    with jd.context() as ctx:
+        pipeline.step(x[mine], targets=y[mine])
+        dp.average_in(ctx, refs)
+        optimizer.step(ctx)
+    values = [make(0), make(1)]
+    clip = optax.clip_by_global_norm(0.05)
+    clipped, _ = clip.update(serially(jax.grad(chain), values, x, y), clip.init(values))
+    found, expected = [ref.to_here() for ref in refs], jax.tree.map(lambda a, b: a - b, values, clipped)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)  # sums in 16 bits
+    moved = sum(float(np.sum((a - b) ** 2)) for a, b in zip(*map(jax.tree.leaves, (found, values)), strict=True))
+    assert moved == pytest.approx(0.05**2, rel=1e-3)
 
 
 def unless_odd(params, x):
