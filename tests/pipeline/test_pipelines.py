@@ -85,7 +85,6 @@ def same_bits(one, other):
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.world(1, 2, 3, 4)
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
 @on_worker0
 def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(world, microbatches):
