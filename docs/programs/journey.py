@@ -57,7 +57,7 @@ post = Worker.post
 
 def told(worker, peer, message, **options):
     tell(worker, peer, message)
-    post(worker, peer, message, **options)
+    return post(worker, peer, message, **options)
 
 
 if __name__ == "__main__":
