@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from jdistgrad.corrections import Corrected
 from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.wire.interrupts import wait_in_slices
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -78,7 +79,15 @@ class CallFuture(Corrected, concurrent.futures.Future[T]):
             error = None  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._time_left_after_waiting(timeout))
+        wait_in_slices(self._done_after, self._time_left_after_waiting(timeout))
+        return super().exception(0)
+
+    def _done_after(self, seconds: float | None) -> bool:
+        try:
+            super().exception(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _time_left_after_waiting(self, timeout: float | None) -> float | None:
         start = time.monotonic()

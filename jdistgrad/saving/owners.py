@@ -3,7 +3,6 @@
 A part is a dict of leaves by place. The manifest says in which folder each part is, and describes its leaves.
 """
 
-import concurrent.futures
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.places import mapped
 from jdistgrad.saving.states import Name, names_in
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import wait_for_first
 
 Part = dict[str, Any]
 
@@ -83,7 +83,7 @@ def value_here(identifier: int) -> Any:
     worker, owned = current_worker(), current_worker().references.owned
     with owned.lock(identifier):
         value = owned.value(identifier)
-        concurrent.futures.wait((value,), worker.timeout)
+        wait_for_first((value,), worker.timeout)
         if not value.done():
             raise CheckpointError(f"{worker.info} has not made the value {spell(identifier)} in {worker.timeout:g} s")
         return value.result()

@@ -1,4 +1,4 @@
-"""Blocks that put off Ctrl-C to their end.
+"""Blocks that put off Ctrl-C to their end, and waits that it ends.
 
 Python raises KeyboardInterrupt between any two bytecodes of the main thread. Between finding and receiving a message,
 or between sending two parts of a message, the exception would lose that message.
@@ -7,15 +7,19 @@ Entering a block must cost next to nothing, so the handler that puts off interru
 it found. It is installed again when other code (a notebook, for every cell) has installed a handler of its own.
 """
 
+import concurrent.futures
 import os
 import signal
 import threading
+import time
 
 # signal.getsignal spends 1.5 us on turning the result into an enum.
 from _signal import getsignal  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
+
+SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slices``
 
 _main = threading.main_thread().ident
 _blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in, innermost last
@@ -86,3 +90,26 @@ class put_off_interrupt:  # noqa: N801 used like a function
             _blocks.pop()
             if self.seen and not _blocks:
                 self._handler.previous(signal.SIGINT, None)
+
+
+def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None = None) -> None:
+    """Call ``wait(seconds)`` until it returns a true value or the timeout has passed.
+
+    Python does not wake the main thread for a signal that arrives just before the thread falls asleep, or on another
+    thread of the process. So the main thread sleeps for short times only.
+    """
+    if threading.get_ident() != _main:
+        wait(timeout)
+        return
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    while not wait(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))) and time.monotonic() < deadline:
+        pass
+
+
+def wait_for_first(futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None = None) -> None:
+    """Return when one of the futures is done or the timeout has passed."""
+
+    def wait(seconds: float | None) -> object:
+        return concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED).done
+
+    wait_in_slices(wait, timeout)

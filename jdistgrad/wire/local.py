@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import errors
+from jdistgrad.wire.interrupts import wait_for_first
 from jdistgrad.wire.message import Message
 from jdistgrad.wire.transport import Receiver
 
@@ -144,7 +145,7 @@ class LocalTransport:
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:
-            concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
+            wait_for_first(futures, timeout)
 
     def look(self) -> None:
         """Do nothing: senders deliver."""

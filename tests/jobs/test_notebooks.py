@@ -52,8 +52,9 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
     assert execute("import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
     waits = "print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)"
     identifier = client.execute(waits, stop_on_error=False)  # otherwise Jupyter drops requests that follow soon
-    while client.get_iopub_msg(timeout=30)["content"].get("text") != "waiting\n":
-        pass
+    printed = ""
+    while "waiting\n" not in printed:  # a stream may come in several pieces
+        printed += client.get_iopub_msg(timeout=30)["content"].get("text", "")
     manager.interrupt_kernel()
     while (reply := client.get_shell_msg(timeout=30))["parent_header"]["msg_id"] != identifier:
         pass

@@ -129,14 +129,35 @@ def test_local_workers_hand_arrays_over_uncopied():
         assert jd.rpc_sync(1, lambda x: x, args=(array,)) is array
 
 
-def test_an_interrupted_wait_leaves_the_world_usable():
-    """Ctrl-C in a notebook sends SIGINT to the process while its main thread waits."""
+def wait_for_one(wait):
+    jd.rpc_sync(1, wait)
+
+
+def wait_for_a_value(wait):
+    jd.remote(1, wait).to_here()
+
+
+@pytest.mark.parametrize("waits", [wait_for_one, wait_for_a_value])
+@pytest.mark.parametrize("receiver", ["any thread", "another thread"])
+def test_an_interrupted_wait_leaves_the_world_usable(waits, receiver):
+    """Ctrl-C in a notebook sends SIGINT to the process, whose main thread waits or is about to wait."""
+
+    def press():
+        if receiver == "any thread":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:  # nothing wakes the main thread then
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
     released = threading.Event()
-    with jd.local_workers(2):
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with jd.local_workers(3):
+        threading.Timer(0.2, press).start()
+        late = threading.Timer(20, released.set)
+        late.start()
         with pytest.raises(KeyboardInterrupt):
-            jd.rpc_sync(1, released.wait)
+            waits(released.wait)
+        assert not released.is_set()
         assert jd.rpc_sync(1, nap, args=(0,)) == 0
+        late.cancel()
         released.set()
 
 

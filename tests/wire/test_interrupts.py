@@ -1,12 +1,13 @@
-"""Ctrl-C in blocks that put it off until they end."""
+"""Ctrl-C in blocks that put it off until they end, and in waits."""
 
+import concurrent.futures
 import os
 import signal
 import threading
 
 import pytest
 
-from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
 
 
 def press():
@@ -91,3 +92,24 @@ def test_a_handler_that_is_put_back_calls_what_it_called_before():
         assert (first, second) == ([signal.SIGINT], [])
     finally:
         signal.signal(signal.SIGINT, original)
+
+
+def test_a_wait_ends_though_another_thread_has_received_the_signal():
+    """The kernel may choose the thread, and then nothing wakes the main thread."""
+    future = concurrent.futures.Future()
+    release = threading.Timer(10, future.set_result, [None])
+    release.start()
+    threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_first([future])
+    assert not future.done()
+    release.cancel()
+
+
+def test_a_wait_of_several_slices_ends_at_its_timeout_or_with_its_future():
+    future = concurrent.futures.Future()
+    wait_for_first([future], timeout=0.6)
+    assert not future.done()
+    threading.Timer(0.6, future.set_result, [None]).start()
+    wait_for_first([future])
+    assert future.done()

@@ -1,10 +1,12 @@
 """Recorded pullbacks by message. A pull may come before its call has been served; the pull waits."""
 
+import functools
 import threading
 from typing import Any
 
 from jdistgrad.errors import ContextError
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import wait_in_slices
 
 _PULLED = object()  # replaces a recording after its last pull
 
@@ -30,9 +32,12 @@ class PullbackTable:
     def wait_for(self, message: int) -> None:
         """Wait until a message has been recorded, or the context has been closed. Raises if it never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: message in self._found or self._closed or self._error is not None)
+            wait_in_slices(functools.partial(self._changed.wait_for, lambda: self._is_settled(message)))
             if message not in self._found and self._error is not None:
                 raise self._error
+
+    def _is_settled(self, message: int) -> bool:
+        return message in self._found or self._closed or self._error is not None
 
     def find(self, message: int, *, last: bool) -> Any:
         """Wait for the recording of a message and return it. ``last``: it will not be requested again.

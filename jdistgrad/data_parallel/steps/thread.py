@@ -13,6 +13,7 @@ import jax
 from jdistgrad._compat import configured
 from jdistgrad.data_parallel.buckets.host_arrays import settings
 from jdistgrad.threads import join_soon, started
+from jdistgrad.wire.interrupts import wait_for_first
 
 
 class Communication:
@@ -33,13 +34,15 @@ class Communication:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function on the thread and wait for its result."""
-        return self.submit(function, *args).result()
+        future = self.submit(function, *args)
+        wait_for_first((future,))
+        return future.result()
 
     def finish(self) -> None:
         """Wait until the thread has run all that it was given."""
         latest = self._latest()
         if latest is not None:  # else it has been run, and nobody waits for its result
-            latest.exception()
+            wait_for_first((latest,))
 
 
 def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:

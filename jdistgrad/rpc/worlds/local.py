@@ -16,6 +16,7 @@ from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
+from jdistgrad.wire.interrupts import wait_in_slices
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -66,7 +67,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
         thread.start()
     try:
         for thread in threads:
-            thread.join()
+            _join(thread)
     except KeyboardInterrupt:
         hub.fail(errors.WorldClosedError("spawn was interrupted"))
         raise
@@ -114,7 +115,7 @@ class LocalWorkers:
         if not self._worker.closed:
             shutdown()
             for server in self._servers:
-                server.join()
+                _join(server)
 
     def __enter__(self) -> "LocalWorkers":
         return self
@@ -150,3 +151,11 @@ def _require_shutdown(rank: int) -> None:
         gave_up = worker.closing.gave_up
         how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."
         raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
+
+
+def _join(thread: threading.Thread) -> None:
+    def has_ended(seconds: float | None) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    wait_in_slices(has_ended)
