@@ -111,6 +111,21 @@ def test_children_of_a_process_with_a_local_world(tmp_path):
     assert "done" in ended.stdout
 
 
+AFTER_COMPUTATIONS = """
+with jd.local_workers(3):
+    jnp.ones((300, 300)).dot(jnp.ones((300, 300))).block_until_ready()
+    print("ended:", [child(lambda: None) for _ in range(10)])
+"""
+
+
+def test_children_end_though_jax_has_used_its_threads(tmp_path):
+    """JAX joins its threads at the end of Python; in a child, which has none of them, that crashes."""
+    script = tmp_path / "program.py"
+    script.write_text(USES + AFTER_COMPUTATIONS)
+    ended = subprocess.run([sys.executable, str(script)], timeout=60, text=True, capture_output=True, check=False)
+    assert f"ended: {[0] * 10}" in ended.stdout, ended.stdout + ended.stderr
+
+
 INTERRUPTED = """
 import os, signal, threading, time
 from jdistgrad.wire.interrupts import put_off_interrupt

@@ -1,15 +1,21 @@
 """Forks of a worker's process, which are no workers: the child has neither the worker's threads nor its place in MPI.
 
-The fork handler runs in the child, where a thread that does not exist there may hold any lock, so it takes no lock.
+The handler in the child takes no lock, since a thread that does not exist there may hold it.
 """
 
+import ctypes
 import os
 import weakref
+from typing import Any
 
+from jax.extend import backend
+
+from jdistgrad._compat import backends_are_initialized
 from jdistgrad.rpc import current
 from jdistgrad.rpc.worker import Worker
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_clients: list[Any] = []  # JAX's, during a fork
 
 
 def watch(worker: Worker) -> None:
@@ -17,7 +23,15 @@ def watch(worker: Worker) -> None:
     _workers.add(worker)
 
 
+def _before() -> None:
+    if _workers and backends_are_initialized():
+        _clients.extend(backend.backends().values())
+
+
 def _in_child() -> None:
+    for client in _clients:  # the end of a client waits for its threads, which crashes where they do not exist
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    _clients.clear()
     came_along = [worker for worker in _workers if not (worker.closed and worker.transport.hands_over)]
     if came_along:
         whose = ", ".join(str(worker.info) for worker in came_along[:3])
@@ -31,4 +45,4 @@ def _in_child() -> None:
         current.leave_behind(why)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_clients.clear, after_in_child=_in_child)
