@@ -39,6 +39,24 @@ def notes(folder: str, what: str) -> dict[int, str]:
     }
 
 
+# What tells one job from another, as far as the launcher says.
+JOB_VARIABLES = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_PORT", "PMI_FD")
+PLACE = "JDISTGRAD_PLACE"  # the job, the rank, and the process that has taken this rank's place
+
+
+def take_place() -> int | None:
+    """Note for children, which inherit the environment, that this process takes its rank's place in the job.
+
+    Return the process that has taken it before, or None.
+    """
+    place = " ".join([*(os.environ.get(name, "-") for name in JOB_VARIABLES), str(rank())])
+    taken, _, process = os.environ.get(PLACE, "").rpartition(" ")
+    if taken == place and int(process) != os.getpid():
+        return int(process)
+    os.environ[PLACE] = f"{place} {os.getpid()}"
+    return None
+
+
 # By this variable mpi4py leaves MPI open at the end of a process.
 LEFT_OPEN = "MPI4PY_RC_FINALIZE"
 

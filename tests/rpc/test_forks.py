@@ -126,6 +126,62 @@ def test_children_end_though_jax_has_used_its_threads(tmp_path):
     assert f"ended: {[0] * 10}" in ended.stdout, ended.stdout + ended.stderr
 
 
+MULTIPROCESSING = """
+import multiprocessing, operator
+import jdistgrad as jd
+
+def call():
+    return jd.rpc_sync(1, operator.add, args=(1, 2))
+
+def init():
+    me = jd.init()
+    jd.shutdown()
+    return me
+
+def own_world():
+    with jd.local_workers(2):
+        return call()
+
+def tried(use, queue):
+    try:
+        queue.put(use())
+    except Exception as error:
+        queue.put(str(error))
+
+if __name__ == "__main__":
+    OPEN_A_WORLD
+    if me.rank == 0:
+        for method in ("fork", "spawn"):
+            processes = multiprocessing.get_context(method)
+            for use in (call, init, own_world):
+                queue = processes.Queue()
+                process = processes.Process(target=tried, args=(use, queue))
+                process.start()
+                print(f"{method} {use.__name__}: {queue.get(timeout=30)}", flush=True)
+                process.join()
+                assert process.exitcode == 0
+        assert call() == 3
+    jd.shutdown()
+    print("done", flush=True)
+"""
+FORKED = ("fork call: this process was forked", "fork init: init: this", "fork own_world: local_workers: this")
+SPAWNED = ("spawn call: there is no world here", "spawn own_world: 3")
+
+
+def test_processes_of_multiprocessing_under_mpi(mpi_job):
+    """A process that is spawned inherits the rank's environment, by which it would wait for its own place in MPI."""
+    job = mpi_job(3, MULTIPROCESSING.replace("OPEN_A_WORLD", "me = jd.init()"))
+    job.expect("done", *FORKED, *SPAWNED, "spawn init: init: this process was started by process")
+
+
+def test_processes_of_multiprocessing_beside_a_local_world(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(MULTIPROCESSING.replace("OPEN_A_WORLD", "jd.local_workers(3); me = jd.worker_info()"))
+    ended = subprocess.run([sys.executable, str(script)], timeout=60, text=True, capture_output=True, check=False)
+    for line in ("done", *FORKED, *SPAWNED, "spawn init: worker0 (rank 0)"):
+        assert line in ended.stdout, ended.stdout + ended.stderr
+
+
 INTERRUPTED = """
 import os, signal, threading, time
 from jdistgrad.wire.interrupts import put_off_interrupt

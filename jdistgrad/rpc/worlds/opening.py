@@ -52,6 +52,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     recorder.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
+    refuse_place_of_another_process()
     now = time.monotonic()
     launcher_env.leave_note(launcher_env.CALLED, f"{os.getpid()} {now} {now + timeout}")
     with ends_when_stuck(timeout):
@@ -103,6 +104,17 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
             "jdistgrad.spawn."
         ) from error
     return MPI
+
+
+def refuse_place_of_another_process() -> None:
+    """Raise WorldError if a rank has started this process, with its own place in the environment: MPI would wait."""
+    process = launcher_env.take_place()
+    if process is not None:
+        raise errors.WorldError(
+            f"init: this process was started by process {process}, which is rank {launcher_env.rank()} of the MPI job, "
+            "and a rank is one process. Leave calls to that process, or have the launcher start every process that "
+            "needs a place. A world of threads needs none: jdistgrad.spawn, jdistgrad.local_workers."
+        )
 
 
 @contextlib.contextmanager
