@@ -1,5 +1,6 @@
 """The mailbox of a worker, through which all its parts send and receive, and find each other by class."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -50,6 +51,7 @@ class Mailbox:
       home: the thread that opened the world.
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
+      refused: how many messages were refused or came too late, by the rank that sent them.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
       severed: whether this is the copy of a worker in a forked process.
       error_suffix: called with the text of an error that ends a wait; returns what to add to that text. The flight
@@ -74,8 +76,10 @@ class Mailbox:
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = self.severed = False
+        self.refused: collections.Counter[int] = collections.Counter()
         self.error_suffix: Callable[[str], str] = lambda cause: ""
         self.note_gifts: Callable[[int, Parcel], None] | None = None
+        self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
         self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
@@ -144,8 +148,14 @@ class Mailbox:
         try:
             return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
         except errors.FunctionError as error:
-            log.error("%s refuses a %s from rank %d: %s", self.info, message.kind.name, message.source, error)
+            self.refuse(message.source, f"a {message.kind.name}", error)
             raise
+
+    def refuse(self, source: int, what: str, why: object, level: int = logging.ERROR) -> None:
+        """Count and log a message that is not applied."""
+        with self._counting:
+            self.refused[source] += 1
+        log.log(level, "%s refuses %s from rank %d: %s", self.info, what, source, why)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed."""

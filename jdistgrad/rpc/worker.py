@@ -26,8 +26,6 @@ from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
 
-log = logging.getLogger("jdistgrad.rpc")
-
 
 class Worker(Mailbox):
     """A worker of a world.
@@ -106,14 +104,14 @@ class Worker(Mailbox):
                 self.work.received(source)
 
     def _take_note(self, message: Message) -> Task | None:
-        """Handle a message that is no call. If it is damaged and no answer either, it is logged and ignored."""
+        """Handle a message that is no call. If it is damaged and no answer either, it is refused."""
         kind = message.kind
         if kind in ANSWERS:
             self.calls.answered(message)
         elif kind is Kind.PUSH:
             self._pushed(message)
         elif isinstance(message.body, errors.WireError):
-            log.error("%s ignores a %s from rank %d: %s", self.info, kind.name, message.source, message.body)
+            self.refuse(message.source, f"a {kind.name}", message.body)
         elif kind is Kind.RELEASE:
             self.work.started()
             return functools.partial(self.releasing.closed_elsewhere, message.id)
@@ -133,7 +131,7 @@ class Worker(Mailbox):
         try:
             self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
         except errors.ContextError as closed:
-            log.debug("%s drops a value that rank %d has pushed: %s", self.info, message.source, closed)
+            self.refuse(message.source, "a value", closed, logging.DEBUG)
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""

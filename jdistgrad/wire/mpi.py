@@ -239,10 +239,10 @@ class MPITransport:
         return 1 + number % self._tags
 
     def _is_new(self, source: int, number: int) -> bool:
-        """Return whether a frame comes for the first time; else log that it is refused."""
+        """Return whether a frame comes for the first time; else refuse it."""
         new = self._arrivals[source].is_new(number)
         if not new:
-            log.error("the worker of rank %d refused a message from rank %d that came twice", self.rank, source)
+            self._receiver.refuse(source, "a message", "it has come before")
         return new
 
     def _room(self, frame: frames.Frame, k: int) -> Any:
@@ -263,9 +263,9 @@ class MPITransport:
         return self._hand_on(message)
 
     def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
-        """Hand on a damaged message whose id is known, since the layer above knows its call; else log the error."""
+        """Hand on a damaged message whose id is known, since the layer above knows its call; else refuse it."""
         if error.id is None:
-            log.error("the worker of rank %d ignored a message from rank %d: %s", self.rank, source, error)
+            self._receiver.refuse(source, "a message", error)
             return None
         if error.number is not None and not self._is_new(source, error.number):
             return None

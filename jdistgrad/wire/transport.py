@@ -16,8 +16,11 @@ class Receiver(Protocol):
         """Take a message; return work that cannot be done quickly as a task, which the transport must have run.
 
         The body of a message that arrived damaged, but whose kind and id are known, is the WireError. Messages without
-        a known id are logged and dropped by the transport.
+        a known id are refused by the transport.
         """
+
+    def refuse(self, source: int, what: str, why: object) -> None:
+        """Count and log a message that the transport does not hand on."""
 
     def run(self, task: Task) -> None:
         """Run a task on some thread that may wait."""

@@ -20,6 +20,11 @@ def transfers_under_way():
     return len(current_worker().transport._incoming)
 
 
+def refused():
+    """Return how many messages of worker 0 this worker has refused."""
+    return current_worker().refused[0]
+
+
 def lost():
     return list(current_worker().peers.lost.values())
 
@@ -38,6 +43,7 @@ def frame_of(kind):
 def test_damaged_headers_of_every_kind_are_ignored(wire_world):
     """Thousands of damaged frames of all kinds arrive, and none is taken for a message."""
     worker, chance = current_worker(), random.Random(3)
+    before = jd.rpc_sync(last(), refused)
     for kind in Kind:
         whole = frame_of(kind)
         for _ in range(300):
@@ -46,6 +52,7 @@ def test_damaged_headers_of_every_kind_are_ignored(wire_world):
                 frame = damaged(whole[: frames.START], chance) + whole[frames.START :]
             worker.transport._comm.Send(frame, last(), 0)
     still_works()
+    assert jd.rpc_sync(last(), refused) == before + 300 * len(Kind)
     assert jd.rpc_sync(last(), transfers_under_way) == 0
     assert [jd.rpc_sync(rank, lost) for rank in range(jd.world_size())] == [[]] * jd.world_size()
 

@@ -4,6 +4,7 @@ import collections
 import operator
 import random
 import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -307,6 +308,33 @@ def work(rank, size, turn):
             current_worker().push(peer, (0,), jnp.full(peer + 2, rank))
         pushed = [jd.rpc_sync(peer, taken, args=((0,), 20)).tolist() for peer in peers]
     return values, pushed, [jd.rpc_sync(peer, count, args=(rank, turn, k)) for peer in peers for k in range(5)]
+
+
+def nap(seconds):
+    time.sleep(seconds)
+
+
+@on_worker0
+def test_an_answer_that_comes_too_late_is_counted(big_world):
+    worker, peer = current_worker(), jd.world_size() - 1
+    before = worker.refused[peer]
+    with pytest.raises(jd.CallTimeoutError):
+        jd.rpc_sync(peer, nap, args=(0.3,), timeout=0.1)
+    assert poll(lambda: worker.refused[peer] == before + 1, 20)
+
+
+@pytest.mark.skipif(not launcher_env.launched(), reason="local worlds hand objects over: the run with 3 ranks runs this test")
+@on_worker0
+def test_a_message_that_comes_twice_is_served_once_and_counted(big_world):
+    before = jd.rpc_sync(1, refused, args=(0,))
+    unruly(Fate.TWICE, Kind.CALL)
+    assert jd.rpc_sync(1, count, args=("twice",)) == 1
+    assert poll(lambda: jd.rpc_sync(1, refused, args=(0,)) == before + 1, 20)
+    assert jd.rpc_sync(1, count, args=("twice",)) == 2
+
+
+def refused(source):
+    return current_worker().refused[source]
 
 
 @on_every_worker

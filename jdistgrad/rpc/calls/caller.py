@@ -1,6 +1,7 @@
 """The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
+import logging
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
+from jdistgrad.wire.ids import spell
 from jdistgrad.wire.message import Kind, Message
 
 LOOKED_AT = 16  # of the calls that room is waited for, the oldest
@@ -124,7 +126,10 @@ class Caller:
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
         pending = self._calls.close(message.id)
-        if pending is not None:
+        if pending is None:
+            why = f"nobody waits for the answer to call {spell(message.id)}"
+            self._mailbox.refuse(message.source, f"a {message.kind.name}", why, logging.DEBUG)
+        else:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
             pending.future.answer(functools.partial(self._outcome, message), self._mailbox.run)
 

@@ -36,6 +36,7 @@ def of_worker(worker: Worker, now: float) -> dict[str, Any]:
         "calls": [of_call(call, served, now) for call in worker.calls.pending()],
         "serving": [of_served(one, now) for one in served],
         "collectives": [of_collective(one, now) for one in worker.watchdog.engaged()],
+        "refused": {str(source): count for source, count in worker.refused.copy().items()},
         "shutdown": worker.closing.waited(now),
     }
 
