@@ -80,6 +80,8 @@ def _worker(facts: Mapping[str, Any], process: Mapping[str, Any], found: Waits) 
     at = threads.get(facts["home"], {}).get("place")
     lines = [f"  {facts['names'][facts['rank']]} (rank {facts['rank']})" + (f" at {at}" if at else "")]
     lines += [f"    its world is broken: {facts['failure']}"] if facts["failure"] else []
+    for source, count in facts["refused"].items():
+        lines.append(f"    has refused {count} messages from {facts['names'][int(source)]}")
     if facts["shutdown"] is not None:
         lines.append(f"    in shutdown for {facts['shutdown']:.1f} s")
     lines += _limited([_pending(one, facts) for one in facts["calls"]])

@@ -1,5 +1,8 @@
 """Bad input: a clear error on every rank, and nothing is reduced or lost."""
 
+import dataclasses
+import functools
+import threading
 import time
 
 import jax
@@ -58,6 +61,49 @@ def test_ranks_that_disagree_are_told_before_anything_is_reduced(big_world, what
     with pytest.raises(DisagreementError, match=said):
         dp.verify(mine)
     np.testing.assert_allclose(dp.average(ours)["w"], np.ones(4), rtol=1e-6)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["rate", "note"])
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    w: jax.Array
+    rate: float = 0.5
+    note: object = None
+
+
+def layer_loss(layer):
+    return (layer.w * layer.rate).sum()
+
+
+@on_every_worker
+def test_ranks_whose_modules_have_other_static_parts_are_told(big_world, rank, size):
+    dp, said = DataParallel(), r"a static part of the tree is Layer: \(0.5, None\) on rank 0, Layer: \(0.25, None\)"
+    ours = Layer(jnp.ones(3))
+    mine = dataclasses.replace(ours, rate=0.25) if rank == 2 else ours
+    for use in (dp.average, dp.verify, dp.broadcast, dp.value_and_grad(layer_loss), jax.jit(dp.average)):
+        with pytest.raises(Exception, match=said):
+            use(mine)
+    assert dp.value_and_grad(layer_loss)(ours)[1].w.tolist() == [0.5] * 3
+
+
+@on_every_worker
+def test_ranks_whose_modules_have_other_functions_are_told(big_world, rank, size):
+    def loss(params):
+        return params["activation"](params["w"]).sum()
+
+    def params(activation):
+        return {"activation": activation, "w": jnp.ones(3)}
+
+    step = DataParallel().value_and_grad(loss)
+    with pytest.raises(DisagreementError, match=r"is .*relu on rank 0, .*square on rank 2"):
+        step(params(jnp.square if rank == 2 else jax.nn.relu))
+    assert step(params(jax.nn.relu))[1]["w"].tolist() == [1.0] * 3
+
+
+@on_every_worker
+def test_static_parts_that_no_other_process_can_compare_may_differ(big_world, rank, size):
+    noted = Layer(jnp.full(3, float(rank)), note=threading.Lock())  # equal to itself only
+    assert DataParallel().average(noted).w.tolist() == [(size - 1) / 2] * 3
 
 
 @on_every_worker

@@ -1,6 +1,7 @@
 """Ranks whose trees or settings differ: before anything is reduced, every rank is told what differs."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +22,23 @@ def layer(inputs: int, outputs: int) -> Tree:
     return {"w": jnp.ones((inputs, outputs)), "b": jnp.ones(outputs)}
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["rate", "activation"])
+@dataclasses.dataclass(frozen=True)
+class Module:
+    w: Any
+    rate: float = 0.1
+    activation: Callable[..., Any] = jnp.tanh
+
+
 def base() -> Tree:
     layers = [layer(3, 4), layer(4, 2), layer(2, 5)]
-    return {"layers": layers, "scale": jnp.ones(()), "table": jnp.ones((6, 2), jnp.bfloat16), "bias": jnp.ones(7)}
+    own = {"scale": jnp.ones(()), "table": jnp.ones((6, 2), jnp.bfloat16), "bias": jnp.ones(7)}
+    return {"layers": layers, "module": Module(jnp.ones((2, 2))), **own}
+
+
+def half_of_squares(tree: Tree) -> Any:
+    """Return a loss whose gradients are the parameters."""
+    return sum((leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(tree)) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +98,11 @@ def fewer_layers(chance: random.Random, tree: Tree) -> Tree:
     return {**tree, "layers": tree["layers"][: chance.randrange(3)]}
 
 
+def another_static_part(chance: random.Random, tree: Tree) -> Tree:
+    changed = chance.choice([{"rate": chance.random()}, {"activation": chance.choice([jax.nn.relu, jnp.sin])}])
+    return {**tree, "module": dataclasses.replace(tree["module"], **changed)}
+
+
 def keys_in_another_order(chance: random.Random, tree: Tree) -> Tree:
     return dict(sorted(tree.items(), key=lambda item: chance.random()))
 
@@ -95,6 +115,7 @@ TREES = (
     Mutation("path", renamed),
     Mutation("order of layers", layers_in_another_order),
     Mutation("fewer layers", fewer_layers),
+    Mutation("a static part", another_static_part),
     Mutation("order of keys", keys_in_another_order, harmless=True),
     Mutation("a NumPy array", on_a_leaf(lambda chance, leaf: np.asarray(leaf)), harmless=True),
 )
@@ -109,7 +130,7 @@ SETTINGS = (
 
 
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:
-    """Average a tree that is another one on one rank, by ``average``, ``jax.jit`` or under other settings."""
+    """Average a tree that is another one on one rank, by ``average``, ``jax.jit``, a step, or under other settings."""
     me, dp = jd.init(timeout=30), None
     watchdog.ASK_SECONDS = watchdog.CROSSED_SECONDS = 0.5
     for _ in range(count):
@@ -117,7 +138,7 @@ def play(chance: random.Random, count: int) -> Iterator[Outcome]:
             dp = jd.DataParallel(timeout=30)
             known = jax.jit(dp.average)
             jax.block_until_ready(known(base()))
-        victim, how = chance.randrange(jd.world_size()), chance.choices(HOW, (6, 6, 1, 3))[0]
+        victim, how = chance.randrange(jd.world_size()), chance.choices(HOW, (5, 5, 1, 3, 3))[0]
         if how == "settings":
             setting = chance.choice(SETTINGS)
             average = jd.DataParallel(timeout=30, **(setting if me.rank == victim else {})).average
@@ -125,7 +146,12 @@ def play(chance: random.Random, count: int) -> Iterator[Outcome]:
         else:
             mutation = chance.choice(TREES)
             changed = mutation.change(chance, base())
-            average = {"called": dp.average, "compiled": jax.jit(dp.average), "compiled before": known}[how]
+            average = {
+                "called": dp.average,
+                "compiled": jax.jit(dp.average),
+                "compiled before": known,
+                "a step": functools.partial(gradients_of, dp.value_and_grad(half_of_squares)),
+            }[how]
             fault, mine = f"{mutation.name} on rank {victim}, {how}", changed if me.rank == victim else base()
             harmless = mutation.harmless
         problem, crossed = problem_of(average, mine, harmless=harmless)
@@ -134,7 +160,12 @@ def play(chance: random.Random, count: int) -> Iterator[Outcome]:
     jd.shutdown()
 
 
-HOW = "called", "compiled", "compiled before", "settings"
+HOW = "called", "compiled", "compiled before", "settings", "a step"
+
+
+def gradients_of(step: Callable[[Tree], Any], tree: Tree) -> Tree:
+    return step(tree)[1]
+
 
 # Where one rank knows the compiled program of a tree and another does not, the two wait in different meetings. Then
 # both are told, and must make a new DataParallel.

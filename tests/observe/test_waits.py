@@ -23,7 +23,7 @@ def meeting(turn, peers, what="a barrier", inside_mpi=False):
     return {**whole, "peers": peers}
 
 
-def worker(rank, calls=(), serving=(), collectives=(), shutdown=None, world="w", failure=None):
+def worker(rank, calls=(), serving=(), collectives=(), shutdown=None, world="w", failure=None, refused=()):
     return {
         "rank": rank,
         "world": world,
@@ -34,8 +34,12 @@ def worker(rank, calls=(), serving=(), collectives=(), shutdown=None, world="w",
         "calls": list(calls),
         "serving": list(serving),
         "collectives": list(collectives),
+        "refused": dict(refused),
         "shutdown": shutdown,
     }
+
+
+BAD = {"2": 3}
 
 
 def process(*workers, label="rank0", threads=(), events=()):
@@ -110,7 +114,10 @@ def test_the_report():
     busy = worker(0, calls=[call(1)], serving=[served(2), served(1, thread=0)], collectives=[collective, everybody])
     snapshots = [
         process(busy, threads=threads, events=[{**event, "details": {"call": "0:4"}}] * 3),
-        process(worker(1, calls=[call(0, 1.5)], collectives=[everybody], shutdown=6.0, failure="torn"), label="rank1"),
+        process(
+            worker(1, calls=[call(0, 1.5)], collectives=[everybody], shutdown=6.0, failure="torn", refused=BAD),
+            label="rank1",
+        ),
         process(label="rank3", threads=threads),
     ]
     stacks = 'Current thread 0x01 (most recent call first):\n  File "/home/me/net.py", line 4 in run\n'
@@ -131,6 +138,7 @@ rank0, process 4711 on node, asked
 rank1, process 4711 on node, asked
   worker1 (rank 1)
     its world is broken: torn
+    has refused 3 messages from worker2
     in shutdown for 6.0 s
     waits 1.5 s for worker0: f (call 0:0)
     in a collective for 4.0 s: a barrier (number 8), with all others

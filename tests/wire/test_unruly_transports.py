@@ -323,7 +323,7 @@ def test_an_answer_that_comes_too_late_is_counted(big_world):
     assert poll(lambda: worker.refused[peer] == before + 1, 20)
 
 
-@pytest.mark.skipif(not launcher_env.launched(), reason="local worlds hand objects over: the run with 3 ranks runs this test")
+@pytest.mark.skipif(not launcher_env.launched(), reason="threads hand objects over: the run with 3 ranks runs this")
 @on_worker0
 def test_a_message_that_comes_twice_is_served_once_and_counted(big_world):
     before = jd.rpc_sync(1, refused, args=(0,))

@@ -1,6 +1,7 @@
 """The terms that must be the same on all ranks before a reduction: their digest, and the first difference in words."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ Settings = tuple[tuple[str, str], ...]
 
 
 class Terms(NamedTuple):
-    """A rank's tree of gradients and its settings."""
+    """A rank's tree of gradients and its settings. ``static``: the parts of the tree that hold no leaves."""
 
     leaves: tuple[Leaf, ...]
     settings: Settings
+    static: tuple[str, ...] = ()
 
     def digest(self) -> int:
-        facts = ([(leaf.path, leaf.shape, str(leaf.dtype), leaf.sparse) for leaf in self.leaves], self.settings)
+        facts = ([(leaf.path, leaf.shape, str(leaf.dtype), leaf.sparse) for leaf in self.leaves], self[1:])
         return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
 
 
@@ -53,6 +55,9 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
         more, here, there = (ours, first, rank) if len(ours.leaves) > len(theirs.leaves) else (theirs, rank, first)
         extra = more.leaves[min(len(ours.leaves), len(theirs.leaves))]
         return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{_counts(ours, theirs)}"
+    for part, other_part in itertools.zip_longest(ours.static, theirs.static, fillvalue="nothing"):
+        if part != other_part:
+            return f"a static part of the tree is {part} on rank {first}, {other_part} on rank {rank}"
     return None
 
 

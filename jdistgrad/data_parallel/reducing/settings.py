@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, lay_out
-from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
+from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, flatten, require_inexact
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
+from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook, checked
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
@@ -69,9 +70,10 @@ class Rules:
     def hook_name(self) -> str:
         return self.hook.name if self.hook else "none"
 
-    def terms(self, tree: Any) -> Terms:
-        """Describe a tree of gradients as the ranks compare it."""
-        return Terms(tuple(describe(tree)), self.settings)
+    def terms(self, tree: Any, static: tuple[str, ...] | None = None) -> Terms:
+        """Describe a tree of gradients as the ranks compare it. ``static``: its static parts, if it has lost them."""
+        parts = static_parts(flatten(tree)[1]) if static is None else static
+        return Terms(tuple(describe(tree)), self.settings, parts)
 
     def require_averages(self, leaves: Sequence[Leaf]) -> None:
         """Raise LeafError for a leaf that has no average, or a sparse leaf that has no rows."""

@@ -82,7 +82,7 @@ class Driver:
         described = describe_all(tree)
         memories = [host_arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
         leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(described, memories, strict=True)]
-        return Terms(tuple(leaves), self._rules.settings), memories
+        return self._rules.terms(tree)._replace(leaves=tuple(leaves)), memories
 
     # Steps.
 
@@ -223,7 +223,7 @@ class Driver:
     def _agree_on_model(self, traced: Trace) -> BucketPlan:
         like = traced.like
         self._rules.require_sparse_paths(like)
-        return self._agree(like, readiness(traced.closed, traced.gradients.num_leaves))
+        return self._agree(like, readiness(traced.closed, traced.gradients.num_leaves), traced.static)
 
     def _plan_for(self, tree: Any) -> BucketPlan:
         leaves, structure = flatten(tree)
@@ -232,8 +232,8 @@ class Driver:
             self._plans[key] = self._agree(tree, None)
         return self._plans[key]
 
-    def _agree(self, tree: Any, order: Sequence[int] | None) -> BucketPlan:
-        plan = self._thread.run(self._reducer.agree, self._rules.terms(tree), order)
+    def _agree(self, tree: Any, order: Sequence[int] | None, static: tuple[str, ...] | None = None) -> BucketPlan:
+        plan = self._thread.run(self._reducer.agree, self._rules.terms(tree, static), order)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
 

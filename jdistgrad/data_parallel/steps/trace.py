@@ -9,16 +9,22 @@ from jax.extend import core
 
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.functions import removed
+from jdistgrad.data_parallel.buckets.leaves import flatten
+from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.rpc.functions import Args, Kwargs
 
 
 class Trace(NamedTuple):
-    """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux)."""
+    """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux).
+
+    ``static``: the static parts of the parameters, functions among their leaves included.
+    """
 
     closed: Any
     gradients: Any
     results: Any
     used: tuple[bool, ...]
+    static: tuple[str, ...]
 
     @property
     def like(self) -> Any:
@@ -49,6 +55,7 @@ def trace(
         used: set[int] = set()
         probed = _probed(loss, argnums, used)
         value, gradients = jax.value_and_grad(probed, argnums, has_aux)(*args, **kwargs)
+        found["static"] = static_parts(flatten(gradients)[1])
         flat, found["gradients"] = jax.tree.flatten(removed(gradients))
         rest, found["results"] = jax.tree.flatten(value)
         found["used"] = tuple(k in used for k in range(len(flat)))
@@ -56,7 +63,7 @@ def trace(
 
     nested = jax.make_jaxpr(program, axis_env=axes)(*leaves)
     closed = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)(*leaves)
-    return Trace(closed, found["gradients"], found["results"], found["used"])
+    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"])
 
 
 def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
