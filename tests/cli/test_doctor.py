@@ -62,6 +62,15 @@ def test_each_illness_has_its_remedy(facts, what, remedy):
     assert remedy in found[what].remedy
 
 
+def test_a_job_that_cannot_go_on_without_ranks_is_no_illness():
+    mpi = {**HEALTHY["mpi"], "cannot_survive": "Open MPI was built without ULFM"}
+    (finding,) = complaints(ill(mpi=mpi))
+    assert not finding.fatal
+    assert (finding.what, finding.found) == ("going on without ranks", "no")
+    assert "without ULFM" in str(finding)
+    assert "possible: jdistgrad run --survive" in "".join(map(str, diagnose([HEALTHY])))
+
+
 def test_mpi_on_devices():
     (finding,) = complaints(ill(devices=GPU), ill(devices=GPU, on_device="ended with signal 11."))
     assert finding.found == "no. Rank 1: ended with signal 11."

@@ -55,6 +55,7 @@ def soon(delay: float, number: int) -> None:
 
 ACTS: dict[str, Callable[[float], object]] = {
     "kill": lambda delay: soon(delay, signal.SIGKILL),
+    "crash": lambda delay: threading.Timer(delay, ctypes.string_at, (0,)).start(),
     "stop": lambda delay: soon(delay, signal.SIGSTOP),
     "deadlock": lambda delay: (time.sleep(delay), get_stuck_in_python()),
     "stick": lambda delay: (time.sleep(delay), get_stuck_in_c()),

@@ -20,8 +20,8 @@ STANDS_STILL = ("stop", "deadlock", "stick")
 
 
 def killed(count: int, seed: int) -> Iterator[Outcome]:
-    """Ranks killed by SIGKILL."""
-    yield from struck(("kill",), load.PHASES, count, seed, within=DEAD_SECONDS)
+    """Ranks killed by SIGKILL, and some that crash: C code reads where there is no memory."""
+    yield from struck(("kill", "kill", "kill", "crash"), load.PHASES, count, seed, within=DEAD_SECONDS)
 
 
 def standing_still(count: int, seed: int) -> Iterator[Outcome]:
@@ -75,8 +75,8 @@ def broken_promise(act: str, victim: int, ended: jobs.Ended, within: float) -> s
         return f"the processes {ended.left} are left"
     if ended.seconds is None:
         return f"no rank was struck, and the exit status was {ended.status}"
-    if ended.status == 0:
-        return "" if act in ("kill", "stop") else "its exit status was 0"  # the rank's program had ended before
+    if ended.status == 0:  # right if the rank's program had ended before
+        return "" if act in ("kill", "crash", "stop") else "its exit status was 0"
     if not names(victim, ended.output):
         return f"no message names rank {victim}"
     if ended.seconds > within * patience():

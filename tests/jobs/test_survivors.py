@@ -1,6 +1,7 @@
 """Jobs that go on without ranks that die or fail: what the others compute, know and hold at the end."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -581,6 +582,23 @@ def test_xlas_collectives_do_not_survive(mpi_job):
     mpi_job(2, "import jdistgrad as jd\njd.init(survive=True, devices=True)").expect(
         "jax.distributed ends all processes when one dies", status=None
     )
+
+
+def test_a_mesh_over_several_processes_says_that_it_does_not_survive(surviving_job):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    surviving_job(
+        3,
+        f"""
+        import jax
+
+        jax.distributed.initialize("{address}", 3, jd.rank())
+        me = jd.init()
+        jd.collectives.Mesh("batch")
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+    ).expect("worker0 []", "worker2 []", "Mesh('batch'): a mesh over several processes does not go on without one that")
 
 
 def test_a_pipeline_without_a_lost_worker_goes_on(surviving_job):
