@@ -31,7 +31,7 @@ def own_settings(monkeypatch, tmp_path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_was_committed(path):
     committed = nbformat.read(path, as_version=4)
-    executed = nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=50).execute()
+    executed = nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=200).execute()
     assert shown(executed) == shown(committed)
 
 
