@@ -1,5 +1,6 @@
 """Steps of pipelines against the serial program, and against each other: all schedules must give the same bits."""
 
+import collections
 import functools
 import itertools
 import re
@@ -20,7 +21,9 @@ import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.errors import DisagreementError
 from jdistgrad.pipeline.stages import Recording, StageFunction
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.local import LocalTransport
+from jdistgrad.wire.message import ANSWERS, CALLS, Kind
 
 F, B, I, W = pp.Kind  # noqa: E741
 
@@ -311,6 +314,49 @@ def test_recordings_are_those_of_the_forecast_and_none_stays(world):
     wait_until_nobody_takes_part()
 
 
+_sent = collections.defaultdict(collections.Counter)  # by rank: messages by kind and receiver
+
+
+def count_messages():
+    transport, sent = current_worker().transport, _sent[current_worker().rank]
+    send = transport.send
+    sent.clear()
+
+    def counted(peer, message):
+        if peer != transport.rank:
+            sent[message.kind, peer] += 1
+        send(peer, message)
+
+    transport.send = counted
+
+
+def sent_here():
+    kinds = CALLS | ANSWERS | {Kind.PUSH}
+    return {to: number for to, number in _sent[current_worker().rank].items() if to[0] in kinds}
+
+
+@on_worker0
+def test_a_step_is_one_call_for_each_worker_and_pushes_between_neighbours(world):
+    """The worker that drives a step takes no part in what others send each other."""
+    size, microbatches = jd.world_size(), 5
+    refs, (x, y) = references(size, range(size)), data(size)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.one_f_one_b(size, microbatches), loss=mean_square)
+    with jd.context():
+        pipeline.step(x, targets=y)
+        for rank in range(size):
+            jd.rpc_sync(rank, count_messages)
+        _sent[0].clear()
+        pipeline.step(x, targets=y)
+        found = {0: sent_here()} | {rank: jd.rpc_sync(rank, sent_here) for rank in range(1, size)}
+    for rank in range(size):
+        neighbours = {rank - 1, rank + 1} & set(range(size))
+        pushed = {(Kind.PUSH, one): microbatches for one in neighbours}
+        if rank == 0:
+            assert found[rank] == pushed | {(Kind.CALL, other): 1 for other in range(1, size)}
+        else:  # one answer to the step, and the one to ``count_messages``
+            assert found[rank] == pushed | {(Kind.RESULT, 0): 2}
+
+
 def slow(params, x):
     """Wait for the others to begin their waits, and then a little."""
     return jax.pure_callback(asleep, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)) @ params["w"]
@@ -512,8 +558,9 @@ def test_a_worker_without_stages_has_nothing_to_do(world):
 
 @st.composite
 def models(draw, size):
-    """A random pipeline: stages, who feeds whom, which share parameters, where they run, how the batch is split."""
+    """A random pipeline: stages, their widths, who feeds whom, who shares parameters, where they run, and the batch."""
     stages = draw(st.integers(2, 5))
+    widths = [draw(st.sampled_from(sorted(COMBINE))) for _ in range(stages)]
     inputs = [None]
     for stage in range(1, stages):
         mine = draw(st.lists(st.integers(0, stage - 1), max_size=2))
@@ -522,7 +569,8 @@ def models(draw, size):
     placement = [draw(st.integers(0, size - 1)) for _ in range(stages)]
     microbatches = draw(st.integers(1, 4))
     rows = microbatches * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
-    return inputs, shared, placement, microbatches, rows, draw(st.randoms(use_true_random=False))
+    seeds = draw(st.permutations(range(5)))
+    return inputs, shared, widths, placement, microbatches, rows, seeds, draw(st.randoms(use_true_random=False))
 
 
 def random_schedule(chance, inputs, placement, microbatches):
@@ -546,42 +594,54 @@ def random_schedule(chance, inputs, placement, microbatches):
     return pp.Schedule(placement, rows)
 
 
-def combine(params, *inputs):
-    return jnp.tanh(functools.reduce(jnp.add, inputs) @ params)
+WIDEST = 4
+
+
+def combine(params, *inputs, width):
+    """Return a result of this width; inputs may have other widths."""
+    widened = [jnp.pad(x, ((0, 0), (0, WIDEST - x.shape[1]))) for x in inputs]
+    return jnp.tanh(functools.reduce(jnp.add, widened) @ params)[:, :width]
+
+
+COMBINE = {width: functools.partial(combine, width=width) for width in (3, WIDEST)}  # compiled once for all examples
 
 
 def square_of(seed):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(4, 4)), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(WIDEST, WIDEST)), jnp.float32)
 
 
-def combined(values, x, y, *, inputs, shared):
+def combined(values, x, y, *, inputs, shared, widths):
     results = []
     for stage, mine in enumerate(inputs):
         taken = [x] if mine is None else [results[k] for k in mine]
-        results.append(combine(values[shared[stage]], *taken))
+        results.append(combine(values[shared[stage]], *taken, width=widths[stage]))
     return mean_square(results[-1], y)
 
 
 @on_worker0
 def test_random_pipelines(world):
     size = jd.world_size()
-    owned = [jd.remote(k % size, square_of, args=(k,)) for k in range(5)]
+    owners = [jd.remote(k % size, square_of, args=(k,)) for k in range(5)]
 
     @settings(max_examples=8, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(models(size))
     def agree(model):
-        inputs, shared, placement, microbatches, rows, chance = model
-        x, y = (np.random.default_rng(k).normal(size=(rows, 4)).astype("float32") for k in (1, 2))
-        stages = [pp.Stage(combine, owned[k], inputs=mine) for k, mine in zip(shared, inputs, strict=True)]
+        inputs, shared, widths, placement, microbatches, rows, seeds, chance = model
+        owned = [owners[seed] for seed in seeds]
+        x, y = (np.random.default_rng(k).normal(size=(rows, k)).astype("float32") for k in (3, widths[-1]))
+        each = zip(widths, shared, inputs, strict=True)
+        stages = [pp.Stage(COMBINE[width], owned[k], inputs=mine) for width, k, mine in each]
         used = sorted(set(shared))
         refs, found = [owned[k] for k in used], []
         drawn = random_schedule(chance, inputs, placement, microbatches)
-        for schedule, workers in ((pp.gpipe(len(stages), microbatches), placement), (drawn, range(drawn.workers))):
+        elsewhere = [chance.randrange(size) for _ in stages]
+        plain = pp.gpipe(len(stages), microbatches)
+        for schedule, workers in ((plain, placement), (plain, elsewhere), (drawn, range(drawn.workers))):
             pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=workers)
             found.append(stepped(pipeline, refs, x, targets=y))
             same_bits(found[-1], found[0])
-        function = functools.partial(combined, inputs=inputs, shared=shared)
-        loss, grads = serially(jax.value_and_grad(function), [square_of(k) for k in range(5)], x, y)
+        function = functools.partial(combined, inputs=inputs, shared=shared, widths=widths)
+        loss, grads = serially(jax.value_and_grad(function), list(map(square_of, seeds)), x, y)
         close((np.asarray(found[0][0]), found[0][1]), (loss, [grads[k] for k in used]), rtol=1e-4, atol=1e-5)
 
     agree()
