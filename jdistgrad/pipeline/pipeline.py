@@ -122,6 +122,10 @@ class Pipeline:
         names = ", ".join(describe(one.function) for one in self.stages)
         return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
 
+    def __reduce__(self) -> Any:
+        make = functools.partial(Pipeline, loss=self.loss, workers=self._workers, timeout=self._timeout)
+        return make, (self.stages, self.schedule)
+
     def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
         """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
         split, sizes = split_batch(batch, targets, program.plan.microbatches)

@@ -121,6 +121,7 @@ OWN = (
     "jdistgrad.events",
     "jdistgrad.modules",
     "jdistgrad.optim",
+    "jdistgrad.pipeline.pipeline",
     "jdistgrad.pipeline.plans",
     "jdistgrad.pipeline.shares",
     "jdistgrad.pipeline.stages",

@@ -519,7 +519,6 @@ def drive(pipeline, x, y):
         return pipeline.step(x, targets=y)
 
 
-@pytest.mark.one_process
 @on_worker0
 def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
     refs, (x, y) = references(3, range(3)), data(3)
