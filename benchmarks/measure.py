@@ -81,12 +81,17 @@ def report(**figures: Any) -> None:
     print(MARK + json.dumps(figures), flush=True)
 
 
-def run_job(script: str, *, n: int = 2, flags: list[str] | None = None) -> dict[str, Any]:
-    """Run a script on ``n`` ranks and return what it reported. ``flags`` replace our launcher's flags for mpirun."""
-    command = launch.command(n, [script])
+def run_job(script: str, *, n: int = 2, flags: list[str] | None = None, survive: bool = False) -> dict[str, Any]:
+    """Run a script on ``n`` ranks and return what it reported.
+
+    Arguments:
+      flags: replace our launcher's flags for mpirun.
+      survive: go on without ranks that die.
+    """
+    command = launch.command(n, [script], survive=survive)
     if flags is not None:
         command = [command[0], *flags, "-n", str(n), sys.executable, script]
-    around = launch.environment(n) if flags is None else None
+    around = (launch.SURVIVING if survive else {}) | launch.environment(n) if flags is None else None
     done = subprocess.run(command, env=around, capture_output=True, text=True, check=False)
     found: dict[str, Any] = {}
     for line in done.stdout.splitlines():

@@ -18,6 +18,7 @@ import devices
 import gradients
 import local
 import pipelines
+import surviving
 from measure import ROWS, Row, options
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build" / "benchmarks"
@@ -54,7 +55,7 @@ def plot(found: list[tuple[str, float, float | None]], path: pathlib.Path) -> No
 
 def main() -> None:
     chosen = options(__doc__)
-    for topic in (calls, local, gradients, data_parallel, devices, pipelines):
+    for topic in (calls, local, gradients, data_parallel, devices, pipelines, surviving):
         topic.main(chosen)
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}"

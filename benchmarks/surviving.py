@@ -1,0 +1,30 @@
+"""Benchmark of what `--survive` costs while no rank dies: calls and data-parallel steps of jobs with it and without.
+
+python benchmarks/surviving.py            # make bench
+"""
+
+from measure import JOBS, compare, microseconds, milliseconds, options, per_second, run_job, title
+
+WHAT = {
+    "numpy": ("a call, 4 bytes, NumPy", microseconds, "<= 1.02"),
+    "jax": ("a call, 4 bytes, JAX", microseconds, "<= 1.02"),
+    "rate": ("calls, 32 in flight, NumPy", per_second, ">= 0.98"),
+    "small": ("a step of eight 64x64 matrices", microseconds, "<= 1.02"),
+    "deep": ("a step of 64 layers of 256x256", milliseconds, "<= 1.02"),
+    "transformer": ("a step of a transformer, 4 layers", milliseconds, "<= 1.02"),
+}
+
+
+def main(chosen):
+    title(f"jdistgrad run --survive -n 2, against jobs without; medians of {chosen.rounds} jobs each, in turn")
+    found = {survive: {key: [] for key in WHAT} for survive in (False, True)}
+    for _ in range(chosen.rounds):
+        for survive, figures in found.items():
+            for key, value in run_job(str(JOBS / "surviving_jdistgrad.py"), survive=survive).items():
+                figures[key].append(value)
+    for key, (what, unit, target) in WHAT.items():
+        compare(what, unit, found[True][key], "without", found[False][key], target)
+
+
+if __name__ == "__main__":
+    main(options(__doc__))
