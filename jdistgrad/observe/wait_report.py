@@ -81,7 +81,7 @@ def _worker(facts: Mapping[str, Any], process: Mapping[str, Any], found: Waits) 
     lines = [f"  {facts['names'][facts['rank']]} (rank {facts['rank']})" + (f" at {at}" if at else "")]
     lines += [f"    its world is broken: {facts['failure']}"] if facts["failure"] else []
     for source, count in facts["refused"].items():
-        lines.append(f"    has refused {count} messages from {facts['names'][int(source)]}")
+        lines.append(f"    messages from {facts['names'][int(source)]} refused or too late: {count}")
     if facts["shutdown"] is not None:
         lines.append(f"    in shutdown for {facts['shutdown']:.1f} s")
     lines += _limited([_pending(one, facts) for one in facts["calls"]])

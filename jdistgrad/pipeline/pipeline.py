@@ -123,7 +123,7 @@ class Pipeline:
         return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
 
     def __reduce__(self) -> Any:
-        make = functools.partial(Pipeline, loss=self.loss, workers=self._workers, timeout=self._timeout)
+        make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)
         return make, (self.stages, self.schedule)
 
     def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:

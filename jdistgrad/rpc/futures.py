@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from jdistgrad.corrections import Corrected
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.wire.interrupts import wait_in_slices
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -31,7 +31,7 @@ class Promise(concurrent.futures.Future[Any]):
             error = None  # the traceback refers to this frame
 
 
-class CallFuture(Corrected, concurrent.futures.Future[T]):
+class CallFuture(Corrected, InterruptibleFuture[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do
@@ -79,15 +79,7 @@ class CallFuture(Corrected, concurrent.futures.Future[T]):
             error = None  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        wait_in_slices(self._done_after, self._time_left_after_waiting(timeout))
-        return super().exception(0)
-
-    def _done_after(self, seconds: float | None) -> bool:
-        try:
-            super().exception(seconds)
-        except TimeoutError:
-            return False
-        return True
+        return super().exception(self._time_left_after_waiting(timeout))
 
     def _time_left_after_waiting(self, timeout: float | None) -> float | None:
         start = time.monotonic()

@@ -1,5 +1,6 @@
 """A map over workers: each item goes to a worker that is free."""
 
+import contextlib
 import functools
 import queue
 import threading
@@ -15,6 +16,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import handler_for, refuse_traced
+from jdistgrad.wire.interrupts import wait_in_slices
 
 T = TypeVar("T")
 
@@ -109,7 +111,7 @@ class Feed:
         try:
             for turn in range(len(self._tasks)):
                 while not (turn in early if in_order else early):
-                    number, *outcome = self._ended.get()
+                    number, *outcome = self._ended_task()
                     early[number if in_order else turn] = (*outcome,)
                 result, error = early.pop(turn)
                 if error is not None and not return_exceptions:
@@ -117,6 +119,17 @@ class Feed:
                 yield result if error is None else error
         finally:
             self._take_all()
+
+    def _ended_task(self) -> tuple[int, Any, BaseException | None]:
+        found: list[tuple[int, Any, BaseException | None]] = []
+
+        def wait(seconds: float | None) -> bool:
+            with contextlib.suppress(queue.Empty):
+                found.append(self._ended.get(timeout=seconds))
+            return bool(found)
+
+        wait_in_slices(wait)
+        return found[0]
 
     def _take(self) -> int | None:
         """Return the number of the next task, or None if all have been taken."""

@@ -17,7 +17,9 @@ import time
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slices``
 
@@ -106,10 +108,30 @@ def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None
         pass
 
 
+class InterruptibleFuture(concurrent.futures.Future[T]):
+    """A future whose waits Ctrl-C ends."""
+
+    def result(self, timeout: float | None = None) -> T:
+        wait_in_slices(self._done_after, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        wait_in_slices(self._done_after, timeout)
+        return super().exception(0)
+
+    def _done_after(self, seconds: float | None) -> bool:
+        try:
+            super().exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
 def wait_for_first(futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None = None) -> None:
     """Return when one of the futures is done or the timeout has passed."""
 
     def wait(seconds: float | None) -> object:
-        return concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED).done
+        concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
+        return any(one.done() for one in futures)
 
     wait_in_slices(wait, timeout)

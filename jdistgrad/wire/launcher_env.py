@@ -1,8 +1,10 @@
 """The environment variables by which a launcher describes the job to its processes. Reading them starts no MPI."""
 
 import contextlib
+import json
 import os
 import pathlib
+from collections.abc import Mapping
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -39,22 +41,35 @@ def notes(folder: str, what: str) -> dict[int, str]:
     }
 
 
-# What tells one job from another, as far as the launcher says.
-JOB_VARIABLES = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_PORT", "PMI_FD")
-PLACE = "JDISTGRAD_PLACE"  # the job, the rank, and the process that has taken this rank's place
+# The variables in which launchers name a job, or a step of one.
+JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
+PLACE = "JDISTGRAD_PLACE"  # the job, the rank, the socket to the launcher, and the process that has this rank's place
 
 
-def take_place() -> int | None:
-    """Note for children, which inherit the environment, that this process takes its rank's place in the job.
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return the name that the launcher has given to the job, if it has."""
+    found = (variables for variables in JOB_VARIABLES if all(name in environment for name in variables))
+    return next(("-".join(environment[name] for name in variables) for variables in found), None)
 
-    Return the process that has taken it before, or None.
-    """
-    place = " ".join([*(os.environ.get(name, "-") for name in JOB_VARIABLES), str(rank())])
-    taken, _, process = os.environ.get(PLACE, "").rpartition(" ")
-    if taken == place and int(process) != os.getpid():
-        return int(process)
-    os.environ[PLACE] = f"{place} {os.getpid()}"
-    return None
+
+def take_place() -> None:
+    """Note for children, which inherit the environment, that this process has its rank's place in the job."""
+    os.environ[PLACE] = json.dumps([job_of(os.environ), rank(), _socket(), os.getpid()])
+
+
+def place_taken_by() -> int | None:
+    """Return the process that has the place of this one in the job, if another has taken it."""
+    job, number, socket, process = json.loads(os.environ.get(PLACE, "[null, null, null, null]"))
+    mine = (job, number) == (job_of(os.environ), rank()) and _socket() in (None, socket)
+    return process if mine and process not in (None, os.getpid()) else None
+
+
+def _socket() -> int | None:
+    """Return what tells this process's socket to a launcher of MPICH's kind from others; None if it has none open."""
+    try:
+        return os.fstat(int(os.environ["PMI_FD"])).st_ino
+    except (KeyError, ValueError, OSError):
+        return None
 
 
 # By this variable mpi4py leaves MPI open at the end of a process.
@@ -69,7 +84,9 @@ def mpi_is_left_open() -> bool:
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
     return {
-        name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB) or name.startswith(OF_MPI)
+        name: value
+        for name, value in os.environ.items()
+        if name != PLACE and (not name.startswith(OF_A_JOB) or name.startswith(OF_MPI))
     }
 
 

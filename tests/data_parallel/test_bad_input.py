@@ -101,6 +101,14 @@ def test_ranks_whose_modules_have_other_functions_are_told(big_world, rank, size
 
 
 @on_every_worker
+def test_long_static_parts_are_cut_around_their_difference(big_world, rank, size):
+    mine = Layer(jnp.ones(3), note=(*range(5000), rank // 2, *range(5000)))
+    with pytest.raises(DisagreementError, match=r"4998, 4999, 0, 0, 1, .* 4998, 4999, 1, 0, 1, ") as caught:
+        DataParallel().average(mine)
+    assert len(str(caught.value)) < 700
+
+
+@on_every_worker
 def test_static_parts_that_no_other_process_can_compare_may_differ(big_world, rank, size):
     noted = Layer(jnp.full(3, float(rank)), note=threading.Lock())  # equal to itself only
     assert DataParallel().average(noted).w.tolist() == [(size - 1) / 2] * 3

@@ -138,7 +138,7 @@ rank0, process 4711 on node, asked
 rank1, process 4711 on node, asked
   worker1 (rank 1)
     its world is broken: torn
-    has refused 3 messages from worker2
+    messages from worker2 refused or too late: 3
     in shutdown for 6.0 s
     waits 1.5 s for worker0: f (call 0:0)
     in a collective for 4.0 s: a barrier (number 8), with all others

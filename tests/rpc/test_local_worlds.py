@@ -137,7 +137,11 @@ def wait_for_a_value(wait):
     jd.remote(1, wait).to_here()
 
 
-@pytest.mark.parametrize("waits", [wait_for_one, wait_for_a_value])
+def wait_for_tasks(wait):
+    list(jd.map(lambda _: wait(), range(2), workers=[1, 2]))
+
+
+@pytest.mark.parametrize("waits", [wait_for_one, wait_for_a_value, wait_for_tasks])
 @pytest.mark.parametrize("receiver", ["any thread", "another thread"])
 def test_an_interrupted_wait_leaves_the_world_usable(waits, receiver):
     """Ctrl-C in a notebook sends SIGINT to the process, whose main thread waits or is about to wait."""

@@ -7,7 +7,13 @@ import threading
 
 import pytest
 
-from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
+from jdistgrad.wire.interrupts import (
+    SLICE_SECONDS,
+    InterruptibleFuture,
+    put_off_interrupt,
+    wait_for_first,
+    wait_in_slices,
+)
 
 
 def press():
@@ -106,10 +112,37 @@ def test_a_wait_ends_though_another_thread_has_received_the_signal():
     release.cancel()
 
 
-def test_a_wait_of_several_slices_ends_at_its_timeout_or_with_its_future():
-    future = concurrent.futures.Future()
-    wait_for_first([future], timeout=0.6)
-    assert not future.done()
-    threading.Timer(0.6, future.set_result, [None]).start()
+@pytest.mark.parametrize("answers", [[False, False, True], [True]])
+def test_a_wait_takes_slices_until_it_is_done(answers):
+    asked, left = [], list(answers)
+
+    def wait(seconds):
+        asked.append(seconds)
+        return left.pop(0)
+
+    wait_in_slices(wait)
+    assert asked == [SLICE_SECONDS] * len(answers)
+
+
+def test_a_wait_ends_at_its_timeout():
+    asked = []
+    wait_in_slices(asked.append, timeout=0.0)
+    assert asked == [0.0]
+    with pytest.raises(TimeoutError):
+        InterruptibleFuture().result(timeout=0.3)
+
+
+def test_other_threads_wait_at_once_for_all_of_the_time():
+    asked = []
+    thread = threading.Thread(target=wait_in_slices, args=(asked.append,))
+    thread.start()
+    thread.join()
+    assert asked == [None]
+
+
+def test_a_future_that_was_cancelled_is_done():
+    future = InterruptibleFuture()
+    future.cancel()
     wait_for_first([future])
-    assert future.done()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.exception()

@@ -4,7 +4,6 @@ import collections
 import operator
 import random
 import threading
-import time
 
 import jax.numpy as jnp
 import pytest
@@ -310,8 +309,15 @@ def work(rank, size, turn):
     return values, pushed, [jd.rpc_sync(peer, count, args=(rank, turn, k)) for peer in peers for k in range(5)]
 
 
-def nap(seconds):
-    time.sleep(seconds)
+_let_go = collections.defaultdict(threading.Event)  # by rank
+
+
+def wait_to_be_let_go():
+    _let_go[current_worker().rank].wait(30)
+
+
+def let_go():
+    _let_go.pop(current_worker().rank).set()
 
 
 @on_worker0
@@ -319,7 +325,8 @@ def test_an_answer_that_comes_too_late_is_counted(big_world):
     worker, peer = current_worker(), jd.world_size() - 1
     before = worker.refused[peer]
     with pytest.raises(jd.CallTimeoutError):
-        jd.rpc_sync(peer, nap, args=(0.3,), timeout=0.1)
+        jd.rpc_sync(peer, wait_to_be_let_go, timeout=0.3)
+    jd.rpc_sync(peer, let_go)
     assert poll(lambda: worker.refused[peer] == before + 1, 20)
 
 
@@ -343,4 +350,5 @@ def test_messages_that_come_late_or_twice_change_nothing(big_world, rank, size):
     twice = 0.5 if launcher_env.launched() else 0.0
     fates = make_unruly(fates=Fates(random.Random(rank), {Fate.LATE: 0.5, Fate.TWICE: twice}))
     assert work(rank, size, 1) == quiet
+    jd.barrier()  # the others have called this worker too
     assert {Kind.CALL, Kind.RESULT} <= {kind for _, kind in fates.met}

@@ -8,7 +8,8 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ import numpy as np
 from jdistgrad.data_parallel.buckets.functions import Enclosed
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
-PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+NUMBERS = (bool, int, float, complex, np.number, np.bool_)
+DEEPEST = 20  # parts within parts; some refer to themselves
 
 
 def static_parts(structure: Any) -> tuple[str, ...]:
-    """Spell the static parts of a tree's structure, in order, such that equal parts are spelled alike in every process.
+    """Spell the static parts of a tree's structure, in order: equal parts are spelled alike in every process.
 
     Of a part that has no such spelling, the type is given. Keys are left out: paths of leaves have them.
     """
@@ -40,21 +42,48 @@ def _of_nodes(structure: Any) -> Iterator[str]:
         yield from _of_nodes(child)
 
 
-def _spelled(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value)
-    if isinstance(value, PLAIN):
+def _spelled(value: Any, depth: int = 0) -> str:
+    if depth > DEEPEST:
+        return type(value).__qualname__
+    if isinstance(value, NUMBERS):
+        return _number(value)
+    if value is None or isinstance(value, (str, bytes, np.dtype, enum.Enum)):
         return repr(value)
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_spelled, value))})"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_spelled, value)))}}}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_spelled(key)}: {_spelled(one)}' for key, one in value.items())}}}"
+    inner = functools.partial(_spelled, depth=depth + 1)
     if isinstance(value, functools.partial):
-        return f"partial({_spelled((value.func, value.args, value.keywords))})"
+        return f"partial{inner((value.func, value.args, value.keywords))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__qualname__}{_spelled([getattr(value, one.name) for one in dataclasses.fields(value)])}"
-    if hasattr(value, "__qualname__"):  # a function or a type
-        return f"{value.__module__}.{value.__qualname__}"
-    return str(value) if isinstance(value, np.dtype) else type(value).__qualname__
+        return type(value).__qualname__ + inner(_compared(value))
+    return _collection(value, inner) or _name(value)
+
+
+def _collection(value: Any, inner: Callable[[Any], str]) -> str:
+    """Spell a collection, one without an order in the order of its spellings; return nothing for anything else."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(inner, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{inner(key)}: {inner(one)}' for key, one in value.items()))}}}"
+    return f"{{{', '.join(sorted(map(inner, value)))}}}" if isinstance(value, (set, frozenset)) else ""
+
+
+def _number(value: Any) -> str:
+    """Spell equal numbers alike, whatever their types are."""
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, complex) and number.imag == 0:
+        number = number.real
+    if isinstance(number, (bool, float)) and math.isfinite(number) and number == int(number):
+        number = int(number)
+    return repr(number)
+
+
+def _compared(value: Any) -> list[Any]:
+    """Return the fields of a dataclass that count when it is compared; none if only its identity counts."""
+    if not value.__dataclass_params__.eq:
+        return []
+    return [getattr(value, one.name, None) for one in dataclasses.fields(value) if one.compare]
+
+
+def _name(value: Any) -> str:
+    """Return the name of a function or a class; of anything else, its type's."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__

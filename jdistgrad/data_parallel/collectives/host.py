@@ -26,6 +26,7 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import find_worker
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 T = TypeVar("T")
 
@@ -299,7 +300,7 @@ class Thread(Beside):
         threading.Thread(target=self._run, args=(enter,), name="jdistgrad-collectives", daemon=True).start()
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future = InterruptibleFuture[T]()
 
         def run() -> None:
             try:

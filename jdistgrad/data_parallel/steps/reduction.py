@@ -17,7 +17,6 @@ from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
 from jdistgrad.wire import pinned
-from jdistgrad.wire.interrupts import wait_for_first
 
 
 class Launching:
@@ -138,7 +137,7 @@ class Reduction:
             )
         vote = [self._thread.submit(self._vote)] if self._reducer.votes else []
         for last in [*self._launched, *vote][-1:]:
-            wait_for_first((last,))  # one wait for all buckets: each wait takes the GIL from the reducing thread
+            last.exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
         if vote and not vote[0].result():
             raise UnfinishedError(
                 f"step {self.handling.step}: a rank has died, so no rank has the averages of this step; the gradients "

@@ -13,7 +13,7 @@ import jax
 from jdistgrad._compat import configured
 from jdistgrad.data_parallel.buckets.host_arrays import settings
 from jdistgrad.threads import join_soon, started
-from jdistgrad.wire.interrupts import wait_for_first
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 
 class Communication:
@@ -27,22 +27,20 @@ class Communication:
         weakref.finalize(self, _end, self._tasks, thread)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future = InterruptibleFuture[Any]()
         self._tasks.put((future, settings(), function, args))
         self._latest = weakref.ref(future)  # the result may be large
         return future
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function on the thread and wait for its result."""
-        future = self.submit(function, *args)
-        wait_for_first((future,))
-        return future.result()
+        return self.submit(function, *args).result()
 
     def finish(self) -> None:
         """Wait until the thread has run all that it was given."""
         latest = self._latest()
         if latest is not None:  # else it has been run, and nobody waits for its result
-            wait_for_first((latest,))
+            latest.exception()
 
 
 def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:

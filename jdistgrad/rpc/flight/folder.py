@@ -28,9 +28,6 @@ ASKED, TROUBLE = "asked", "trouble"
 KEPT_SECONDS = 7 * 86_400
 ATTEMPTS = 10
 
-# The variables in which launchers name a job, or a step of one.
-JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
-
 
 def root() -> pathlib.Path:
     """Return the folder that has a folder for each job of this user on this machine."""
@@ -40,17 +37,15 @@ def root() -> pathlib.Path:
 
 def of_this_process() -> tuple[pathlib.Path, str]:
     """Return the folder of this job, and what this process's files are called after."""
-    if not launcher_env.launched():
+    if not launcher_env.launched() or launcher_env.place_taken_by() is not None:  # a rank may have started it
         return root() / f"process-{os.getpid()}", "process"
     return root() / job_name(os.environ, os.getppid()), f"rank{launcher_env.rank()}"
 
 
 def job_name(environment: Mapping[str, str], launcher: int) -> str:
     """Return a name for a job that its ranks on one machine agree on, fit for a folder."""
-    for variables in JOB_VARIABLES:
-        if all(name in environment for name in variables):
-            return re.sub(r"[^\w.@-]", "_", "-".join(environment[name] for name in variables))
-    return f"launcher-{launcher}"
+    job = launcher_env.job_of(environment)
+    return f"launcher-{launcher}" if job is None else re.sub(r"[^\w.@-]", "_", job)
 
 
 def make(folder: pathlib.Path) -> None:

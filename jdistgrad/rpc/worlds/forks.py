@@ -5,8 +5,8 @@ The handler in the child takes no lock, since a thread that does not exist there
 
 import ctypes
 import os
+import threading
 import weakref
-from typing import Any
 
 from jax.extend import backend
 
@@ -15,7 +15,7 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.worker import Worker
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_clients: list[Any] = []  # JAX's, during a fork
+_fork = threading.local()  # of the thread that forks: JAX's clients meanwhile
 
 
 def watch(worker: Worker) -> None:
@@ -24,14 +24,16 @@ def watch(worker: Worker) -> None:
 
 
 def _before() -> None:
-    if _workers and backends_are_initialized():
-        _clients.extend(backend.backends().values())
+    _fork.clients = list(backend.backends().values()) if _workers and backends_are_initialized() else []
+
+
+def _in_parent() -> None:
+    _fork.clients = []
 
 
 def _in_child() -> None:
-    for client in _clients:  # the end of a client waits for its threads, which crashes where they do not exist
+    for client in _fork.clients:  # the end of a client waits for its threads, which crashes where they do not exist
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-    _clients.clear()
     came_along = [worker for worker in _workers if not (worker.closed and worker.transport.hands_over)]
     if came_along:
         whose = ", ".join(str(worker.info) for worker in came_along[:3])
@@ -45,4 +47,4 @@ def _in_child() -> None:
         current.leave_behind(why)
 
 
-os.register_at_fork(before=_before, after_in_parent=_clients.clear, after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -49,14 +49,15 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
 
 
 def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool) -> Worker:
+    refuse_place_of_another_process()
     recorder.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
-    refuse_place_of_another_process()
     now = time.monotonic()
     launcher_env.leave_note(launcher_env.CALLED, f"{os.getpid()} {now} {now + timeout}")
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
+    launcher_env.take_place()
 
     from jdistgrad.rpc.worlds import jax_processes, mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
@@ -108,7 +109,7 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
 
 def refuse_place_of_another_process() -> None:
     """Raise WorldError if a rank has started this process, with its own place in the environment: MPI would wait."""
-    process = launcher_env.take_place()
+    process = launcher_env.place_taken_by()
     if process is not None:
         raise errors.WorldError(
             f"init: this process was started by process {process}, which is rank {launcher_env.rank()} of the MPI job, "

@@ -159,7 +159,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if found:
         log.info("shutdown: %s", describe_leftovers(found))
     if worker.refused:
-        text = "shutdown: %s has refused %d messages, by the rank that sent them: %s"
+        text = "shutdown of %s: messages refused or too late: %d, by the rank that sent them: %s"
         log.info(text, worker.info, worker.refused.total(), dict(worker.refused))
     if graceful and worker.peers.lost and worker.rank == worker.closing.conductor:
         log.warning("the world went on without lost workers: %s", "; ".join(worker.peers.lost.values()))
