@@ -174,6 +174,29 @@ def test_processes_of_multiprocessing_under_mpi(mpi_job):
     job.expect("done", *FORKED, *SPAWNED, "spawn init: init: this process was started by process")
 
 
+def test_a_process_that_a_rank_has_started_lets_its_debug_files_be(mpi_job, tmp_path):
+    """They are called after the rank, whose environment the process has."""
+    mpi_job(
+        2,
+        f"""
+        import pathlib, subprocess, sys
+        import jdistgrad as jd
+
+        me = jd.init()
+        files = sorted(pathlib.Path({str(tmp_path)!r}).rglob("rank*"))
+        if me.rank == 0:
+            for use in ("jd.init()", "jd.local_workers(2).close()"):
+                subprocess.run([sys.executable, "-c", "import jdistgrad as jd; " + use], stderr=subprocess.DEVNULL)
+            assert len(files) >= 2, files
+            assert sorted(pathlib.Path({str(tmp_path)!r}).rglob("rank*")) == files
+        jd.shutdown()
+        print("done")
+        """,
+        JDISTGRAD_DEBUG="1",
+        JDISTGRAD_DEBUG_DIR=str(tmp_path),
+    ).expect("done")
+
+
 def test_processes_of_multiprocessing_beside_a_local_world(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(MULTIPROCESSING.replace("OPEN_A_WORLD", "jd.local_workers(3); me = jd.worker_info()"))

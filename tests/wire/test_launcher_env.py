@@ -1,0 +1,76 @@
+"""Who has a rank's place in a job, by the environment that processes inherit from each other."""
+
+import os
+
+import pytest
+
+from jdistgrad.wire import launcher_env
+
+PARENT = 4711
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Let this process be one that rank 1 of a job has started, with all of its environment."""
+    for name in [name for name in os.environ if name.startswith(launcher_env.OF_A_JOB)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv(launcher_env.PLACE, "[null, null, null, null]")
+    return monkeypatch
+
+
+def taken_by_parent(rank):
+    rank.setattr(os, "getpid", lambda: PARENT)
+    launcher_env.take_place()
+    rank.setattr(os, "getpid", lambda: PARENT + 1)
+
+
+def test_a_place_that_nobody_took_is_free(rank):
+    rank.delenv(launcher_env.PLACE)
+    assert launcher_env.place_taken_by() is None
+
+
+def test_a_process_keeps_its_own_place(rank):
+    launcher_env.take_place()
+    assert launcher_env.place_taken_by() is None
+
+
+@pytest.mark.parametrize("job", [{}, {"PMIX_NAMESPACE": "a"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}])
+def test_a_child_finds_the_place_taken(rank, job):
+    for name, value in job.items():
+        rank.setenv(name, value)
+    taken_by_parent(rank)
+    assert launcher_env.place_taken_by() == PARENT
+
+
+@pytest.mark.parametrize(
+    "another", [{"PMIX_NAMESPACE": "b"}, {"PMI_RANK": "2"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}]
+)
+def test_a_job_that_a_rank_has_started_has_places_of_its_own(rank, another):
+    taken_by_parent(rank)
+    for name, value in another.items():
+        rank.setenv(name, value)
+    assert launcher_env.place_taken_by() is None
+
+
+def test_launchers_that_name_no_job_are_told_apart_by_their_sockets(rank):
+    """MPICH's launcher gives each rank a socket, by a number that its children may have for another one."""
+    own, others = os.pipe()
+    try:
+        rank.setenv("PMI_FD", str(own))
+        taken_by_parent(rank)
+        assert launcher_env.place_taken_by() == PARENT  # a forked child, or one that was given the socket
+        rank.setenv("PMI_FD", str(others + 1000))
+        assert launcher_env.place_taken_by() == PARENT  # closed here
+    finally:
+        os.close(own)
+        os.close(others)
+    with open(os.devnull) as another:
+        rank.setenv("PMI_FD", str(another.fileno()))
+        assert launcher_env.place_taken_by() is None
+
+
+def test_a_place_does_not_go_to_what_is_started_outside_the_job(rank):
+    launcher_env.take_place()
+    assert launcher_env.PLACE in os.environ
+    assert launcher_env.PLACE not in launcher_env.outside_the_job()
