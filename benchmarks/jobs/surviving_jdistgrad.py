@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from jobs.data_parallel_jdistgrad import mlp, transformer
+from jobs.data_parallel_jdistgrad import mlp
 from measure import median, pipelined, report
 
 import jdistgrad as jd
 
-MODELS = {"small": (mlp(8, 64), 2000), "deep": (mlp(64, 256), 60), "transformer": (transformer(), 20)}
+MODELS = {"small": (mlp(8, 64), 1000), "wide": (mlp(4, 1024), 200)}
 
 
 def echo(x):
