@@ -521,9 +521,10 @@ def drive(pipeline, x, y):
 
 @on_worker0
 def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
-    refs, (x, y) = references(3, range(3)), data(3)
+    size = jd.world_size()
+    refs, (x, y) = references(3, [k % size for k in range(3)]), data(3)
     pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.one_f_one_b(3, 2), loss=mean_square)
-    found = [drive(pipeline, x, y), *(jd.rpc_sync(k, drive, args=(pipeline, x, y)) for k in (1, 2, 1))]
+    found = [drive(pipeline, x, y), *(jd.rpc_sync(k % size, drive, args=(pipeline, x, y)) for k in (1, 2, 1))]
     assert [float(one) for one in found] == [float(found[0])] * 4
 
 
