@@ -191,8 +191,10 @@ class DistributedOptimizer(Corrected):
 
     def _scale(self) -> float:
         """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
-        if len(self._owned) == 1 and not self._looks_first:
-            return 1.0  # the only owner checks for itself
+        if not self._looks_first:
+            if len(self._owned) > 1:  # the only owner checks for itself
+                self._everywhere(owner.require_gradients)
+            return 1.0
         found = np.stack(self._everywhere(owner.inspect))
         if self._refuse_nan:
             owner.require_finite(self._owners, found[:, 1].tolist())

@@ -151,6 +151,10 @@ def inspect(identifier: int) -> Any:
     return owned.inspect(owned.gradients())
 
 
+def require_gradients(identifier: int) -> None:
+    _known(identifier).gradients()
+
+
 def step(identifier: int, scale: float) -> None:
     owned = _known(identifier)
     owned.step(owned.gradients(), scale)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events
@@ -155,15 +154,18 @@ class Run:
         }
         self._fetch_parameters()
         self._find_averages()
-        for action in self._part.actions:
-            self._action, self._due = action, time.monotonic()
-            self._ready = self._due
-            with self._named(spelled(action)):
+        try:
+            for action in self._part.actions:
+                self._action = action
+                self._due = self._ready = time.monotonic()
                 self._check_others()
                 steps[action.kind](action.stage, action.microbatch)
-                self._check_time()
-            self._done.times.append((self._due, self._ready, time.monotonic()))
-            self._tell(action)
+                done = self._check_time()
+                self._done.times.append((self._due, self._ready, done))
+                self._tell(action)
+        except Exception as error:
+            self._name(error, spelled(action))
+            raise
         self._action = None
         self._due = self._ready = time.monotonic()
         for stage, averaged in self._averaged.items():
@@ -182,13 +184,16 @@ class Run:
         where = "" if self._action is None else f"{spelled(self._action)}: "
         return f"{where}{what} for {time.monotonic() - since:.1f} s"
 
-    def _check_time(self) -> None:
-        if time.monotonic() - self._begun > self._timeout:
+    def _check_time(self) -> float:
+        """Return the time. Raise if the step has taken too long."""
+        now = time.monotonic()
+        if now - self._begun > self._timeout:
             raise CallTimeoutError(
                 f"a step of a pipeline took longer than {self._timeout:g} s. Give the pipeline (timeout=) or the world "
                 "(init(timeout=)) more time if it may take that long.",
                 seconds=self._timeout,
             )
+        return now
 
     def _check_others(self) -> None:
         """Raise if the step has failed elsewhere: this worker may have all that its actions need, and much to do."""
@@ -223,9 +228,12 @@ class Run:
         try:
             yield
         except Exception as error:
-            if not self._others_fault:  # whose error has the name of the action that failed
-                add_note(error, f"In {what}, on {self._worker.info}.")
+            self._name(error, what)
             raise
+
+    def _name(self, error: Exception, what: str) -> None:
+        if not self._others_fault:  # whose error has the name of the action that failed
+            add_note(error, f"In {what}, on {self._worker.info}.")
 
     # The actions.
 
@@ -263,7 +271,7 @@ class Run:
             cotangents = functools.reduce(plus, each)
         else:
             loss = scalar_of(recording.result)
-            cotangents = [np.asarray(self._weights[microbatch], jnp.result_type(loss))]
+            cotangents = [np.asarray(self._weights[microbatch], loss.dtype)]
         self._computing()
         sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
         found: dict[int, list[list[Any]]] = {}
