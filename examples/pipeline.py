@@ -7,7 +7,8 @@ fewer cores than workers, waits for a core are counted too.
     jdistgrad run -n 4 examples/pipeline.py                # with fewer ranks, several stages share a rank
     python examples/pipeline.py                            # the same as threads of one process
 
-The images are those of data_parallel.py; the transformer reads their rows one after the other.
+The images are those of data_parallel.py; the transformer reads their rows one after the other. pipeline_compiled.py
+trains it in one compiled program on each rank.
 """
 
 import jax
@@ -25,12 +26,12 @@ SCHEDULES = {
 }
 
 
-def init_params(stage):
+def init_params(stage, stages=STAGES):
     random = np.random.default_rng(stage)
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "mix": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
     if stage == 0:
         shapes |= {"pixels": (8, WIDTH), "places": (8, WIDTH)}
-    if stage == STAGES - 1:
+    if stage == stages - 1:
         shapes |= {"digits": (WIDTH, 10)}
     return {name: random.normal(0, shape[0] ** -0.5, shape).astype("float32") for name, shape in shapes.items()}
 
@@ -43,12 +44,20 @@ def block(params, x):
     return x + jax.nn.gelu(jax.nn.standardize(x) @ params["up"]) @ params["down"]
 
 
+def embedded(params, images):
+    return images.reshape(-1, 8, 8) @ params["pixels"] + params["places"]
+
+
+def scores(params, x):
+    return jax.nn.standardize(x.mean(1)) @ params["digits"]
+
+
 def first(params, images):
-    return block(params, images.reshape(-1, 8, 8) @ params["pixels"] + params["places"])
+    return block(params, embedded(params, images))
 
 
 def last(params, x):
-    return jax.nn.standardize(block(params, x).mean(1)) @ params["digits"]
+    return scores(params, block(params, x))
 
 
 FUNCTIONS = [first, block, block, last]

@@ -1,11 +1,14 @@
 """The examples of pipelines, and their how-to page: they learn what one process would learn."""
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers.jobs import EXAMPLES, example as example, output_of
+import pytest
+from helpers.jobs import EXAMPLES, as_job, example as example, output_of
 
 import jdistgrad as jd
 
@@ -60,11 +63,44 @@ def test_two_shards_find_the_same_losses_with_any_number_of_splits(example, monk
     assert results[1][1][-1] < results[1][1][0] / 2
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_compiled_pipeline_has_the_gradients_of_the_whole(example, monkeypatch, n):
+    program = example("pipeline_compiled")
+    monkeypatch.setattr(program, "STEPS", 15)
+    *others, (losses, off) = jd.spawn(program.main, n)
+    assert losses[-1] < 0.85 * losses[0]
+    assert max([off, *(one for _, one in others)]) < 1e-5
+    assert all(loss == 0 for losses, _ in others for loss in losses)
+
+
+def test_a_compiled_pipeline_is_a_program_too():
+    assert re.search(r"gradients on 3 ranks: \de-0[6-9] from", as_job(3, "pipeline_compiled.py"))
+
+
+def test_the_compiled_program_of_the_how_to_page_runs_as_it_stands():
+    block = next(one for one in blocks_of_the_page() if "jax.lax.scan" in one)
+    names = {"__name__": "a page"}
+    exec(compile(block, "pipelines.md", "exec"), names)
+    found = jd.spawn(names["main"], 3)
+    blocks = [jnp.eye(4) + 0.1 * rank for rank in range(3)]
+
+    def whole(blocks):
+        return jnp.mean(functools.reduce(lambda x, params: jnp.tanh(x @ params), blocks, jnp.ones((8, 2, 4))) ** 2)
+
+    for (_, gradient), expected in zip(found, jax.grad(whole)(blocks), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+    np.testing.assert_allclose(found[-1][0], whole(blocks), rtol=1e-5)
+
+
+def blocks_of_the_page():
+    page = (EXAMPLES.parent / "docs" / "how-to" / "pipelines.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def test_the_how_to_page_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (EXAMPLES.parent / "docs" / "how-to" / "pipelines.md").read_text()
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import jdistgrad" not in block]
-    whole = re.search(r"```python\n(.*?)\nme = jd.init\(\)", page, re.DOTALL).group(1)
+    program, *rest = blocks_of_the_page()
+    whole, blocks = program.split("me = jd.init()")[0], [one for one in rest if "import jdistgrad" not in one]
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     names = {"x": x, "y": x[:, :1]}
     with jd.local_workers(3):
