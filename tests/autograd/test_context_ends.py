@@ -5,7 +5,7 @@ import time
 
 import jax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, square
 from helpers.worlds import (
     holders,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.world(1, 3)
 @on_worker0
 def test_release_reaches_workers_that_only_others_called(big_world):
     with jd.context() as ctx:
-        close(jax.grad(lambda x: relay([1, 2], x).sum())(X), 2 * X)
+        assert_close(jax.grad(lambda x: relay([1, 2], x).sum())(X), 2 * X)
         assert ctx.workers() == {1}
         assert holders() == {0, 1, 2}
     wait_until_nobody_takes_part()
@@ -42,7 +42,7 @@ def test_release_by_an_exception(world):
     assert ctx.closed
     wait_until_nobody_takes_part()
     with jd.context():
-        close(jax.grad(lambda x: relay(path, x).sum())(X), 2 * X)
+        assert_close(jax.grad(lambda x: relay(path, x).sum())(X), 2 * X)
 
 
 @on_worker0
@@ -74,7 +74,7 @@ def test_what_a_step_made_is_freed_with_its_context(world):
 
     for step in (jax.grad(loss), jax.jit(jax.grad(loss))):
         with jd.context():
-            close(step(X), 4 * X**3)
+            assert_close(step(X), 4 * X**3)
     wait_until_nobody_takes_part()
     gc.collect()
     deadline = time.monotonic() + 20
@@ -89,7 +89,7 @@ def test_a_compiled_step_still_running_at_the_end_of_the_block(world):
     step = jax.jit(jax.grad(lambda x: relay([rank(1)], x).sum() + later(x).sum()))
     with jd.context():
         found = step(X)
-    close(found, 4 * X)
+    assert_close(found, 4 * X)
 
 
 def later(x):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, loss, square, still_differentiates
 from helpers.worlds import on_worker0, rank
 
@@ -58,7 +58,7 @@ def test_backward_in_a_context_other_than_the_threads(world):
     other = open_context()
     with jd.context(), pytest.raises(jd.ContextError, match="this thread is in context 0:"):
         jd.backward(other, loss, X)
-    close(jd.backward(other, loss, X)[1], (2 * X,))
+    assert_close(jd.backward(other, loss, X)[1], (2 * X,))
     other.close()
 
 

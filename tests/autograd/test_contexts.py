@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, identity, square
 from helpers.worlds import (
     gradients_here,
@@ -148,4 +148,4 @@ def test_a_thread_started_in_the_block_records_into_its_context(world):
         differentiate()
         assert sum(not link.backward for link in ctx.tape.links.all() if link.answers is None) >= 2
         assert ctx.workers() >= {rank(1)}
-    close(found, [2 * X, 2 * X])
+    assert_close(found, [2 * X, 2 * X])

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close, sum_squares
+from helpers.data import assert_close, sum_squares
 from helpers.programs import WAYS, handed_on, serial, sync
 from helpers.worlds import on_worker0, rank
 
@@ -75,7 +75,7 @@ def expected():
 def each_order_is_right(found):
     for order, (derivative, right) in enumerate(zip(found, expected(), strict=True)):
         with jd.context():
-            close(derivative(X, Y), right, rtol=1e-4 * 10**order, atol=1e-4)
+            assert_close(derivative(X, Y), right, rtol=1e-4 * 10**order, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def curvature(call):
 def test_in_a_batch(big_world):
     xs = jnp.stack([X, X / 2, X - 0.1, 2 * X]) / 3
     with jd.context():
-        close(curvature(sync)(xs, Y), curvature(serial)(xs, Y), rtol=1e-3)
+        assert_close(curvature(sync)(xs, Y), curvature(serial)(xs, Y), rtol=1e-3)
 
 
 def reversed_gradient(rref):
@@ -117,7 +117,7 @@ def test_a_reference_gets_the_gradient_of_the_rule(big_world):
     with jd.context():
         found = jd.grad(lambda rref: (reversed_gradient(rref) ** 2).sum())(value).to_here()
     near = lambda x: (jax.grad(lambda x: clipped(x * 2).sum())(x) ** 2).sum()  # noqa: E731
-    close(found, jax.grad(near)(-X))
+    assert_close(found, jax.grad(near)(-X))
 
 
 def second_of_reference(call):
@@ -135,7 +135,7 @@ def test_a_reference_that_only_the_outer_derivative_is_of(big_world):
     with jd.context():
         gradient, found = jd.grad(second_of_reference(sync), argnums=(0, 1))(value, X)
         expected, other = jax.grad(second_of_reference(serial), argnums=(0, 1))(-Y, X)
-        close((gradient.to_here(), found), (expected, other), rtol=1e-3, atol=1e-4)
+        assert_close((gradient.to_here(), found), (expected, other), rtol=1e-3, atol=1e-4)
 
 
 @on_worker0
@@ -150,4 +150,4 @@ def test_a_pullback_that_outlives_the_derivative_it_was_made_in(big_world):
         return value, outer(X + 1), kept(X + 1)
 
     with jd.context():
-        close(pullbacks(sync), pullbacks(serial))
+        assert_close(pullbacks(sync), pullbacks(serial))

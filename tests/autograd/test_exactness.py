@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -48,7 +48,7 @@ def test_an_unused_call_costs_no_backward_message(world):
         return jnp.sum(jd.rpc_sync(rank(2), shared, args=(x,)))
 
     with jd.context() as ctx:
-        close(jax.grad(loss)(X), jnp.cos(X))
+        assert_close(jax.grad(loss)(X), jnp.cos(X))
         assert pulls(ctx, "product") == []
         assert pulls(ctx, "shared") == [(0, rank(2))]
         assert sum(backward for *_, backward in crossings(ctx)) == 1
@@ -57,8 +57,8 @@ def test_an_unused_call_costs_no_backward_message(world):
 @on_worker0
 def test_nothing_goes_back_for_constants(world):
     with jd.context() as ctx:
-        close(jax.grad(lambda x: jd.rpc_sync(rank(1), product, args=(X, X)).sum() + x.sum())(X), jnp.ones(3))
-        close(jax.grad(lambda x: jd.rpc_sync(rank(1), jnp.argmax, args=(x,)) * x.sum())(X), 2 * jnp.ones(3))
+        assert_close(jax.grad(lambda x: jd.rpc_sync(rank(1), product, args=(X, X)).sum() + x.sum())(X), jnp.ones(3))
+        assert_close(jax.grad(lambda x: jd.rpc_sync(rank(1), jnp.argmax, args=(x,)) * x.sum())(X), 2 * jnp.ones(3))
         assert not any(backward for *_, backward in crossings(ctx))
 
 
@@ -79,7 +79,7 @@ def test_a_diamond_is_pulled_once(world):
     # The owner waits for as many contributions as the handle counts: one for each call, even if the call gets the
     # reference twice, and one for the fetch.
     with jd.context() as ctx:
-        close(jax.grad(diamond)(X), jax.grad(diamond_serially)(X))
+        assert_close(jax.grad(diamond)(X), jax.grad(diamond_serially)(X))
         assert pulls(ctx, "shared") == [(0, rank(1))]
         assert sorted(pulls(ctx, "product")) == sorted([(0, rank(0)), (0, rank(2))])
 
@@ -91,7 +91,7 @@ def test_as_many_contributions_as_uses(world):
         used = lambda p: sum(jd.rpc_sync(rank(k), product, args=(p, X)).sum() for k in range(5))  # noqa: E731
         gradient = jd.grad(lambda p: used(p) + p.to_here().sum())(rref)
         assert gradient.parts == 6
-        close(gradient.to_here(), 5 * X + 1)
+        assert_close(gradient.to_here(), 5 * X + 1)
 
 
 class passes:
@@ -130,7 +130,7 @@ def test_a_function_is_derived_once_however_often_it_is_used(world, uses):
 
     before = jd.rpc_sync(rank(1), passes_here)
     with jd.context():
-        close(jax.grad(loss)(X), 1 + 3 * uses * X)
+        assert_close(jax.grad(loss)(X), 1 + 3 * uses * X)
     assert jd.rpc_sync(rank(1), passes_here) - before == min(uses, 1)
 
 
@@ -179,7 +179,7 @@ def test_a_repeated_pullback_counts_once_for_references(world):
         inner = lambda p, x: jd.rpc_sync(rank(2), product, args=(p, x**2)).sum()  # noqa: E731
         jax.grad(lambda x: jax.grad(inner, argnums=1)(rref, x).sum())(X)
         gradient = jd.grad(inner)(rref, X)
-        close(gradient.to_here(), X**2)
+        assert_close(gradient.to_here(), X**2)
 
 
 def held_here(context):
@@ -192,5 +192,5 @@ def test_what_is_recorded_is_kept_until_the_context_ends(world):
         _, pullback = jax.vjp(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)), X)
         assert jd.rpc_sync(rank(1), held_here, args=(ctx.id,)) == 1
         for _ in range(3):
-            close(pullback(X), (2 * X**2,))
+            assert_close(pullback(X), (2 * X**2,))
         assert jd.rpc_sync(rank(1), held_here, args=(ctx.id,)) == 1

@@ -5,7 +5,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, square, still_differentiates
 from helpers.worlds import on_worker0, rank
 
@@ -160,7 +160,7 @@ def test_many_failures_then_success_in_one_context(big_world):
             with pytest.raises(OwnError, match="in the pullback"):
                 run(True)
         for _ in range(20):
-            close(run(False), 2 * jnp.ones(3))
+            assert_close(run(False), 2 * jnp.ones(3))
 
 
 @on_worker0

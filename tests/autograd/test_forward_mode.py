@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close, random_like
+from helpers.data import assert_close, random_like
 from helpers.programs import (
     X,
     affine,
@@ -104,7 +104,7 @@ def same(program, derivative, stage=lambda f: f):
     with jd.context():
         found = stage(derivative(functools.partial(program, sync)))(x)
     expected = jax.jit(derivative(functools.partial(program, serial)))(x)
-    close(found, expected, rtol=1e-3, atol=1e-3 * (1 + float(jnp.max(jnp.abs(jax.tree.leaves(expected)[-1])))))
+    assert_close(found, expected, rtol=1e-3, atol=1e-3 * (1 + float(jnp.max(jnp.abs(jax.tree.leaves(expected)[-1])))))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_one_linear_function_for_several_tangents(big_world, function):
         value, push = jax.linearize(lambda params, x: sync(1, function, params, x), params, x)
         found = [push(*random_like((params, x), seed)) for seed in range(3)]
     expected, local = jax.linearize(function, params, x)
-    close((value, found), (expected, [local(*random_like((params, x), seed)) for seed in range(3)]))
+    assert_close((value, found), (expected, [local(*random_like((params, x), seed)) for seed in range(3)]))
 
 
 def mixed(x, key, count):
@@ -160,7 +160,7 @@ def test_results_without_derivative_beside_others(big_world):
     for derivative in (along, lambda f: jax.jacfwd(f, has_aux=True)):
         with jd.context():
             found = derivative(functools.partial(program, sync))(x)
-        close(found, derivative(functools.partial(program, serial))(x), rtol=1e-5)
+        assert_close(found, derivative(functools.partial(program, serial))(x), rtol=1e-5)
 
 
 @jax.custom_jvp
@@ -189,9 +189,9 @@ _pulled.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (5.0 * x * cotang
 def test_rules_of_the_called_function_hold(big_world):
     with jd.context():
         _, found = jax.jvp(lambda x: sync(1, own_rule, x), (X,), (2 * X,))
-        close(found, 6.0 * X)
+        assert_close(found, 6.0 * X)
         _, found = jax.jvp(lambda x: sync(1, own_pullback, x), (X,), (2 * X,))
-        close(found, 10.0 * X * X)  # JAX itself refuses this one; it follows from the pullback
+        assert_close(found, 10.0 * X * X)  # JAX itself refuses this one; it follows from the pullback
 
 
 @jax.custom_vjp
@@ -212,7 +212,7 @@ def test_a_rule_that_is_not_linear_has_no_transpose(big_world):
         for function in (squashed, with_squashed_gradient):
             with pytest.raises(jd.DifferentiationError, match=r"custom_vjp is not linear .* Use reverse mode"):
                 jax.jvp(lambda x, function=function: sync(1, function, x), (X,), (X,))
-        close(jax.grad(lambda x: jnp.sum(sync(1, squashed, x)))(X), jnp.full(3, 0.5))
+        assert_close(jax.grad(lambda x: jnp.sum(sync(1, squashed, x)))(X), jnp.full(3, 0.5))
 
 
 def calls_on(x):
@@ -225,7 +225,7 @@ def test_a_function_that_calls_others(big_world, derivative):
     with jd.context():
         found = derivative(lambda x: sync(1, calls_on, x) ** 2)(vector(3))
     expected = derivative(lambda x: product(x, fast_product(x, x)) ** 2)(vector(3))
-    close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @on_worker0
@@ -233,7 +233,7 @@ def test_references_that_are_not_differentiated(big_world):
     params, x = jd.remote(last(), make_params, args=(1,)), vector(3)
     with jd.context():
         found = jax.jacfwd(lambda x: jd.rpc_sync(1, affine, args=(params, x)) ** 2)(x)
-    close(found, jax.jacfwd(lambda x: affine(params.to_here(), x) ** 2)(x))
+    assert_close(found, jax.jacfwd(lambda x: affine(params.to_here(), x) ** 2)(x))
 
 
 @on_worker0
@@ -249,7 +249,7 @@ def test_tangents_do_not_pass_through_references(big_world):
             with pytest.raises(jd.DifferentiationError, match=r"no forward-mode derivative.*jax\.jacrev\(jax\.jacrev"):
                 jax.jvp(program, (X,), (X,))
             still_differentiates()
-            close(jax.jacrev(program)(X), jax.jacrev(local)(X))
+            assert_close(jax.jacrev(program)(X), jax.jacrev(local)(X))
 
 
 def fails(x):

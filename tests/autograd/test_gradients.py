@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import WAYS, fast_layer, layer, parameters, same_gradients, sync, vector
 from helpers.worlds import on_worker0, rank
 
@@ -59,7 +59,7 @@ def circle_serially(path, x):
 def test_a_call_that_makes_a_call(big_world):
     with jd.context():
         found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), nested, args=(x,)))(vector(3))
-    close(found, jax.jacrev(nested_serially)(vector(3)))
+    assert_close(found, jax.jacrev(nested_serially)(vector(3)))
 
 
 @on_worker0
@@ -68,7 +68,7 @@ def test_calls_in_a_circle(world):
     path = [rank(k) for k in (1, 2, 0, 1)]
     with jd.context():
         found = jax.jacrev(lambda x: circle(path, x))(vector(3))
-    close(found, jax.jacrev(lambda x: circle_serially(path, x))(vector(3)))
+    assert_close(found, jax.jacrev(lambda x: circle_serially(path, x))(vector(3)))
 
 
 def through_remote(x):
@@ -85,4 +85,4 @@ def through_remote_serially(x):
 def test_a_callee_that_makes_references_of_its_own(big_world):
     with jd.context():
         found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), through_remote, args=(x,)))(vector(3))
-    close(found, jax.jacrev(through_remote_serially)(vector(3)))
+    assert_close(found, jax.jacrev(through_remote_serially)(vector(3)))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, square
 from helpers.worlds import (
     gradients_here,
@@ -42,9 +42,9 @@ def test_gradients_are_held_by_the_owners(world):
 @on_worker0
 def test_value_and_grad_opens_a_context_and_closes_it(world):
     value, gradient = jd.value_and_grad(lambda x: relay([rank(1), rank(2)], x).sum())(X)
-    close((value, gradient), (jnp.sum(X**2), 2 * X))
+    assert_close((value, gradient), (jnp.sum(X**2), 2 * X))
     wait_until_nobody_takes_part()
-    close(jd.grad(lambda x: relay([rank(1)], x).sum())(X), 2 * X)
+    assert_close(jd.grad(lambda x: relay([rank(1)], x).sum())(X), 2 * X)
     wait_until_nobody_takes_part()
 
 
@@ -72,7 +72,7 @@ def test_plain_grad_without_a_context(world):
     with pytest.raises(jd.ContextError, match="outside any context"):
         jax.grad(lambda x: jd.remote(rank(1), square, args=(x,)).to_here().sum())(X)
     assert holders() == set()
-    close(jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(X), X**2)  # no derivative, so no context
+    assert_close(jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(X), X**2)  # no derivative, so no context
 
 
 @on_worker0
@@ -80,14 +80,14 @@ def test_backward_gathers_gradients_in_its_context(world):
     rref = jd.remote(rank(1), make_weights, args=(2,))
     with jd.context() as ctx:
         loss, (of_p, of_x) = jd.backward(ctx, lambda p, x: jd.rpc_sync(rank(2), scaled, args=(p, x)).sum(), rref, X)
-        close((loss, of_x), (jnp.sum((jnp.arange(3.0) + 2) * X) + 6, jnp.arange(3.0) + 2))
+        assert_close((loss, of_x), (jnp.sum((jnp.arange(3.0) + 2) * X) + 6, jnp.arange(3.0) + 2))
         np.testing.assert_array_equal(of_p.to_here()["w"], X)
 
 
 @on_worker0
 def test_backward_without_calls(world):
     with jd.context() as ctx:
-        close(jd.backward(ctx.id, lambda x: jnp.sum(x**2), X), (jnp.sum(X**2), (2 * X,)))
+        assert_close(jd.backward(ctx.id, lambda x: jnp.sum(x**2), X), (jnp.sum(X**2), (2 * X,)))
 
 
 @on_worker0
@@ -97,8 +97,8 @@ def test_several_roots(world):
 
     with jd.context() as ctx:
         values, (gradient,) = jd.backward(ctx, roots, X)
-    close(values, [jnp.sum(((k + 1) * X) ** 2) for k in range(4)])
-    close(gradient, 2 * (1 + 4 + 9 + 16) * X)
+    assert_close(values, [jnp.sum(((k + 1) * X) ** 2) for k in range(4)])
+    assert_close(gradient, 2 * (1 + 4 + 9 + 16) * X)
 
 
 @on_worker0
@@ -110,7 +110,7 @@ def test_two_passes_add_up(world):
         for turn in (1, 2, 3):
             _, (of_p, of_x) = jd.backward(ctx, loss, rref, X)
             np.testing.assert_array_equal(of_p.to_here()["w"], turn * X)
-            close(of_x, jnp.arange(3.0) + 2)
+            assert_close(of_x, jnp.arange(3.0) + 2)
     with jd.context() as ctx:
         np.testing.assert_array_equal(jd.backward(ctx, loss, rref, X)[1][0].to_here()["w"], X)
 

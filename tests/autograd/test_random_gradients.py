@@ -6,7 +6,7 @@ and with calls to workers.
 
 import jax
 import jax.numpy as jnp
-from helpers.data import close
+from helpers.data import assert_close
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import jdistgrad as jd
@@ -119,10 +119,10 @@ def check_program(steps, used):
     with jd.context():
         value, (of_x, of_parameter) = jd.value_and_grad(remotely, argnums=(0, 1))(x, parameter)
         found = value, (of_x, of_parameter.to_here())
-    close(found, jax.value_and_grad(serial, argnums=(0, 1))(x, make()), rtol=1e-4, atol=1e-4)
+    assert_close(found, jax.value_and_grad(serial, argnums=(0, 1))(x, make()), rtol=1e-4, atol=1e-4)
     with jd.context():
         found = second(remotely, x, parameter)
-    close(found, second(serial, x, make()), rtol=1e-4, atol=1e-4)
+    assert_close(found, second(serial, x, make()), rtol=1e-4, atol=1e-4)
     assert current_worker().scopes.identifiers() == []
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close, sum_squares
+from helpers.data import assert_close, sum_squares
 from helpers.programs import fast_layer, layer, parameters, product, serial, sync, vector
 from helpers.worlds import on_worker0, rank
 
@@ -24,7 +24,7 @@ def test_gradients_of_references_stay_with_their_owners(big_world):
             loss = lambda p: sum_squares(jd.rpc_sync(callee, function, args=(p, x)))  # noqa: B023, E731
             value, gradient = jd.value_and_grad(loss)(rref)
             assert gradient.owner.rank == owner
-            close((value, gradient.to_here()), serially)
+            assert_close((value, gradient.to_here()), serially)
             del gradient
 
 
@@ -41,7 +41,7 @@ def test_a_reference_used_here_and_there(big_world):
     loss = lambda p, x: program(sync, p, x) + rref_sum(p)  # noqa: E731
     value, (of_p, of_x) = jd.value_and_grad(loss, argnums=(0, 1))(rref, x)
     expected = jax.value_and_grad(lambda p, x: program(serial, p, x) + sum_squares(p), argnums=(0, 1))
-    close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
+    assert_close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,7 @@ def test_the_gradient_of_a_value_with_leaves_that_have_none(big_world):
     with_weight = lambda w: dataclasses.replace(near, weight=w)  # noqa: E731
     weight = jax.grad(lambda w: sum_squares(apply_layer(with_weight(w), x)))(near.weight)
     for one in found:
-        close(one, Layer(weight, None, None, None, None, None))
+        assert_close(one, Layer(weight, None, None, None, None, None))
 
 
 def rref_sum(rref):
@@ -99,7 +99,7 @@ def test_references_in_a_pytree_of_arguments(big_world):
 
     value, gradients = jd.value_and_grad(loss(sync))(refs)
     values = {"a": [rref.to_here() for rref in refs["a"]]}
-    close((value, {"a": [one.to_here() for one in gradients["a"]]}), jax.value_and_grad(loss(serial))(values))
+    assert_close((value, {"a": [one.to_here() for one in gradients["a"]]}), jax.value_and_grad(loss(serial))(values))
 
 
 @on_worker0
@@ -108,7 +108,7 @@ def test_hessian_through_a_reference_nobody_differentiates(big_world):
     loss = lambda p, call: lambda x: sum_squares(call(1, layer, p, x[None]))  # noqa: E731
     with jd.context():
         found = jax.jacrev(jax.grad(loss(rref, sync)))(x)
-    close(found, jax.jacrev(jax.grad(loss(rref.to_here(), serial)))(x), rtol=1e-4, atol=1e-4)
+    assert_close(found, jax.jacrev(jax.grad(loss(rref.to_here(), serial)))(x), rtol=1e-4, atol=1e-4)
 
 
 @on_worker0
@@ -119,7 +119,7 @@ def test_a_reference_in_compiled_code(big_world):
         value, (of_p, of_x) = jax.jit(jd.value_and_grad(loss, argnums=(0, 1)))(rref, x)
         found = value, (of_p.to_here(), of_x)
     both = jax.value_and_grad(lambda p, x: sum_squares(layer(p, x)), argnums=(0, 1))
-    close(found, both(rref.to_here(), x))
+    assert_close(found, both(rref.to_here(), x))
 
 
 def own_and_fetch(x):
@@ -137,8 +137,8 @@ def test_a_traced_value_given_to_a_reference(big_world):
         found = jax.jacrev(own_and_fetch)(vector(3))
         second = jax.jacrev(jax.jacrev(own_and_fetch))(vector(3))
     serially = lambda x: 6 * x * 2 * x  # noqa: E731
-    close(found, jax.jacrev(serially)(vector(3)))
-    close(second, jax.jacrev(jax.jacrev(serially))(vector(3)))
+    assert_close(found, jax.jacrev(serially)(vector(3)))
+    assert_close(second, jax.jacrev(jax.jacrev(serially))(vector(3)))
 
 
 @on_worker0
@@ -158,8 +158,8 @@ def test_a_chain_of_references(big_world):
         found = jax.jacrev(lambda x: loss(remotely, x).to_here())(vector(3))
         second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: loss(remotely, x).to_here()[1])(x)))(vector(3))
     serially = lambda x: loss(lambda k, value, x: product(value, x), x)  # noqa: E731
-    close(found, jax.jacrev(serially)(vector(3)))
-    close(second, jax.grad(lambda x: jnp.sum(jax.grad(lambda x: serially(x)[1])(x)))(vector(3)))
+    assert_close(found, jax.jacrev(serially)(vector(3)))
+    assert_close(second, jax.grad(lambda x: jnp.sum(jax.grad(lambda x: serially(x)[1])(x)))(vector(3)))
 
 
 @on_worker0
@@ -171,7 +171,7 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
         with pytest.raises(jd.DifferentiationError, match=r"came out of jax.grad as a gradient.*jd.grad or"):
             gradient.to_here()
     del gradient
-    close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+    assert_close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
 
 
 def sine_times(a, b):
@@ -193,7 +193,7 @@ def test_an_array_before_a_reference_among_the_arguments(big_world, wrap):
     x = jnp.arange(3.0)
     with jd.context():
         found = wrap(jax.grad(far))(x)
-    close(found, jax.grad(lambda x: sine_times(x, twice_of(x)).sum())(x))
+    assert_close(found, jax.grad(lambda x: sine_times(x, twice_of(x)).sum())(x))
 
 
 @jax.jit
@@ -209,6 +209,6 @@ def test_what_was_compiled_in_one_world_runs_in_the_next(big_world):
         def body(differentiate=differentiate):
             with jd.context():
                 found = differentiate(compiled_once)(x)
-            close(found, differentiate(lambda x: twice_of(twice_of(x)).sum())(x))
+            assert_close(found, differentiate(lambda x: twice_of(twice_of(x)).sum())(x))
 
         big_world.drive(body)

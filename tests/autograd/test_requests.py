@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X
 from helpers.worlds import last, on_worker0
 
@@ -44,8 +44,8 @@ def test_fetches_and_parts_of_gradients_share_a_message(world):
         results = []
         count = messages_of(lambda: results.append(step(a, b, c)), "serve_requests")
         ((value, gradients),) = results
-        close(value, 10 * X.sum())
-        close([one.to_here() for one in gradients], [jnp.ones_like(X)] * 3)
+        assert_close(value, 10 * X.sum())
+        assert_close([one.to_here() for one in gradients], [jnp.ones_like(X)] * 3)
     assert count == (0 if last() == 0 else 1)
 
 
@@ -58,7 +58,7 @@ def test_gradients_that_depend_on_the_values_follow_together(world):
         results = []
         count = messages_of(lambda: results.append(step(a, b)), "serve_requests")
         ((_, gradients),) = results
-        close([one.to_here() for one in gradients], [3 * X, 2 * X])
+        assert_close([one.to_here() for one in gradients], [3 * X, 2 * X])
     assert count == (0 if last() == 0 else 2)
 
 
@@ -75,9 +75,9 @@ def test_values_of_any_kind_and_size(world):
             value, gradients = step(a, b)
             local = [{key: one for key, one in nested(factor).items() if key != "name"} for factor in (2.0, 3.0)]
             expected, serial = jax.value_and_grad(loss)(local)
-            close(value, expected)
+            assert_close(value, expected)
             found = [one.to_here() for one in gradients]
-            close([{key: one[key] for key in ("w", "b")} for one in found], serial)
+            assert_close([{key: one[key] for key in ("w", "b")} for one in found], serial)
             assert all(isinstance(leaf, jax.Array) for one in found for leaf in (*one["w"], one["b"]))
 
 
@@ -86,7 +86,7 @@ def test_one_reference_fetched_twice(world):
     (a,) = made(scaled, 2.0)
     step = jd.jit(jd.grad(lambda a: (a.to_here() * a.to_here(timeout=30.0) + a.to_here()).sum()))
     with jd.context():
-        close(step(a).to_here(), 4 * X + 1)
+        assert_close(step(a).to_here(), 4 * X + 1)
 
 
 @on_worker0
@@ -96,6 +96,6 @@ def test_parts_that_are_missing_stay_missing(world):
     step = jd.jit(jd.grad(lambda a: a.to_here()["w"][0].sum()))
     with jd.context():
         gradient = step(a).to_here()
-        close(gradient["w"][0], jnp.ones_like(X))
+        assert_close(gradient["w"][0], jnp.ones_like(X))
         assert not np.any(np.asarray(gradient["w"][1]))
         assert gradient["w"][1].shape == (2, 1 << 15)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close, sum_squares
+from helpers.data import assert_close, sum_squares
 from helpers.programs import fetched, handed_on, serial
 from helpers.worlds import on_worker0
 
@@ -61,4 +61,4 @@ def test_the_third_derivative(big_world, program, way, compiled):
         return jax.grad(up(up(lambda x: program(call, x))))
 
     with jd.context():
-        close(compiled(third(way))(X), jax.jit(third(serial))(X), rtol=1e-3, atol=1e-3)
+        assert_close(compiled(third(way))(X), jax.jit(third(serial))(X), rtol=1e-3, atol=1e-3)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import fast_product, fetched, handed_on, product, serial, sync, vector
 from helpers.worlds import on_worker0, rank
 
@@ -68,7 +68,7 @@ def test_derivatives_of_every_order(big_world, program, derivative):
     x = vector(3)
     with jd.context():
         found = derivative(lambda x: program(sync, x))(x)
-    close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+    assert_close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", [fetched, handed_on])
@@ -78,7 +78,7 @@ def test_derivatives_of_every_order_through_references(big_world, program, deriv
     x = vector(3)
     with jd.context():
         found = derivative(lambda x: program(way, x))(x)
-    close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+    assert_close(found, derivative(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
 
 
 TRANSFORMED = {
@@ -117,7 +117,7 @@ def compare(name, program, x):
     transform = TRANSFORMED[name]
     with jd.context():
         found = transform(lambda x: program(sync, x))(x)
-    close(found, transform(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
+    assert_close(found, transform(lambda x: program(serial, x))(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
@@ -138,7 +138,7 @@ def test_a_compiled_step_runs_again_in_the_next_context(big_world):
         x = vector(3, seed=k)
         with jd.context():
             found = step(x)
-        close(found, jax.value_and_grad(lambda x: chain(serial, x))(x))
+        assert_close(found, jax.value_and_grad(lambda x: chain(serial, x))(x))
 
 
 @on_worker0
@@ -147,14 +147,14 @@ def test_a_batched_cotangent_on_one_recorded_call(big_world):
     with jd.context():
         found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)))(vector(4))
         grid = jax.jacrev(lambda x: jd.rpc_sync(rank(1), fast_product, args=(x, x.T)))(vector((2, 2)))
-    close(found, jax.jacrev(lambda x: product(x, x))(vector(4)))
-    close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
+    assert_close(found, jax.jacrev(lambda x: product(x, x))(vector(4)))
+    assert_close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
 
 
 @on_worker0
 def test_own_gradients_of_calls_to_oneself(big_world):
     found = jd.value_and_grad(lambda x: jd.rpc_sync(0, chain_here, args=(x,)))(vector(3))
-    close(found, jax.value_and_grad(lambda x: chain(serial, x))(vector(3)))
+    assert_close(found, jax.value_and_grad(lambda x: chain(serial, x))(vector(3)))
 
 
 def chain_here(x):
@@ -185,7 +185,7 @@ def traces(function, shapes):
     for shape in shapes:
         x = vector(shape)
         with jd.context():
-            close(
+            assert_close(
                 jax.grad(lambda x: jnp.sum(jd.rpc_sync(rank(1), function, args=(x, x))))(x), jnp.cos(x) * x + jnp.sin(x)
             )
     return jd.rpc_sync(rank(1), compiled_so_far)[1] - before

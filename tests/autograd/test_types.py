@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import WAYS, fetched, serial, sync
 from helpers.worlds import on_worker0, rank
 
@@ -44,7 +44,7 @@ def test_weak_arguments(big_world, function, way, compiled):
     for s in (jnp.asarray(0.5), 0.5, jnp.broadcast_to(jnp.asarray(0.5), (3,)), jnp.float32(0.5)):
         derivative = lambda call: jax.value_and_grad(functools.partial(by_weak, call, function), (0, 1))  # noqa: E731
         with jd.context():
-            close(compiled(derivative(way))(X, s), derivative(serial)(X, s), rtol=1e-2)
+            assert_close(compiled(derivative(way))(X, s), derivative(serial)(X, s), rtol=1e-2)
 
 
 @EAGER_AND_COMPILED
@@ -55,7 +55,7 @@ def test_weak_results(big_world, way, compiled):
     derivative = lambda call: lambda x: jax.grad(functools.partial(number_of, call))(x) * X  # noqa: E731
     for x in (jnp.asarray(0.5), jnp.float32(0.5)):
         with jd.context():
-            close(compiled(derivative(way))(x), derivative(serial)(x), rtol=1e-2)
+            assert_close(compiled(derivative(way))(x), derivative(serial)(x), rtol=1e-2)
 
 
 def each_in_a_batch(call, xs, s):
@@ -69,8 +69,8 @@ def test_weak_in_a_batch(big_world, compiled):
     with jd.context():
         found = compiled(functools.partial(each_in_a_batch, sync))(xs, s)
         spread = compiled(jax.vmap(lambda s: sync(1, scaled, X, s)))(jnp.stack([s, 2 * s]))
-    close(found, each_in_a_batch(serial, xs, s), rtol=1e-2)
-    close(spread, jax.vmap(lambda s: scaled(X, s))(jnp.stack([s, 2 * s])), rtol=1e-2)
+    assert_close(found, each_in_a_batch(serial, xs, s), rtol=1e-2)
+    assert_close(spread, jax.vmap(lambda s: scaled(X, s))(jnp.stack([s, 2 * s])), rtol=1e-2)
 
 
 def with_keys(x, key, *, impl):
@@ -106,9 +106,9 @@ def test_random_keys(big_world, function, way, compiled):
     second = lambda call: jax.grad(lambda x, key: (first(call)(x, key)[1] * Y).sum())  # noqa: E731
     for derivative in (first, second) if way is sync else (first,):
         with jd.context():
-            close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+            assert_close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
             here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 the key is not traced
-            close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+            assert_close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
 
 
 @EAGER_AND_COMPILED
@@ -118,7 +118,7 @@ def test_random_keys_in_a_batch(big_world, compiled):
     loss = functools.partial(by_keys, function=with_keys, impl="threefry2x32")  # rbg draws other numbers in a batch
     each = lambda call: jax.vmap(jax.grad(lambda x, key: loss(call, x=x, key=key)))  # noqa: E731
     with jd.context():
-        close(compiled(each(sync))(xs, keys), each(serial)(xs, keys), rtol=1e-4, atol=1e-5)
+        assert_close(compiled(each(sync))(xs, keys), each(serial)(xs, keys), rtol=1e-4, atol=1e-5)
 
 
 def make_keyed(n):
@@ -142,9 +142,9 @@ def test_references_to_keys(big_world, here, compiled):
     with jd.context():
         result, (by_value, by_x) = step(value, Y)
         found = by_value.to_here()
-    close((result, by_x), jax.value_and_grad(lambda x: keyed_loss(near, x))(Y))
+    assert_close((result, by_x), jax.value_and_grad(lambda x: keyed_loss(near, x))(Y))
     floats = jax.grad(lambda w, s: keyed_loss({**near, "w": w, "scale": s}, Y), argnums=(0, 1))
-    close((found["w"], found["scale"]), floats(near["w"], near["scale"]))
+    assert_close((found["w"], found["scale"]), floats(near["w"], near["scale"]))
     assert found["key"] is None
 
 
@@ -165,7 +165,9 @@ def test_keys_and_numbers_in_a_scan(big_world, compiled):
 
     derivative = lambda call: jax.grad(functools.partial(loss, call))  # noqa: E731
     with jd.context():
-        close(compiled(derivative(sync))(Y, jax.random.key(1)), derivative(serial)(Y, jax.random.key(1)), rtol=1e-4)
+        assert_close(
+            compiled(derivative(sync))(Y, jax.random.key(1)), derivative(serial)(Y, jax.random.key(1)), rtol=1e-4
+        )
 
 
 def without_derivative(x, n):
@@ -184,4 +186,4 @@ def test_results_without_derivatives(big_world, way, compiled):
 
     derivative = lambda call: jax.grad(functools.partial(loss, call), argnums=(0, 1), allow_int=True)  # noqa: E731
     with jd.context():
-        close(compiled(derivative(way))(Y, jnp.int32(3)), derivative(serial)(Y, jnp.int32(3)))
+        assert_close(compiled(derivative(way))(Y, jnp.int32(3)), derivative(serial)(Y, jnp.int32(3)))

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import net_evaluated, net_inputs, net_loss, net_serially, serially
 from helpers.worlds import on_every_worker
 
@@ -34,9 +34,9 @@ def test_flax_with_batch_norm_and_dropout(world, rank, size):
     mine = dp.broadcast(jax.tree.map(lambda leaf: jnp.asarray(leaf + rank), variables))
     step = dp.value_and_grad(functools.partial(net_loss, norm), has_aux=True)
     (value, new), gradients = step(mine["params"], mine["batch_stats"], *net_inputs(rank))
-    close(gradients, expected, rtol=1e-4, atol=1e-4)
-    close(new, expected_stats, rtol=1e-4, atol=1e-4)
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+    assert_close(new, expected_stats, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dp.collectives.allreduce(value) / size, expected_loss, rtol=1e-5)
     after, x = {"params": variables["params"], "batch_stats": new}, net_inputs(rank)
     plain = serially(functools.partial(net_evaluated, nn.BatchNorm), after, *x)
-    close(jax.jit(functools.partial(net_evaluated, norm))(after, *x), plain)
+    assert_close(jax.jit(functools.partial(net_evaluated, norm))(after, *x), plain)

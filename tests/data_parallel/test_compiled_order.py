@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
@@ -96,7 +96,7 @@ def test_one_meeting_is_enough_for_all_buckets_of_a_step(big_world, rank, size):
     assert 1 <= with_check - without <= 2  # the beginning of a section, and over MPI the end
     expected = serial(loss, parameters(), [batch(r) for r in range(size)])[1]
     for each in (dp, quiet):
-        close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
+        assert_close(jax.jit(each.value_and_grad(loss))(*args)[1], expected)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["compiled", "called"])

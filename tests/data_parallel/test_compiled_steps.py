@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, gradient, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
@@ -22,7 +22,7 @@ def averaged(size):
 def test_the_whole_step_inside_one_jit(world, rank, size):
     dp = DataParallel(bucket_cap_mb=SMALL)
     _, gradients = jax.jit(dp.value_and_grad(loss))(parameters(), batch(rank))
-    close(gradients, averaged(size))
+    assert_close(gradients, averaged(size))
 
 
 @on_every_worker
@@ -32,8 +32,8 @@ def test_a_step_whose_arguments_are_constants_of_the_program(big_world, rank, si
     run = jax.jit(lambda: (dp.value_and_grad(loss)(params, x)[1], dp.average(params), sums.allreduce(x[0])))
     for _ in range(2):
         gradients, mean, total = run()
-        close(gradients, averaged(size))
-        close(mean, params)
+        assert_close(gradients, averaged(size))
+        assert_close(mean, params)
         np.testing.assert_allclose(total, sum(batch(r)[0] for r in range(size)), rtol=1e-5, atol=1e-6)
     assert dp.statistics().steps == 0
 
@@ -50,8 +50,8 @@ def test_no_sync_and_average_in_one_program(big_world, rank, size):
             return own, dp.average(own)
 
     own, mean = accumulated(parameters(), batch(rank))
-    close(own, gradient(loss)(parameters(), batch(rank)))
-    close(mean, averaged(size))
+    assert_close(own, gradient(loss)(parameters(), batch(rank)))
+    assert_close(mean, averaged(size))
 
 
 @on_every_worker

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
@@ -62,9 +62,9 @@ def test_a_shift_goes_round_or_not(world, rank, size):
 def test_trees_go_through_every_operation(world, rank, size):
     c, tree = of_this_world(), {"a": rows_of(rank, size), "b": [jnp.float32(rank + 1), None]}
     ranks = range(size)
-    close(c.allreduce(tree, "mean")["b"][0], np.float32(np.mean([r + 1 for r in ranks])))
-    close(c.allreduce(tree, "prod")["b"][0], np.float32(np.prod([r + 1.0 for r in ranks])))
-    close(c.broadcast(tree, size - 1), {"a": rows_of(size - 1, size), "b": [jnp.float32(size), None]})
+    assert_close(c.allreduce(tree, "mean")["b"][0], np.float32(np.mean([r + 1 for r in ranks])))
+    assert_close(c.allreduce(tree, "prod")["b"][0], np.float32(np.prod([r + 1.0 for r in ranks])))
+    assert_close(c.broadcast(tree, size - 1), {"a": rows_of(size - 1, size), "b": [jnp.float32(size), None]})
     assert c.allgather(tree)["a"].shape == (size, size, 2)
     for operation in (c.alltoall, c.reduce_scatter, c.shift, c.gather_rows):
         assert operation({"a": tree["a"]}).keys() == {"a"}
@@ -177,7 +177,7 @@ def test_metrics_of_all_ranks(world, rank, size):
     dp = jd.DataParallel()
     found = dp.mean({"loss": float(rank), "correct": rank, "hits": jnp.array([rank, 1]), "flag": rank == 0})
     mean = sum(range(size)) / size
-    close(
+    assert_close(
         jax.tree.map(np.float32, found),
         {
             "loss": np.float32(mean),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import serially
 from helpers.worlds import on_every_worker
 
@@ -36,11 +36,13 @@ def test_batch_norm_of_nnx_over_the_batch_of_all_ranks(big_world, settings, rank
     step = dp.value_and_grad(lambda w, r, x: run(mine, w, r, x), has_aux=True)
     (loss, after), gradients = step(weights, rest, rows_of(rank))
     (expected_loss, expected_after), expected_gradients = expected
-    close(dp.collectives.allreduce(loss), jnp.asarray(expected_loss), rtol=1e-4)
-    close(after, jax.tree.map(jnp.asarray, expected_after), rtol=1e-4, atol=1e-4)
-    close(jax.tree.map(lambda g: g * size, gradients), expected_gradients, rtol=1e-3, atol=1e-3)
+    assert_close(dp.collectives.allreduce(loss), jnp.asarray(expected_loss), rtol=1e-4)
+    assert_close(after, jax.tree.map(jnp.asarray, expected_after), rtol=1e-4, atol=1e-4)
+    assert_close(jax.tree.map(lambda g: g * size, gradients), expected_gradients, rtol=1e-3, atol=1e-3)
     frozen, evaluated = (nnx.merge(one, weights, after, copy=True) for one in (mine, graph))
-    close(frozen(whole, use_running_average=True), evaluated(whole, use_running_average=True), rtol=1e-4, atol=1e-4)
+    assert_close(
+        frozen(whole, use_running_average=True), evaluated(whole, use_running_average=True), rtol=1e-4, atol=1e-4
+    )
 
 
 @on_every_worker
@@ -62,16 +64,16 @@ def loss(model, x):
 def test_a_step_of_an_equinox_module(big_world, overlap, rank, size):
     dp = DataParallel(overlap=overlap, bucket_cap_mb=1e-4)
     mine = dp.broadcast(model(rank))
-    close(eqx.filter(mine, eqx.is_array), eqx.filter(model(0), eqx.is_array))
+    assert_close(eqx.filter(mine, eqx.is_array), eqx.filter(model(0), eqx.is_array))
     assert mine.activation is model(0).activation or callable(mine.activation)
     value, gradients = dp.value_and_grad(loss)(mine, rows_of(rank))
     np.testing.assert_allclose(value, loss(mine, rows_of(rank)), rtol=1e-5)
     parts = [eqx.filter_grad(loss)(mine, rows_of(k)) for k in range(size)]
-    close(gradients, jax.tree.map(lambda *g: sum(g) / size, *parts), rtol=1e-4)
+    assert_close(gradients, jax.tree.map(lambda *g: sum(g) / size, *parts), rtol=1e-4)
     within_jit = jax.jit(lambda x: dp.value_and_grad(loss)(mine, x)[1])(rows_of(rank))
-    close(within_jit, gradients, rtol=1e-4)
+    assert_close(within_jit, gradients, rtol=1e-4)
     with dp.no_sync():
-        close(dp.value_and_grad(loss)(mine, rows_of(rank))[1], parts[rank], rtol=1e-4)
+        assert_close(dp.value_and_grad(loss)(mine, rows_of(rank))[1], parts[rank], rtol=1e-4)
     moved = eqx.apply_updates(mine, jax.tree.map(lambda g: -0.1 * g, gradients))
     assert loss(moved, rows_of(rank)).shape == ()
 
@@ -91,5 +93,5 @@ def test_functions_among_leaves_are_nowhere_in_the_way(big_world, rank, size):
     assert dp.used == {"w": True, "unused": False, "act": None}
     with dp.no_sync():
         _, own = step(tree, 1.0 + rank)
-    close(dp.average(own)["w"], gradients["w"])
+    assert_close(dp.average(own)["w"], gradients["w"])
     assert dp.used == {"w": True, "unused": False, "act": None}

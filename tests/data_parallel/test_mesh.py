@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import batch, loss, net_inputs, net_loss, net_serially, parameters, serial
 from jax.sharding import PartitionSpec as P
 
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_the_whole_batch(typed, hook, tolerance):
         return jax.lax.pmean(value, "batch"), gradients
 
     got = on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=typed)
-    close(got, serial(loss, parameters(), [batch(r) for r in range(RANKS)]), tolerance)
+    assert_close(got, serial(loss, parameters(), [batch(r) for r in range(RANKS)]), tolerance)
 
 
 def test_flax_with_batch_norm_and_dropout():
@@ -62,8 +62,8 @@ def test_flax_with_batch_norm_and_dropout():
     value, stats, gradients = on_mesh(
         step, variables["params"], variables["batch_stats"], x, rows, in_specs=specs, out_specs=P(), typed=True
     )
-    close(gradients, expected, rtol=1e-4, atol=1e-4)
-    close(stats, expected_stats, rtol=1e-4, atol=1e-4)
+    assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+    assert_close(stats, expected_stats, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(value, expected_loss, rtol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_average_gradients(typed):
 
     got = on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=typed)
     _, gradients = serial(loss, parameters(), [batch(r) for r in range(RANKS)])
-    close(got, jax.tree.map(lambda p, g: p - (0.1 * g).astype(p.dtype), parameters(), gradients))
+    assert_close(got, jax.tree.map(lambda p, g: p - (0.1 * g).astype(p.dtype), parameters(), gradients))
 
 
 def test_sharded_optimizer_state():
@@ -97,7 +97,7 @@ def test_sharded_optimizer_state():
     for k in range(3):
         updates, whole = plain.update(jax.tree.map(lambda p, k=k: p * (k + 1), params), whole, params)
         params = optax.apply_updates(params, updates)
-    close(got, params)
+    assert_close(got, params)
     assert jax.tree.map(jnp.size, state[0].mu) == jax.tree.map(lambda p: -(-p.size // RANKS), params)
 
 

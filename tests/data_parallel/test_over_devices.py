@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
@@ -25,8 +25,8 @@ def test_gradients_stay_on_the_rank_s_device(world, rank, size):
     dp, params = DataParallel(bucket_cap_mb=2e-4), parameters()
     assert isinstance(dp.collectives, Devices)
     value, gradients = dp.value_and_grad(loss)(params, batch(rank))
-    close(gradients, serial(loss, params, [batch(one) for one in range(size)])[1])
-    close(value, loss(params, batch(rank)))
+    assert_close(gradients, serial(loss, params, [batch(one) for one in range(size)])[1])
+    assert_close(value, loss(params, batch(rank)))
     for leaf in jax.tree.leaves((value, gradients)):
         assert leaf.devices() == {jax.local_devices()[0]}
         assert leaf.is_fully_addressable
@@ -41,9 +41,9 @@ def test_ranks_with_unequal_batches(big_world, caplog, rank, size):
     step = dp.value_and_grad(loss)
     for _ in range(2):
         _, gradients = step(params, batch(rank, rows=rank + 2))
-        close(gradients, serial(loss, params, [batch(one, rows=one + 2) for one in range(size)])[1])
+        assert_close(gradients, serial(loss, params, [batch(one, rows=one + 2) for one in range(size)])[1])
     _, gradients = step(params, batch(rank))  # and equal ones again
-    close(gradients, serial(loss, params, [batch(one) for one in range(size)])[1])
+    assert_close(gradients, serial(loss, params, [batch(one) for one in range(size)])[1])
     assert [record.getMessage()[:22] for record in caplog.records] == ["the ranks' steps diffe"]
 
 
@@ -91,7 +91,7 @@ def test_arguments_of_every_kind(big_world, rank, size):
     args = jax.random.key(rank), True, 2, np.full(3, float(rank), np.float32), np.zeros((0, 2), np.float32)
     (value, (key, nothing)), gradients = step(params, *args)
     expected, _ = noisy(params, *args)
-    close(value, jnp.float32(expected[0]) if not isinstance(expected, jax.Array) else expected)
+    assert_close(value, jnp.float32(expected[0]) if not isinstance(expected, jax.Array) else expected)
     assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(args[0]))
     assert jnp.shape(nothing) == (0, 2)
     np.testing.assert_allclose(gradients["w"], np.full(3, 2.0), rtol=1e-6)
@@ -117,9 +117,9 @@ def test_a_whole_training_step_in_one_program(world, rank, size):
         expected = optax.apply_updates(expected, updates)
         before = params
         params, state, value, who = step(params, state, batch(rank))
-        close(value, mean, rtol=1e-3)
+        assert_close(value, mean, rtol=1e-3)
         assert who == rank
-    close(params, expected, rtol=1e-3, atol=1e-3)
+    assert_close(params, expected, rtol=1e-3, atol=1e-3)
     assert before["dense"][0]["w"].is_deleted()
     dp.verify(params)
 
@@ -136,7 +136,7 @@ def test_the_state_of_average_gradients_in_one_program(big_world, rank, size):
             updates, state = update(gradients, state, current)
             current = optax.apply_updates(current, updates)
         found[name] = current
-    close(found["compiled"], found["called"], rtol=1e-5)
+    assert_close(found["compiled"], found["called"], rtol=1e-5)
 
 
 @on_every_worker

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import last, on_every_worker, on_worker0
 
@@ -52,19 +52,19 @@ def test_steps_and_averages(accelerators, reduced_in, big_world, rank, size):
     params, batches = parameters(), [batch(one, rows=one + 2) for one in range(size)]
     dp = DataParallel(bucket_cap_mb=2e-4, check_finite=True)
     found = dp.value_and_grad(loss)(params, batches[rank])
-    close(found[1], serial(loss, params, batches)[1])
+    assert_close(found[1], serial(loss, params, batches)[1])
     assert kinds(found) == {"device"}
     own = jax.tree.map(lambda p: p * (rank + 1.0), params)
     before = jax.tree.map(np.array, own)
     averaged = dp.average(own)
-    close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
+    assert_close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
     assert kinds(averaged) == {"device"}
     assert reduced_in == {"pinned_host"}
     offloaded = jax.device_put(own, jax.memory.Space.Host)
     averaged = dp.average(offloaded)
-    close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
+    assert_close(averaged, jax.tree.map(lambda p: p * (size + 1) / 2, params))
     assert kinds(averaged) == kinds(offloaded) == {"pinned_host"}
-    close(own, before)  # what the user gave is not overwritten
+    assert_close(own, before)  # what the user gave is not overwritten
 
 
 @on_every_worker
@@ -72,7 +72,7 @@ def test_hooks_and_sparse_leaves_are_not_copied(accelerators, big_world, rank, s
     params, batches = parameters(), [batch(one, rows=one + 2) for one in range(size)]
     for settings in ({"hook": jd.hooks.average()}, {"sparse": [describe(params)[0].path]}):
         found = DataParallel(**settings).value_and_grad(loss)(params, batches[rank])
-        close(found[1], serial(loss, params, batches)[1])
+        assert_close(found[1], serial(loss, params, batches)[1])
 
 
 def doubled(tree):
@@ -82,10 +82,10 @@ def doubled(tree):
 @on_worker0
 def test_arguments_and_results_of_calls(accelerators, big_world):
     tree = {"large": jnp.arange(70_000.0), "small": jnp.ones((3, 0)), "none": None, "half": jnp.ones(5, jnp.bfloat16)}
-    close(jd.rpc_sync(last(), doubled, args=(tree,)), doubled(tree))
+    assert_close(jd.rpc_sync(last(), doubled, args=(tree,)), doubled(tree))
     with jd.context():
         gradient = jax.grad(lambda x: jd.rpc_sync(last(), doubled, args=(x,)).sum())(tree["large"])
-    close(gradient, jnp.full(70_000, 2.0))
+    assert_close(gradient, jnp.full(70_000, 2.0))
 
 
 class Made:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import serial
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
@@ -40,7 +40,7 @@ def test_a_table_of_which_few_rows_are_used(big_world, rank, size):
     params = {"table": jax.random.normal(jax.random.key(0), (20, 3)), "b": jnp.ones(())}
     ids = [jnp.array([r, r, 7]) for r in range(size)]
     _, gradients = DataParallel(sparse=["['table']"]).value_and_grad(lookup)(params, ids[rank])
-    close(gradients, serial(lookup, params, ids)[1])
+    assert_close(gradients, serial(lookup, params, ids)[1])
 
 
 def rows_of(rank):

@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_all, on_every_worker
 
@@ -78,7 +78,7 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
         hook = hooks.Hook(lambda bucket: (), beside, "beside")
         dp = DataParallel(bucket_cap_mb=1e-5, hook=hook, overlap=True)
         _, gradients = dp.value_and_grad(deep)(params, jnp.full(8, 1.0 + rank))
-        close(gradients, serial(plain, params, [jnp.full(8, 1.0 + r) for r in range(size)])[1])
+        assert_close(gradients, serial(plain, params, [jnp.full(8, 1.0 + r) for r in range(size)])[1])
         told = dp.statistics()
         assert 0 < told.overlap <= told.communication
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
@@ -22,10 +22,10 @@ from jdistgrad.data_parallel.parallel import DataParallel
 def test_gradients_are_those_of_the_whole_batch(world, cap, overlap, rank, size):
     dp = DataParallel(bucket_cap_mb=cap, overlap=overlap)
     params = dp.broadcast(parameters(seed=rank))
-    close(params, parameters(0))
+    assert_close(params, parameters(0))
     value, gradients = dp.value_and_grad(loss)(params, batch(rank))
     _, expected = serial(loss, parameters(0), [batch(r) for r in range(size)])
-    close(gradients, expected)
+    assert_close(gradients, expected)
     np.testing.assert_allclose(value, loss(params, batch(rank)), rtol=1e-5)
     dp.verify(gradients)
 
@@ -36,8 +36,8 @@ def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
     for settings in ({"overlap": True}, {"overlap": False}, {"hook": hooks.average()}):
         dp = DataParallel(bucket_cap_mb=SMALL, **settings)
         found.append(dp.value_and_grad(loss)(parameters(), batch(rank)))
-    close(found[0], found[1], rtol=1e-7, atol=1e-7)
-    close(found[0], found[2], rtol=1e-6, atol=1e-6)
+    assert_close(found[0], found[1], rtol=1e-7, atol=1e-7)
+    assert_close(found[0], found[2], rtol=1e-6, atol=1e-6)
     assert len(dp.statistics().bucket_sizes) == 3
 
 
@@ -107,8 +107,8 @@ def test_batches_of_different_sizes(big_world, rank, size):
     for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
         whole = [batch(r, rows[r]) for r in range(size)]
         expected = serial(loss, parameters(), whole)[1]
-        close(step(parameters(), whole[rank])[1], expected)
-        close(jax.jit(step)(parameters(), whole[rank])[1], expected)
+        assert_close(step(parameters(), whole[rank])[1], expected)
+        assert_close(jax.jit(step)(parameters(), whole[rank])[1], expected)
     assert dp.statistics().steps == 3
 
 
@@ -121,7 +121,7 @@ def test_a_leaf_used_twice_and_branches_on_values(big_world, rank, size):
     dp = DataParallel(find_unused_parameters=True)
     params = {"w": parameters()["dense"][0]["w"], "a": jnp.ones(6), "b": jnp.full(6, 2.0)}
     _, gradients = dp.value_and_grad(shared)(params, batch(rank))
-    close(gradients, serial(shared, params, [batch(r) for r in range(size)])[1])
+    assert_close(gradients, serial(shared, params, [batch(r) for r in range(size)])[1])
     assert dp.used == {"w": True, "a": True, "b": True}
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import descend, serial
 from helpers.worlds import on_every_worker
 
@@ -76,7 +76,7 @@ def test_training_converges_with_each_hook(big_world, name, rank, size):
     assert after < before / 3
     assert after < 1.3 * reached + 0.02
     if name in ("none", "average"):
-        close(params, plain, rtol=1e-4, atol=1e-4)
+        assert_close(params, plain, rtol=1e-4, atol=1e-4)
 
 
 @on_every_worker
@@ -114,4 +114,4 @@ def test_training_goes_on_from_a_checkpoint(big_world, rank, size):
     half = train(start(), None, 3)
     saved = jax.tree.map(np.asarray, half)
     resumed, _ = train(*jax.tree.map(jnp.asarray, saved), 3)
-    close(resumed, whole, rtol=1e-6, atol=1e-6)
+    assert_close(resumed, whole, rtol=1e-6, atol=1e-6)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, descend, gradient, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
@@ -23,11 +23,11 @@ def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world, rank, size
     with dp.no_sync():
         for k in range(2):
             parts.append(step(parameters(), batch(rank, seed=k))[1])
-            close(parts[-1], gradient(loss)(parameters(), batch(rank, seed=k)))
+            assert_close(parts[-1], gradient(loss)(parameters(), batch(rank, seed=k)))
     total = dp.average(jax.tree.map(jnp.add, *parts))
     expected = [serial(loss, parameters(), [batch(r, seed=k) for r in range(size)])[1] for k in range(2)]
-    close(total, jax.tree.map(jnp.add, *expected), rtol=2e-5, atol=2e-5)
-    close(parts[0], gradient(loss)(parameters(), batch(rank, seed=0)))
+    assert_close(total, jax.tree.map(jnp.add, *expected), rtol=2e-5, atol=2e-5)
+    assert_close(parts[0], gradient(loss)(parameters(), batch(rank, seed=0)))
     assert dp.statistics().steps == 1
 
 
@@ -90,10 +90,10 @@ def test_join_with_uneven_inputs(world, initially, rank, size):
         for k in range(2 * rank):
             params = descend(params, step(params, batch(rank, seed=k))[1])
         params = join.finish(params)
-    close(params, expected, rtol=1e-4, atol=1e-4)
+    assert_close(params, expected, rtol=1e-4, atol=1e-4)
     dp.verify(params)
     _, gradients = step(params, batch(rank))
-    close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], rtol=1e-4, atol=1e-4)
+    assert_close(gradients, serial(loss, params, [batch(r) for r in range(size)])[1], rtol=1e-4, atol=1e-4)
 
 
 def distance(got, expected):

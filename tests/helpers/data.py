@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def close(found, expected, rtol=1e-5, atol=1e-6):
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
     """Check that two trees agree in structure, shapes and dtypes, and in values up to rounding in their dtypes."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistgrad as jd
-from helpers.data import close, random_like
+from helpers.data import assert_close, random_like
 from helpers.worlds import last, rank
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -54,7 +54,7 @@ def same_gradients(program, *args, call=sync, **tolerances):
     """Compare the results and the pullback of a program with its serial run."""
     with jd.context():
         found = pulled_back(program, call, args)
-    close(found, pulled_back(program, serial, args), **tolerances)
+    assert_close(found, pulled_back(program, serial, args), **tolerances)
 
 
 def square(x):
@@ -67,7 +67,7 @@ def loss(x):
 
 def still_differentiates():
     """Check a gradient, in the context that is open, or else in a context of its own."""
-    close(jd.grad(loss)(X), 2 * X)
+    assert_close(jd.grad(loss)(X), 2 * X)
 
 
 def layer(params, x, *, scale=1.0):

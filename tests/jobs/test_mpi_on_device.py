@@ -6,7 +6,7 @@ STEPS = """
     import jax, jax.numpy as jnp
     import numpy as np
     import jdistgrad as jd
-    from helpers.data import close
+    from helpers.data import assert_close
     from helpers.models import batch, loss, parameters, serial
 
     me = jd.init()
@@ -26,13 +26,13 @@ def test_steps_averages_and_operations(mpi_job):
         dp = jd.DataParallel(everybody, **settings)
         for _ in range(2):
             value, gradients = dp.value_and_grad(loss)(params, batches[rank])
-            close(gradients, expected)
-        close(value, loss(params, batches[rank]))
-        close(dp.average(jax.tree.map(lambda p: p * rank, params)), params)
+            assert_close(gradients, expected)
+        assert_close(value, loss(params, batches[rank]))
+        assert_close(dp.average(jax.tree.map(lambda p: p * rank, params)), params)
     total = everybody.allreduce({"a": jnp.arange(3.0), "b": jnp.float32(rank)})
-    close(total, {"a": jnp.arange(3.0) * 3, "b": jnp.float32(3)})
-    close(everybody.allgather(jnp.float32(rank)), jnp.arange(3.0))
-    close(everybody.reduce_scatter(jnp.arange(6.0)), jnp.arange(6.0).reshape(3, 2)[rank] * 3)
+    assert_close(total, {"a": jnp.arange(3.0) * 3, "b": jnp.float32(3)})
+    assert_close(everybody.allgather(jnp.float32(rank)), jnp.arange(3.0))
+    assert_close(everybody.reduce_scatter(jnp.arange(6.0)), jnp.arange(6.0).reshape(3, 2)[rank] * 3)
     np.testing.assert_array_equal(jax.jit(everybody.allreduce)(jnp.ones(2)), [3, 3])
     try:
         everybody.allreduce(jnp.ones(2 + rank))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
@@ -57,7 +57,7 @@ def state_of(local):
 
 def same_state(remote, local):
     found, expected = (jax.tree.map(plain, one) for one in (remote.state.to_here(), state_of(local)))
-    close(found, expected)
+    assert_close(found, expected)
 
 
 def plain(leaf):
@@ -81,7 +81,7 @@ def test_an_nnx_module_in_training_is_the_serial_one(big_world, staged):
             loss, by_module = step(remote, X + turn)
             found = by_module.parameters.to_here()
         expected, gradients = nnx.value_and_grad(distance)(local, X + turn)
-        close((loss, found), (expected, nnx.to_pure_dict(gradients)), atol=ROUNDING)
+        assert_close((loss, found), (expected, nnx.to_pure_dict(gradients)), atol=ROUNDING)
         same_state(remote, local)
 
 
@@ -91,9 +91,9 @@ def test_calls_without_derivative_change_state_too(big_world, staged):
     local, remote = Trained(rngs=nnx.Rngs(1)), RemoteModule(last(), Trained, rng=1)
     call = staged_or_not(lambda module, x: module(x), staged)
     for turn in range(3):
-        close(call(remote, X + turn), local(X + turn))
+        assert_close(call(remote, X + turn), local(X + turn))
     same_state(remote, local)
-    close(remote.remote(X).to_here(), local(X))
+    assert_close(remote.remote(X).to_here(), local(X))
     same_state(remote, local)
 
 
@@ -106,7 +106,7 @@ def test_evaluation_changes_nothing_and_training_goes_on_after_it(big_world, sta
         getattr(local, mode)()
         getattr(remote, mode)()
         for _ in range(2):
-            close(call(remote, X), local(X))
+            assert_close(call(remote, X), local(X))
             same_state(remote, local)
 
 
@@ -132,10 +132,10 @@ def test_a_linen_module_changes_the_collections_named_mutable(big_world, staged)
             value, by_module = step(remote, X + turn)
             found = value, by_module.parameters.to_here()
         (value, stats), gradients = jax.value_and_grad(serial, has_aux=True)(variables["params"], stats, X + turn)
-        close(found, (value, gradients), atol=ROUNDING)
-        close(remote.state.to_here()["batch_stats"], stats)
-    close(remote(X), module.apply(variables | {"batch_stats": stats}, X))
-    close(remote.state.to_here()["batch_stats"], stats)
+        assert_close(found, (value, gradients), atol=ROUNDING)
+        assert_close(remote.state.to_here()["batch_stats"], stats)
+    assert_close(remote(X), module.apply(variables | {"batch_stats": stats}, X))
+    assert_close(remote.state.to_here()["batch_stats"], stats)
 
 
 def slow_identity(x):
@@ -161,7 +161,7 @@ def test_calls_in_one_step_follow_each_other_in_the_order_of_the_program(big_wor
             value, by_module = step(remote, X + turn)
             found = value, by_module.parameters.to_here()
         value, gradients = nnx.value_and_grad(lambda m, x: loss(m, x, slow_identity))(local, X + turn)
-        close(found, (value, nnx.to_pure_dict(gradients)), rtol=1e-4, atol=10 * ROUNDING)
+        assert_close(found, (value, nnx.to_pure_dict(gradients)), rtol=1e-4, atol=10 * ROUNDING)
         same_state(remote, local)
 
 
@@ -203,7 +203,7 @@ class Growing(nn.Module):
 @on_worker0
 def test_variables_that_a_later_call_makes_are_refused(big_world):
     remote = RemoteModule(last(), Growing(), (X,))
-    close(remote(X, mutable=["memory"]), X)
+    assert_close(remote(X, mutable=["memory"]), X)
     with pytest.raises(ValueError, match=r"Growing made other variables in this call than when it was initialized"):
         remote(X, more=True, mutable=["memory"])
 
@@ -242,7 +242,7 @@ def test_second_derivatives_are_of_the_call_that_was_made(big_world, staged):
     for _ in range(2):
         with jd.context():
             found = step(X, remote)
-        close(found, jax.value_and_grad(twice(apply))(X), rtol=1e-4, atol=ROUNDING)
+        assert_close(found, jax.value_and_grad(twice(apply))(X), rtol=1e-4, atol=ROUNDING)
         local = nnx.merge(graph, state)
         local(X)
         graph, state = nnx.split(local)
@@ -269,7 +269,7 @@ def test_tangents_are_of_the_call_that_was_made(big_world, staged):
     for function, expected in ((forward, along), (mixed, jax.grad(loss, 1))):
         with jd.context():
             found = function(X, remote)
-        close(found, expected(apply, X), rtol=1e-4, atol=10 * ROUNDING)
+        assert_close(found, expected(apply, X), rtol=1e-4, atol=10 * ROUNDING)
         local = nnx.merge(graph, state)
         local(X)
         graph, state = nnx.split(local)
@@ -303,7 +303,7 @@ def test_a_batch_of_calls_changes_no_state(big_world):
     with pytest.raises(Exception, match=r"Trained changes its state .* call it in eval mode"):
         jax.vmap(remote)(X[:, None])
     remote.eval()
-    close(jax.vmap(remote)(X[:, None])[:, 0], remote(X))
+    assert_close(jax.vmap(remote)(X[:, None])[:, 0], remote(X))
 
 
 def call_module(module, x):
@@ -316,7 +316,7 @@ def test_a_copy_of_a_module_elsewhere_cannot_be_trained(big_world):
     with pytest.raises(TypeError, match=r"Trained changes state .* lives on another worker"):
         jd.rpc_sync(1, call_module, args=(remote, X))
     remote.eval()
-    close(jd.rpc_sync(1, call_module, args=(remote, X)), remote(X))
+    assert_close(jd.rpc_sync(1, call_module, args=(remote, X)), remote(X))
 
 
 @on_worker0
@@ -326,12 +326,12 @@ def test_training_goes_on_from_saved_variables(big_world):
     saved = remote.variables()
     expected = [remote(X + 1), remote(X + 2)]
     remote.restore(jax.tree.map(lambda leaf: leaf, saved))
-    close([remote(X + 1), remote(X + 2)], expected)
+    assert_close([remote(X + 1), remote(X + 2)], expected)
     with pytest.raises(ValueError, match=r"restore on .*\['parameters'\]\['first'\]\['kernel'\] is missing"):
         remote.restore({"parameters": {}, "state": saved["state"]})
     same = RemoteModule(0, Trained, rng=8)
     same.restore(saved)
-    close([same(X + 1), same(X + 2)], expected)
+    assert_close([same(X + 1), same(X + 2)], expected)
 
 
 @on_worker0

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import Both, Encoder, Line, Normalized, X, squares, take_traces
 from helpers.worlds import last, on_worker0, owned_values
 
@@ -42,7 +42,7 @@ def test_a_linen_module_is_the_serial_one(big_world, module, staged):
     with jd.context():
         loss, (by_module, by_x) = step(remote, X)
         found = loss, (by_module.parameters.to_here(), by_x)
-    close(found, jax.value_and_grad(lambda p, x: squares(lambda x: apply(p, x), x), (0, 1))(params, X))
+    assert_close(found, jax.value_and_grad(lambda p, x: squares(lambda x: apply(p, x), x), (0, 1))(params, X))
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -57,7 +57,7 @@ def test_an_nnx_module_is_the_serial_one(big_world, staged, make):
         loss, by_module = step(remote, X)
         found = by_module.parameters.to_here()
     expected, gradients = nnx.value_and_grad(squares)(local, X)
-    close((loss, found), (expected, nnx.to_pure_dict(gradients)))
+    assert_close((loss, found), (expected, nnx.to_pure_dict(gradients)))
     np.testing.assert_allclose(remote(X * 2), local(X * 2), rtol=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_arguments_that_are_no_arrays(big_world):
         jd.grad(lambda m, double=double: jnp.sum(m(X, double=double)))(remote).parameters.to_here()
         for double in (False, True)
     )
-    close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
+    assert_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
 
 
 @on_worker0

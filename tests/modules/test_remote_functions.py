@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import Normalized, X, compiled_line, init_line, line, squares
 from helpers.worlds import last, on_worker0
 
@@ -38,7 +38,7 @@ def test_gradients_of_a_functions_parameters_stay_with_them(big_world, apply, st
         assert by_function.parameters.owner == function.owner
         found = by_function.parameters.to_here()
     expected = jax.value_and_grad(lambda p, x: jnp.sum(line(p, x) ** 2), (0, 1))(init_line(2.0), X)
-    close((loss, (found, by_x)), expected)
+    assert_close((loss, (found, by_x)), expected)
 
 
 @on_worker0
@@ -49,7 +49,7 @@ def test_every_way_of_calling_has_the_derivative(big_world):
     function = RemoteFunction(last(), init_line, compiled_line, args=(2.0,))
     with jd.context():
         found = jd.grad(loss)(function, X).parameters.to_here()
-    close(found, jax.grad(lambda p: jnp.sum(line(p, X) ** 3))(init_line(2.0)))
+    assert_close(found, jax.grad(lambda p: jnp.sum(line(p, X) ** 3))(init_line(2.0)))
 
 
 @on_worker0

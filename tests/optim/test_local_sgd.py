@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
@@ -70,14 +70,14 @@ def test_local_sgd_is_the_serial_program(big_world, every, outer, staged, rank, 
     inner, above = optax.adam(0.05), OUTER[outer]
     found, _ = train(local_sgd(inner, every=every, outer=above), rank, staged=staged)
     expected = train_serially(size, inner, above or optax.sgd(1.0), every)
-    close(found, expected[rank], rtol=1e-4, atol=1e-5)
+    assert_close(found, expected[rank], rtol=1e-4, atol=1e-5)
 
 
 @on_every_worker
 def test_an_exchange_after_every_step_averages_gradients(big_world, rank, size):
     found, _ = train(local_sgd(optax.sgd(0.1), every=1), rank)
     expected, _ = train(optax.chain(average_gradients(), optax.sgd(0.1)), rank)
-    close(found, expected)
+    assert_close(found, expected)
 
 
 class Counting(Local):
@@ -113,7 +113,7 @@ def test_training_goes_on_from_a_saved_state(big_world, rank, size):
     for step in range(4, STEPS):
         updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
         params = optax.apply_updates(params, updates)
-    close(params, whole, rtol=1e-4)
+    assert_close(params, whole, rtol=1e-4)
 
 
 @on_every_worker
@@ -123,7 +123,7 @@ def test_training_goes_on_with_another_number_of_steps(big_world, rank, size):
     updates, state = tx.update(gradient(params, rows(rank, 5)), state, params)
     params = optax.apply_updates(params, updates)
     assert int(state.steps) == 0
-    close(params, train_serially(size, optax.sgd(0.05), optax.sgd(1.0), 6, steps=6)[rank], rtol=1e-4, atol=1e-5)
+    assert_close(params, train_serially(size, optax.sgd(0.05), optax.sgd(1.0), 6, steps=6)[rank], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
@@ -135,7 +135,7 @@ def test_parameters_in_16_bits_with_gradients_in_32(big_world, staged, rank, siz
     for _ in range(2):
         updates, state = update({"w": jnp.ones(3, jnp.float32)}, state, params)
         params = optax.apply_updates(params, updates)
-    close(params["w"], jnp.full(3, (size - 1) / 2 - 1, jnp.bfloat16))
+    assert_close(params["w"], jnp.full(3, (size - 1) / 2 - 1, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("every", [0, 2.5, True])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import SMALL, batch, gradient, loss, mean_of, parameters, serially
 from helpers.worlds import on_every_worker
 
@@ -56,7 +56,7 @@ def test_average_gradients_with_any_optimizer(big_world, jitted, plain, rank, si
     run = jax.jit(update) if jitted else update
     for k in range(3):
         params, state = run(gradient(loss)(params, batch(rank, seed=k)), state, params)
-    close(params, expected, rtol=2e-3, atol=2e-3)
+    assert_close(params, expected, rtol=2e-3, atol=2e-3)
     assert len(traced) == (1 if jitted else 3)
 
 
@@ -90,7 +90,7 @@ def test_sharded_optimizer_state_gives_the_same_training(big_world, jitted, plai
     for k in range(3):
         updates, state = update(gradient(loss)(params, batch(rank, seed=k)), state, params)
         params = optax.apply_updates(params, updates)
-    close(params, expected, rtol=2e-3, atol=2e-3)
+    assert_close(params, expected, rtol=2e-3, atol=2e-3)
     moments = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
     assert jax.tree.map(jnp.size, moments) == jax.tree.map(lambda p: -(-p.size // size), params)
 
@@ -117,4 +117,4 @@ def test_sharded_state_of_gradients_of_another_type_than_the_parameters(big_worl
             now = optax.apply_updates(now, updates)
         return now
 
-    close(train(shard_state(chain()), jitted), train(chain(), jitted), 1e-3)
+    assert_close(train(shard_state(chain()), jitted), train(chain(), jitted), 1e-3)

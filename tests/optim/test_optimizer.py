@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, Y, affine, make_params, references
 from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
@@ -49,7 +49,7 @@ def train(optimizer, refs, steps, loss=distributed_loss):
 def test_equals_the_same_transformation_on_one_worker(world, tx):
     refs = references()
     train(jd.DistributedOptimizer(tx, refs), refs, 5)
-    close(values(refs), trained_serially(tx, 5))
+    assert_close(values(refs), trained_serially(tx, 5))
 
 
 @on_worker0
@@ -57,7 +57,7 @@ def test_clipping_by_the_norm_over_all_owners(world):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
     refs = references()
     train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
-    close(values(refs), trained_serially(tx, 4))
+    assert_close(values(refs), trained_serially(tx, 4))
 
 
 @on_worker0
@@ -65,7 +65,7 @@ def test_local_values_beside_remote_ones(world):
     refs = jd.remote(last(), make_params, args=(1,)), jd.RRef(make_params(2))
     tx = optax.adam(1e-2)
     train(jd.DistributedOptimizer(tx, refs), refs, 3)
-    close(refs[1].local_value(), trained_serially(tx, 3)[1])
+    assert_close(refs[1].local_value(), trained_serially(tx, 3)[1])
 
 
 @on_worker0
@@ -78,7 +78,7 @@ def test_leaves_that_are_no_floats_stay(world):
     found = params.to_here()
     assert (int(found["steps"]), found["name"]) == (7, "mixed")
     assert list(found) == ["w", "b", "steps", "name"]
-    close(found["b"], make_params(1)["b"] - 0.1)
+    assert_close(found["b"], make_params(1)["b"] - 0.1)
 
 
 @on_worker0
@@ -99,7 +99,7 @@ def test_state_survives_in_another_job(world, tmp_path_factory):
         how = orbax.checkpoint.checkpoint_utils.construct_restore_args(wanted)
         second.restore(saver.restore(folder / "step", item=wanted, restore_args=how))
     train(second, others, 2)
-    close(values(others), values(refs))
+    assert_close(values(others), values(refs))
 
 
 @on_worker0
@@ -120,7 +120,7 @@ def test_several_trainers_share_parameters_without_losing_a_step(world):
     before = params.to_here()["b"][0]
     run_together(trainer, 4)
     assert failures == []
-    close(params.to_here()["b"][0], before - 40 * 0.125)
+    assert_close(params.to_here()["b"][0], before - 40 * 0.125)
 
 
 def run_together(target, count):

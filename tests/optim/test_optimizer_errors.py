@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, affine, make_params, references
 from helpers.worlds import last, on_worker0
 
@@ -23,7 +23,7 @@ def test_a_value_without_a_gradient_is_named(world):
         with pytest.raises(jd.DifferentiationError, match=r"no gradient of RRef\(.*in this context") as caught:
             optimizer.step(ctx)
     assert caught.value.missing == [str(refs[1])]
-    close(refs[0].to_here(), before)  # nothing was changed anywhere
+    assert_close(refs[0].to_here(), before)  # nothing was changed anywhere
 
 
 @on_worker0
@@ -40,7 +40,7 @@ def test_gradients_that_are_not_finite_are_refused(world):
         jd.grad(loss, argnums=(0, 1))(*refs)
         with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
             optimizer.step(ctx)
-    close(refs[0].to_here(), before)
+    assert_close(refs[0].to_here(), before)
 
 
 @on_worker0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, affine, make_params, references
 from helpers.worlds import last, on_worker0
 
@@ -136,7 +136,7 @@ def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
     assert (found["count"], found["rate"], type(found["count"]), type(found["rate"])) == (4, 1.25, int, float)
     np.testing.assert_array_equal(found["w"], np.full((2, 3), 2.5))
     np.testing.assert_array_equal(found["host"], np.arange(4) + 2)
-    close(optimizer.state()["states"], jax.tree.map(jnp.ones_like, optimizer.state()["states"]))
+    assert_close(optimizer.state()["states"], jax.tree.map(jnp.ones_like, optimizer.state()["states"]))
 
 
 @on_worker0
@@ -163,4 +163,4 @@ def test_training_goes_on_from_a_restored_state(world):
         gradient = jax.grad(lambda p, k=k: (affine(p, X + k) ** 2).sum())(expected)
         updates, state = tx.update(gradient, state, expected)
         expected = optax.apply_updates(expected, updates)
-    close(params.to_here(), expected)
+    assert_close(params.to_here(), expected)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import batch, gradient, loss, parameters
 from helpers.worlds import on_every_worker
 
@@ -30,7 +30,7 @@ def test_averages_in_the_sharded_optimizer(world, jitted, rank, size):
     inner = optax.sgd(0.1, momentum=0.9)
     params, state = trained(jd.shard_state(inner, average=True, bucket_cap_mb=2e-4), rank, wrap)
     expected, _ = trained(optax.chain(jd.average_gradients(), inner), rank)
-    close(params, expected, rtol=1e-3, atol=1e-3)
+    assert_close(params, expected, rtol=1e-3, atol=1e-3)
     sizes = jax.tree.map(lambda p: -(-p.size // size), params)
     assert jax.tree.map(jnp.size, optax.tree_utils.tree_get(state, "trace")) == sizes
 
@@ -97,8 +97,8 @@ def test_a_state_that_other_numbers_of_ranks_go_on_with(big_world, rank, size):
         with of_this_world([0, 1]) as pair:
             smaller = jd.shard_state(inner, pair)
             updates, state = steps(smaller, jd.divide_state(inner, whole, params, pair), 2)
-            close(updates, serial_updates)
-            close(jd.gather_state(inner, state, params, pair), serial_state)
+            assert_close(updates, serial_updates)
+            assert_close(jd.gather_state(inner, state, params, pair), serial_state)
     updates, state = steps(tx, jd.divide_state(inner, whole, params), 2)
-    close(updates, serial_updates)
-    close(jd.gather_state(inner, state, params), serial_state)
+    assert_close(updates, serial_updates)
+    assert_close(jd.gather_state(inner, state, params), serial_state)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, Y, affine, make_params, references
 from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
@@ -57,7 +57,7 @@ def test_equals_optax_on_one_worker(world, loss, staged):
     step = jd.jit(step) if staged else step
     for k in range(4):
         step(*refs, X + k)
-    close(values(refs), trained_serially(optax.adam(1e-2), 4))
+    assert_close(values(refs), trained_serially(optax.adam(1e-2), 4))
 
 
 @on_worker0
@@ -67,7 +67,7 @@ def test_clipping_by_the_norm_over_all_owners(world):
     step = jd.jit(training_step(optimizer, distributed_loss))
     for k in range(3):
         step(*refs, X + k)
-    close(values(refs), trained_serially(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), 3))
+    assert_close(values(refs), trained_serially(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), 3))
 
 
 @on_worker0
@@ -82,7 +82,7 @@ def test_the_step_goes_with_the_last_pullback(big_world):
 
     train.plan(params, X)
     sent = sent_to(last(), lambda: train(params, X))
-    close(params.to_here(), stepped(make_params(1), X))
+    assert_close(params.to_here(), stepped(make_params(1), X))
     if last():
         assert len(sent) == 1, sent
 
@@ -102,9 +102,9 @@ def test_the_step_goes_with_fetches_and_contributions(big_world):
     train.plan(first, second)
     before, losses = values((first, second)), []
     sent = sent_to(last(), lambda: losses.append(train(first, second)))
-    close(losses[0], sum(one["b"].sum() for one in before))  # fetched before the step
-    close(first.to_here()["b"], before[0]["b"] - 0.1)
-    close(first.to_here()["w"], before[0]["w"])
+    assert_close(losses[0], sum(one["b"].sum() for one in before))  # fetched before the step
+    assert_close(first.to_here()["b"], before[0]["b"] - 0.1)
+    assert_close(first.to_here()["w"], before[0]["w"])
     if last():
         assert len(sent) == 1, sent
 
@@ -133,8 +133,8 @@ def test_the_order_of_the_program(world):
         expected.append(affine(value, X))
         value = stepped(value, X)
         expected.append(value["b"])
-    close(train(params, X), expected)
-    close(params.to_here(), value)
+    assert_close(train(params, X), expected)
+    assert_close(params.to_here(), value)
 
 
 @on_worker0
@@ -153,12 +153,12 @@ def test_gradients_of_two_passes_are_added(big_world):
     train(params, X)
     serial = jax.grad(lambda p: (affine(p, X) + affine(p, 2 * X)).sum())(make_params(1))
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial)
-    close(params.to_here(), expected)
+    assert_close(params.to_here(), expected)
     with jd.context():
         kept = gradient(params, X)
         optimizer.step([kept, gradient(params, 2 * X)])
-        close(kept.to_here(), serial)  # a step leaves the context's gradients: the sum of both
-    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, expected, serial))
+        assert_close(kept.to_here(), serial)  # a step leaves the context's gradients: the sum of both
+    assert_close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, expected, serial))
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["from Python", "staged"])
@@ -186,7 +186,7 @@ def test_each_step_takes_the_contributions_of_its_pass(big_world, staged):
     for scale, step in zip((100, 1, 1000, 10), found, strict=True):
         serial = jax.grad(lambda p, s=scale: sum(affine(p, X * s * k).sum() for k in (1, 2)))(value)
         value = jax.tree.map(lambda p, g: p - 0.3 * g, value, serial)
-        close(step, value)
+        assert_close(step, value)
 
 
 @on_worker0
@@ -204,7 +204,7 @@ def test_averages_in_the_context_count(big_world):
     for scale in (1, 2):
         serial = jax.grad(lambda p, s=scale: affine(p, s * X).sum())(make_params(1))
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, serial)
-    close(params.to_here(), expected)
+    assert_close(params.to_here(), expected)
 
 
 def one_rank():
@@ -240,10 +240,10 @@ def test_gradients_that_were_changed_are_refused(big_world):
                 train(params)
     with pytest.raises(jd.ContextError, match=r"belongs to no context: it was made outside any, by jax\.tree\.map"):
         step(scaled)(params)
-    close(params.to_here(), make_params(1))
+    assert_close(params.to_here(), make_params(1))
     step(lambda gradient: [gradient, gradient])(params)  # one gradient, given twice
     serial = jax.grad(lambda p: affine(p, X).sum())(make_params(1))
-    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial))
+    assert_close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial))
 
 
 @on_worker0
@@ -257,7 +257,7 @@ def test_a_gradient_as_an_argument(big_world):
     with jd.context():
         apply(gradient(params))
     serial = jax.grad(lambda p: affine(p, X).sum())(make_params(1))
-    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial))
+    assert_close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * g, make_params(1), serial))
 
 
 @on_worker0
@@ -280,7 +280,7 @@ def test_effects_before_a_step_come_before_it(big_world):
 
     train(held[0], X)
     held.clear()
-    close(seen, [make_params(1)["b"], stepped(make_params(1), X)["b"]])
+    assert_close(seen, [make_params(1)["b"], stepped(make_params(1), X)["b"]])
 
 
 @on_worker0
@@ -292,7 +292,7 @@ def test_an_optimizer_lives_as_long_as_the_staged_step(big_world):
     optimizers[0] = None
     gc.collect()
     train(params, X)
-    close(params.to_here(), stepped(stepped(make_params(1), X), X))
+    assert_close(params.to_here(), stepped(stepped(make_params(1), X), X))
 
 
 def training_step_of_one(optimizers):
@@ -317,7 +317,7 @@ def test_a_reference_that_others_use(big_world):
 
     train(params, X)
     gradient = jax.grad(squares)(make_params(1), X)
-    close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * (last() + 1) * g, make_params(1), gradient))
+    assert_close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * (last() + 1) * g, make_params(1), gradient))
 
 
 @on_worker0
@@ -354,7 +354,7 @@ def test_a_value_without_a_gradient_is_named(big_world):
     with pytest.raises(jd.DifferentiationError, match=r"no RemoteGradient of RRef\(.*among the gradients") as caught:
         optimizer.step(jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0]))
     assert caught.value.missing == [str(refs[1])]
-    close(values(refs), before)
+    assert_close(values(refs), before)
 
 
 @on_worker0
@@ -370,7 +370,7 @@ def test_gradients_that_are_not_finite_change_nothing(big_world):
     for step in (training_step(optimizer, loss), jd.jit(training_step(optimizer, loss))):
         with pytest.raises(jd.DifferentiationError, match="not finite: no step was made"):
             step(*refs, X)
-    close(values(refs), before)
+    assert_close(values(refs), before)
 
 
 @on_worker0
@@ -415,4 +415,4 @@ def test_steps_in_wrong_places_are_refused(big_world):
     with pytest.raises(jd.ContextError, match="closed"):
         optimizer.step(kept)
     held.clear()
-    close(params.to_here(), make_params(1))
+    assert_close(params.to_here(), make_params(1))

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.models import serially
 from helpers.worlds import on_every_worker, on_worker0, wait_until_nobody_takes_part
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -99,7 +99,7 @@ def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(
         for schedule in schedules(len(workers), microbatches).values()
     ]
     for loss, grads in found:
-        close((np.asarray(loss), grads), expected)
+        assert_close((np.asarray(loss), grads), expected)
         same_bits((loss, grads), found[0])
 
 
@@ -119,7 +119,7 @@ def test_chunks_and_placements_give_the_same_bits(world):
         pipeline = jd.Pipeline([(layer, ref) for ref in refs], orders[name], loss=mean_square)
         found.append(stepped(pipeline, refs, x, targets=y))
         same_bits(found[-1], found[0])
-    close(found[0][1], serially(jax.grad(chain), [make(k) for k in range(stages)], x, y))
+    assert_close(found[0][1], serially(jax.grad(chain), [make(k) for k in range(stages)], x, y))
 
 
 def mix(params, first, second):
@@ -164,7 +164,7 @@ def test_stages_feed_any_later_stage_and_take_the_batch_again(world):
     def serial(values):
         return sum(skipping(values, tokens[k : k + 1], x[k : k + 1], y[k : k + 1]) for k in range(rows)) / rows
 
-    close((np.asarray(found[0]), found[1]), serially(jax.value_and_grad(serial), [make(k) for k in range(4)]))
+    assert_close((np.asarray(found[0]), found[1]), serially(jax.value_and_grad(serial), [make(k) for k in range(4)]))
 
 
 def embed(table, tokens):
@@ -199,7 +199,7 @@ def test_stages_that_share_parameters_add_up_on_the_owner(world):
 
     expected = serially(jax.value_and_grad(serial, argnums=(0, 1)), make_table(), square_matrix())
     for loss, grads in results:
-        close((np.asarray(loss), tuple(grads)), expected)
+        assert_close((np.asarray(loss), tuple(grads)), expected)
         same_bits(grads, results[0][1])
 
 
@@ -235,7 +235,7 @@ def test_auxiliary_data_whole_arguments_no_parameters_and_rematerialization(worl
     def serial(values):
         return mean_square(layer(values[1], no_parameters(None, masked(values[0], x, mask))), y)
 
-    close((np.asarray(loss), grads), serially(jax.value_and_grad(serial), [make(0), make(1)]))
+    assert_close((np.asarray(loss), grads), serially(jax.value_and_grad(serial), [make(0), make(1)]))
     assert [one["rows"] for one in aux] == [3, 2, 2]
     outputs = pipeline.apply(x, pp.whole(mask))
     assert outputs.shape == y.shape
@@ -410,7 +410,7 @@ def of_a_replica(rank, size):
 @on_every_worker
 def test_replicas_average_their_gradients(world, rank, size):
     found, x, y = of_a_replica(rank, size)
-    close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
+    assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
 @on_every_worker
@@ -549,7 +549,7 @@ def test_a_worker_without_stages_has_nothing_to_do(world):
     workers = [0, 1 % jd.world_size(), jd.world_size() - 1]
     refs, (x, y) = references(2, [workers[0], workers[2]]), data(2)
     pipeline = jd.Pipeline([(layer, ref) for ref in refs], schedule, loss=mean_square, workers=workers)
-    close(stepped(pipeline, refs, x, targets=y)[1], serially(jax.grad(chain), [make(0), make(1)], x, y))
+    assert_close(stepped(pipeline, refs, x, targets=y)[1], serially(jax.grad(chain), [make(0), make(1)], x, y))
     report = pipeline.report()
     assert (report.recordings, report.times[1], report.waited[1]) == ([2, 0, 1], [], 0)
     assert "worker 1: computed 0.000 ms" in report.text()
@@ -642,7 +642,7 @@ def test_random_pipelines(world):
             same_bits(found[-1], found[0])
         function = functools.partial(combined, inputs=inputs, shared=shared, widths=widths)
         loss, grads = serially(jax.value_and_grad(function), list(map(square_of, seeds)), x, y)
-        close((np.asarray(found[0][0]), found[0][1]), (loss, [grads[k] for k in used]), rtol=1e-4, atol=1e-5)
+        assert_close((np.asarray(found[0][0]), found[0][1]), (loss, [grads[k] for k in used]), rtol=1e-4, atol=1e-5)
 
     agree()
 

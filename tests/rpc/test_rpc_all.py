@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import make, needs_pickling, on_worker0, scaled, wait_until_owned, wire_world
 
 import jdistgrad as jd
@@ -128,4 +128,4 @@ def test_gradients_go_through_all(world):
     with jd.context():
         found = jax.grad(loss, argnums=(0, 1))(params["w"], x)
     serial = jax.grad(lambda w, x: jd.world_size() * jnp.sum((w * x + 2) ** 2), argnums=(0, 1))(params["w"], x)
-    close(found, serial)
+    assert_close(found, serial)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
@@ -70,7 +70,7 @@ def test_staged_steps_of_several_shapes(big_world, rows):
     for count in rows:
         x = jnp.linspace(0.1, 1.0, 3 * count).reshape(count, 3)
         with jd.context():
-            close(step(x), jax.value_and_grad(lambda x: layers(jnp.sin(x), axis=1).sum())(x))
+            assert_close(step(x), jax.value_and_grad(lambda x: layers(jnp.sin(x), axis=1).sum())(x))
 
 
 def test_the_order_of_inputs_and_outputs_counts():
@@ -132,12 +132,12 @@ def test_data_parallel_steps_are_compiled_once_in_a_process(big_world, rank, siz
         return jd.DataParallel(bucket_cap_mb=1e-6).value_and_grad(loss)(params, x)
 
     found = step()
-    close(jd.DataParallel(bucket_cap_mb=1e-6).value_and_grad(loss)(params, x[:1])[0], loss(params, x[:1]))
+    assert_close(jd.DataParallel(bucket_cap_mb=1e-6).value_and_grad(loss)(params, x[:1])[0], loss(params, x[:1]))
     jd.barrier()
     with Compilations() as compiled:
         again = step()
         jd.barrier()
-    close(found, again)
+    assert_close(found, again)
     assert compiled.count == 0
 
 
@@ -151,5 +151,5 @@ def test_steps_of_equal_pieces_are_compiled_once(world):
         found = step()(x)
     with Compilations() as compiled, jd.context():
         again = step()(x)
-    close(found, again)
+    assert_close(found, again)
     assert compiled.count == 0

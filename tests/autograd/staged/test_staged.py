@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, affine, as_written, make_params, mix
 from helpers.worlds import last, on_worker0
 
@@ -31,7 +31,7 @@ def test_gradients_equal_the_serial_ones(world, function):
 
     step = jd.jit(jd.value_and_grad(distributed, argnums=(0, 1)))
     for shift in (1.0, 2.0):
-        close(step(X, X * shift), jax.value_and_grad(serial, argnums=(0, 1))(X, X * shift))
+        assert_close(step(X, X * shift), jax.value_and_grad(serial, argnums=(0, 1))(X, X * shift))
 
 
 @on_worker0
@@ -45,9 +45,9 @@ def test_parameters_that_stay_on_their_owners(world):
     expected = jax.value_and_grad(lambda p, x: (affine(p, x) ** 2).sum(), argnums=(0, 1))(params.to_here(), X)
     with jd.context():
         value, (of_params, of_x) = step(params, X)
-        close((value, (of_params.to_here(), of_x)), expected)
+        assert_close((value, (of_params.to_here(), of_x)), expected)
     value, (of_params, _) = step(params, X)  # opens its own context
-    close(of_params.to_here(), expected[1][0])
+    assert_close(of_params.to_here(), expected[1][0])
     del of_params
 
 
@@ -63,9 +63,9 @@ def test_values_that_are_made_during_the_step(world):
         return (mix(made, x) * made).sum()
 
     with jd.context():
-        close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
+        assert_close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
         twice = [jax.grad(lambda x, f=f: jax.grad(f)(x).sum()) for f in (distributed, serial)]
-        close(jd.jit(twice[0])(X), twice[1](X))
+        assert_close(jd.jit(twice[0])(X), twice[1](X))
 
 
 @on_worker0
@@ -77,7 +77,7 @@ def test_nested_calls_and_second_derivatives(world):
         return mix(x, x + 1).sum()
 
     with jd.context():
-        close(jd.jit(jax.jacrev(jax.grad(distributed)))(X), jax.jacrev(jax.grad(serial))(X))
+        assert_close(jd.jit(jax.jacrev(jax.grad(distributed)))(X), jax.jacrev(jax.grad(serial))(X))
 
 
 @on_worker0
@@ -97,7 +97,7 @@ def test_scan_and_cond_with_calls_inside(world):
         return carry.sum()
 
     with jd.context():
-        close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
+        assert_close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
 
 
 @on_worker0
@@ -107,7 +107,7 @@ def test_a_pullback_from_outside_can_be_pulled_again(world):
         staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
         found = [staged(pullback, X)[0], staged(pullback, 2 * X)[0], pullback(X)[0]]
     expected = X * (jnp.cos(X) * X + jnp.sin(X))
-    close(found, [expected, 2 * expected, expected])
+    assert_close(found, [expected, 2 * expected, expected])
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["no context", "another context"])
@@ -118,7 +118,7 @@ def test_a_pullback_from_outside_belongs_to_the_context_it_was_recorded_in(world
         staged = jd.jit(lambda pullback, cotangent: pullback(cotangent))
         with within(None), jd.context() if inside else contextlib.nullcontext():
             (found,) = staged(pullback, X)
-    close(found, X * (jnp.cos(X) * X + jnp.sin(X)))
+    assert_close(found, X * (jnp.cos(X) * X + jnp.sin(X)))
 
 
 @on_worker0
@@ -130,8 +130,8 @@ def test_calls_of_which_everything_is_known_at_trace_time(world):
         return known @ x + jd.rpc_sync(last(), jnp.sin, args=(2.0,))
 
     value, gradient = jd.jit(jd.value_and_grad(program))(X)
-    close(gradient, mix(jnp.ones(3), constant))
-    close(value, gradient @ X + jnp.sin(2.0))
+    assert_close(gradient, mix(jnp.ones(3), constant))
+    assert_close(value, gradient @ X + jnp.sin(2.0))
 
 
 @on_worker0
@@ -158,13 +158,13 @@ def test_a_row_with_references_and_second_derivatives(world):
     values = params.to_here()
     with jd.context():
         _, (of_params, of_x) = jd.jit(jd.value_and_grad(program, argnums=(0, 1)))(params, X)
-        close((of_params.to_here(), of_x), jax.grad(serial, argnums=(0, 1))(values, X))
+        assert_close((of_params.to_here(), of_x), jax.grad(serial, argnums=(0, 1))(values, X))
         hessian = jd.jit(jax.jacrev(jax.grad(program, argnums=1), argnums=1))(params, X)
-        close(hessian, jax.jacrev(jax.grad(serial, argnums=1), argnums=1)(values, X))
+        assert_close(hessian, jax.jacrev(jax.grad(serial, argnums=1), argnums=1)(values, X))
 
 
 @on_worker0
 def test_under_a_transformation_it_is_the_function_itself(world):
     staged = jd.jit(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum())
     with jd.context():
-        close(jax.grad(staged)(X), jax.grad(lambda x: mix(x, x).sum())(X))
+        assert_close(jax.grad(staged)(X), jax.grad(lambda x: mix(x, x).sum())(X))

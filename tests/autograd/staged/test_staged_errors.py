@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X
 from helpers.worlds import last, on_worker0
 
@@ -28,13 +28,13 @@ def test_a_failure_in_a_row_names_the_function_that_failed(world):
     notes = "\n".join(caught.value.__notes__)
     assert f"in {moody.__module__}.moody, called by" in notes
     jd.rpc_sync(last(), change_mood)
-    close(step(X), jnp.cos(jnp.sin(X)).sum())
+    assert_close(step(X), jnp.cos(jnp.sin(X)).sum())
 
 
 @on_worker0
 def test_a_failure_while_a_row_runs_names_its_function_too(world):
     step = jd.jit(lambda x: jd.rpc_sync(last(), jnp.sin, args=(jd.rpc_sync(last(), fails_when_negative, args=(x,)),)))
-    close(step(abs(X)), jnp.sin(abs(X)))
+    assert_close(step(abs(X)), jnp.sin(abs(X)))
     with pytest.raises(Exception, match="a negative number") as caught:
         jax.block_until_ready(step(X))
     assert f"in {moody.__module__}.fails_when_negative, called by" in "\n".join(caught.value.__notes__)
@@ -50,7 +50,7 @@ def test_errors_say_where_the_call_stands(world):
     notes = "\n".join(caught.value.__notes__)
     assert "test_staged_errors.py" in notes
     assert "test_errors_say_where_the_call_stands" in notes
-    close(step(X), X)
+    assert_close(step(X), X)
 
 
 runs = []

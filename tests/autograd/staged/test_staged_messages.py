@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, mix
 from helpers.worlds import last, on_worker0
 
@@ -50,7 +50,7 @@ def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
     step = jd.jit(jd.value_and_grad(through_three, argnums=(0, 1)))
     step.plan(X, X + 1)  # traces the step, and the functions for their shapes
     with jd.context() as ctx, jd.timeline() as recorded:
-        close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
+        assert_close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
         assert jd.rpc_sync(last(), recordings) == 0
         pairs = [
             (link.what, link.backward) for link in ctx.tape.links.all() if link.source == 0 and link.answers is None
@@ -65,5 +65,5 @@ def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
 def test_a_large_cotangent_that_is_one_number_is_not_sent(world, function):
     large = jnp.linspace(-1, 1, 1 << 16).reshape(2, -1)
     step = jd.jit(jd.value_and_grad(lambda x: 2.5 * jd.rpc_sync(last(), function, args=(x, x)).sum()))
-    close(step(large)[1], jax.grad(lambda x: 2.5 * function(x, x).sum())(large))
+    assert_close(step(large)[1], jax.grad(lambda x: 2.5 * function(x, x).sum())(large))
     assert "broadcast" not in str(step.plan(large))

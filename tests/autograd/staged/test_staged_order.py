@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X
 from helpers.worlds import last, on_worker0
 
@@ -68,7 +68,7 @@ def test_independent_calls_are_under_way_together(world):
     # Each of the three calls to one worker ends only when all have arrived: served in sequence, they would time out.
     jd.rpc_sync(last(), waiting.clear)
     step = jd.jit(lambda x: sum(jd.rpc_sync(last(), meeting(name), args=(x,)) for name in "abc"))
-    close(step(X), X * 6)
+    assert_close(step(X), X * 6)
 
 
 def meet_a(x):
@@ -97,7 +97,7 @@ def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
     # The cotangent does not depend on the answer, so the pull need not wait for the answer.
     step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), held_until_pulled, args=(x,)).sum()))
     value, gradient = step(X)
-    close((value, gradient), ((X * X).sum(), 2 * X))
+    assert_close((value, gradient), ((X * X).sum(), 2 * X))
 
 
 @jax.custom_vjp
@@ -121,7 +121,7 @@ def sleep_and_double(x):
 def test_a_pullback_has_time_to_wait_for_its_call(big_world):
     # The call's own timeout is longer than the world's, and must count for the pull that waits for the call.
     step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
-    close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
+    assert_close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
 
 
 @on_worker0
@@ -136,4 +136,4 @@ def test_a_reference_is_passed_on_before_its_value_is_made(world):
     jd.rpc_sync(last(), hold)
     with jd.context():
         value, gradient = step(X)
-    close((value, gradient), ((X * X * (X + 1)).sum(), 3 * X * X + 2 * X))
+    assert_close((value, gradient), ((X * X * (X + 1)).sum(), 3 * X * X + 2 * X))

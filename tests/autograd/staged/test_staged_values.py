@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.data import close
+from helpers.data import assert_close
 from helpers.programs import X, mix
 from helpers.worlds import last, on_worker0
 
@@ -28,7 +28,7 @@ def test_results_do_not_change_with_arguments(world, size):
     a, b = aligned(size), aligned(size)
     same, product = jd.jit(lambda x, y: (x, y * 1.0))(a, b)
     a[:], b[:] = 5, 5
-    close([same, product], [np.zeros(size)] * 2)
+    assert_close([same, product], [np.zeros(size)] * 2)
 
 
 STATE = aligned(ALIAS_FROM)
@@ -48,7 +48,7 @@ def test_results_do_not_change_with_what_they_were_made_of(world):
     jd.rpc_sync(to, change_state, args=(1.0,))
     first = step(X)
     jd.rpc_sync(to, change_state, args=(2.0,))
-    close([first, step(X)], [np.full(ALIAS_FROM, 1.0), np.full(ALIAS_FROM, 2.0)])
+    assert_close([first, step(X)], [np.full(ALIAS_FROM, 1.0), np.full(ALIAS_FROM, 2.0)])
 
 
 @on_worker0
@@ -62,7 +62,7 @@ def test_gradients_are_no_arguments(world):
     )
     gradients = step(w, w, x)
     updated = jax.jit(lambda gradients: [g + 1 for g in gradients], donate_argnums=0)(list(gradients))
-    close(updated, [x + 1, x + 1])
+    assert_close(updated, [x + 1, x + 1])
     assert not x.is_deleted()
 
 
@@ -71,7 +71,7 @@ def test_gradients_are_no_arguments(world):
 def test_numbers_of_any_kind(world, value):
     step = jd.jit(lambda x, s: jd.rpc_sync(last(), jnp.multiply, args=(x, s)))
     found, expected = step(X, value), jax.jit(jnp.multiply)(X, value)
-    close(found, expected)
+    assert_close(found, expected)
     assert found.dtype == expected.dtype
 
 
@@ -108,7 +108,7 @@ def test_an_optimizer_sees_what_others_change_in_a_value(world):
             step(value)
             optimizer.step(ctx)
     found = value.to_here()
-    close(found["w"], jnp.full(3, (1.0 * 10 - 0.1) * 10 - 0.1))
+    assert_close(found["w"], jnp.full(3, (1.0 * 10 - 0.1) * 10 - 0.1))
     assert found["n"] == 2
 
 
@@ -116,7 +116,7 @@ def test_an_optimizer_sees_what_others_change_in_a_value(world):
 def test_a_value_whose_creation_nobody_awaits_any_more_can_be_had(world):
     value = jd.remote(last(), make_counted, args=(1.0,))
     value.creation().cancel()
-    close(jd.jit(lambda value: value.to_here()["w"])(value), jnp.ones(3))
+    assert_close(jd.jit(lambda value: value.to_here()["w"])(value), jnp.ones(3))
 
 
 @on_worker0
