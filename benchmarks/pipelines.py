@@ -75,14 +75,13 @@ def table(found):
         compare(f"2 ranks, m = 8: {what}", milliseconds, ours[figure], "torch", torch.get(figure), target)
 
 
-def compiled(rounds, torch):
+def compiled(rounds):
     """Print what an action costs in a program that ``jax.jit`` compiles as a whole."""
     jobs = [run_job(str(JOBS / "compiled_pipeline_jdistgrad.py")) for _ in range(rounds)]
     for name, size, target in (("own_4k", "4 KiB", "<= 80 us"), ("own_1m", "1 MiB", "<= 150 us")):
         for ending, how in (("", "ranks meet"), ("_unchecked", "without meeting")):
-            times = [job[f"{name}{ending}"] for job in jobs]
             what = f"an action inside one compiled program, {size}, {how}"
-            compare(what, microseconds, times, "torch", torch.get(name), target)
+            row(what, microseconds([job[f"{name}{ending}"] for job in jobs]), "", "", target)
 
 
 def more_ranks(rounds):
@@ -118,9 +117,9 @@ def main(chosen):
     plans()
     halves(chosen.rounds)
     title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    found = take_turns("pipelines", names, chosen.rounds)
-    table(found)
-    compiled(chosen.rounds, found.get("torch", {}))
+    table(take_turns("pipelines", names, chosen.rounds))
+    title(f"pipelines as one compiled program, jdistgrad run -n 2; medians of {chosen.rounds} jobs")
+    compiled(chosen.rounds)
     title("a network in two shards and a master, 3 ranks")
     two_shards(take_turns("two_shards", names, chosen.rounds, n=3))
     title(f"stages that compute; medians of {chosen.rounds} jobs")

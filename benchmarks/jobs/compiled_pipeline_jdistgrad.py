@@ -1,10 +1,5 @@
 """Job of pipelines.py: the stages of ``own_time`` in pipelines_jdistgrad.py, as one compiled program on each rank."""
 
-import os
-
-os.environ["NPROC"] = "1"
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-
 import pathlib
 import sys
 

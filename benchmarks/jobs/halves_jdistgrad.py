@@ -28,7 +28,7 @@ def measured(width, rows):
     x = jnp.asarray(draw(size=(rows, width)), jnp.float32)
     forward = jax.jit(lambda params, x: jax.vjp(layers, params, x)[1])
     pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    # Each is used once, as in a step: one that is used again would be found in the cache.
+    # Each pullback is used once, as in a step: the residuals of a pullback that is used again lie in the cache.
     pullbacks = iter([forward(params, x) for _ in range(CALLS + 20)])
     recordings = iter([Recording(StageFunction(layers), (params, x), (True, True), ()) for _ in range(CALLS + 20)])
 

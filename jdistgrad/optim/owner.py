@@ -152,7 +152,8 @@ def inspect(identifier: int) -> Any:
 
 
 def require_gradients(identifier: int) -> None:
-    _known(identifier).gradients()
+    """Raise if a gradient is missing, or if its computation has failed."""
+    jax.block_until_ready(_known(identifier).gradients())
 
 
 def step(identifier: int, scale: float) -> None:

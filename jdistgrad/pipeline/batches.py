@@ -94,7 +94,8 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
     Sums in 64 bits: in 8 or 11, a sum of many small parts would stand still.
     """
     total = sum(weight * float(value) for value, weight in zip(values, weights, strict=True))
-    return jnp.asarray(np.asarray(total, values[0].dtype))  # of a Python number, JAX takes twice as long to make one
+    # NumPy makes the array: JAX takes twice as long to make one of a Python number.
+    return jnp.asarray(np.asarray(total, jnp.result_type(values[0])))
 
 
 def in_jax(tree: Any) -> Any:

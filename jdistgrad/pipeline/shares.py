@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events
@@ -271,7 +272,7 @@ class Run:
             cotangents = functools.reduce(plus, each)
         else:
             loss = scalar_of(recording.result)
-            cotangents = [np.asarray(self._weights[microbatch], loss.dtype)]
+            cotangents = [np.asarray(self._weights[microbatch], jnp.result_type(loss))]
         self._computing()
         sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
         found: dict[int, list[list[Any]]] = {}

@@ -539,6 +539,19 @@ def test_losses_of_few_bits_are_summed_in_many(world):
     assert (loss.dtype, float(loss)) == (jnp.bfloat16, 1.125)
 
 
+def the_target(output, target):
+    return target
+
+
+@on_worker0
+def test_a_loss_may_be_a_python_number_that_was_given(world):
+    refs, (x, _) = references(2, [0, jd.world_size() - 1]), data(2)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=the_target)
+    loss, grads = stepped(pipeline, refs, x, targets=pp.whole(0.5))
+    assert (float(loss), loss.dtype) == (0.5, jnp.float32)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
 def biased_alone(params, x):
     return x + 0.125
 
