@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,9 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
 
 RESULT, COTANGENT = 0, 1  # what a pushed value is
+
+# Until this worker has told the replicas of a failed step, the next step must not average: it would take that place.
+_telling: "weakref.WeakKeyDictionary[DataParallel, concurrent.futures.Future[None]]" = weakref.WeakKeyDictionary()
 
 
 class Keep(ServedFunction):
@@ -292,7 +296,7 @@ class Run:
     def _averaging(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
         """Average on another thread, after the averages before: replicas have them in the same order."""
         promise = concurrent.futures.Future[list[Any]]()
-        before = list(self._averaged.values())
+        before = [*self._averaged.values(), *_words_under_way([self._averages[stage]])]
 
         def average() -> None:
             try:
@@ -306,16 +310,21 @@ class Run:
 
     def _abandon_averages(self) -> None:
         """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
-        before = list(self._averaged.values())
         left = {stage: found for stage, found in self._averages.items() if stage not in self._averaged}
+        before = [*self._averaged.values(), *_words_under_way(left.values())]
+        told = concurrent.futures.Future[None]()
 
         def abandon() -> None:
-            concurrent.futures.wait(before)
-            for stage, found in left.items():
-                has_gradient, leaves = self._trainable[stage], jax.tree.leaves(self._parameters[stage])
-                found.reduction([leaf for has, leaf in zip(has_gradient, leaves, strict=True) if has]).abandon()
+            try:
+                concurrent.futures.wait(before)
+                for stage, found in left.items():
+                    has_gradient, leaves = self._trainable[stage], jax.tree.leaves(self._parameters[stage])
+                    found.reduction([leaf for has, leaf in zip(has_gradient, leaves, strict=True) if has]).abandon()
+            finally:
+                told.set_result(None)
 
         if left:
+            _telling.update(dict.fromkeys(left.values(), told))
             self._worker.run(abandon)
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
@@ -360,6 +369,10 @@ class Run:
         self._others_fault = True
         forget_done(self._watched)
         self._others_fault = False
+
+
+def _words_under_way(averages: Iterable[DataParallel]) -> list[concurrent.futures.Future[None]]:
+    return [_telling[one] for one in averages if one in _telling]
 
 
 def spelled(action: Action) -> str:

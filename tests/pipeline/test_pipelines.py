@@ -458,6 +458,31 @@ def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank,
         pipeline.step(x, targets=y)
 
 
+class Late(jd.DataParallel):
+    """It begins a reduction late, as on a busy machine."""
+
+    def reduction(self, like):
+        time.sleep(0.5)
+        return super().reduction(like)
+
+
+def averaging_late(workers):
+    return Late(jd.collectives.of_this_world(workers), timeout=60)
+
+
+@on_every_worker
+def test_the_step_after_a_failed_one_does_not_take_its_place(big_world, rank, size):
+    ref, average = references(1, [rank])[0], jd.remote(rank, averaging_late, args=(list(range(size)),))
+    pipeline = jd.Pipeline([pp.Stage(unless_odd, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
+    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
+    stepped(pipeline, [ref], x, targets=y)  # compiled now, the next one is quick
+    if rank == 1:
+        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+            pipeline.step(x[:2], targets=y[:2])
+    with jd.context(), pytest.raises(DisagreementError, match="have come apart" if rank == 1 else "rank 1 has failed"):
+        pipeline.step(x, targets=y)
+
+
 def weak_bias():
     return jnp.full(4, 0.1)  # weakly typed: beside bfloat16, it would be bfloat16
 
