@@ -296,7 +296,7 @@ class Run:
     def _averaging(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
         """Average on another thread, after the averages before: replicas have them in the same order."""
         promise = concurrent.futures.Future[list[Any]]()
-        before = [*self._averaged.values(), *_words_under_way([self._averages[stage]])]
+        before = self._before([self._averages[stage]])
 
         def average() -> None:
             try:
@@ -308,10 +308,14 @@ class Run:
         self._worker.run(average)
         return promise
 
+    def _before(self, averages: Iterable[DataParallel]) -> list[concurrent.futures.Future[Any]]:
+        """Return what ends before these may average: this step's averages so far, and word of failed steps."""
+        return [*self._averaged.values(), *(_telling[one] for one in averages if one in _telling)]
+
     def _abandon_averages(self) -> None:
         """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
         left = {stage: found for stage, found in self._averages.items() if stage not in self._averaged}
-        before = [*self._averaged.values(), *_words_under_way(left.values())]
+        before = self._before(left.values())
         told = concurrent.futures.Future[None]()
 
         def abandon() -> None:
@@ -369,10 +373,6 @@ class Run:
         self._others_fault = True
         forget_done(self._watched)
         self._others_fault = False
-
-
-def _words_under_way(averages: Iterable[DataParallel]) -> list[concurrent.futures.Future[None]]:
-    return [_telling[one] for one in averages if one in _telling]
 
 
 def spelled(action: Action) -> str:
