@@ -31,6 +31,25 @@ def test_a_step_over_the_devices_of_three_processes(mpi_job):
     ).expect("right DataParallel(Devices(rank=2, size=3, device=")
 
 
+def test_no_thread_looks_at_programs_while_the_interpreter_ends(mpi_job):
+    """It would be inside JAX when its interpreter is gone, which aborts the process, now and then."""
+    job = mpi_job(
+        3,
+        """
+    import atexit, threading
+    left = lambda: print([one.name for one in threading.enumerate() if "devices" in one.name], "are left")
+    atexit.register(left)  # runs after what is registered later
+    """
+        + STEP
+        + """
+    step(jnp.ones(3), jnp.ones(3))
+    jd.shutdown()
+    """,
+    )
+    job.expect("[] are left")
+    assert job.output.count("[] are left") == 3, job.output
+
+
 def test_jobs_that_start_at_the_same_time_do_not_meet(mpi_job, tmp_path_factory):
     def job(number):
         return mpi_job(

@@ -3,6 +3,7 @@
 Nothing can be called off inside such a program. A rank that hangs in one keeps all others waiting there, silently.
 """
 
+import atexit
 import collections
 import dataclasses
 import logging
@@ -17,10 +18,11 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.collectives.world import WatchedBlock
-from jdistgrad.threads import started
+from jdistgrad.threads import join_soon, started
 from jdistgrad.wire import launcher_env
 
 LOOK_SECONDS = 0.25
+END_SECONDS = 1e-3
 GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
 
 log = logging.getLogger("jdistgrad.data_parallel")
@@ -78,7 +80,7 @@ class UnderWay:
     def __init__(self) -> None:
         self._launches: collections.deque[Launch] = collections.deque()
         self._lock = threading.Lock()
-        self._any = threading.Event()
+        self._any, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
@@ -92,8 +94,19 @@ class UnderWay:
             self._launches.append(launch)
             if self._thread is None:
                 self._thread = started(self._watch, "jdistgrad-devices")
+                atexit.register(self.end)
         self._any.set()
         return launch
+
+    def end(self) -> None:
+        """Wait for the programs under way, and end the thread: inside JAX it would abort the ending process."""
+        if self._thread is None or not self._thread.is_alive():  # in a forked child there is none
+            return
+        while any(one.done is not None and not one.has_ended() for one in self._launches.copy()):
+            time.sleep(END_SECONDS)
+        self._over.set()
+        self._any.set()
+        join_soon([self._thread])
 
     def give_up(self, launch: Launch) -> None:
         """Forget a program that was not dispatched."""
@@ -117,7 +130,8 @@ class UnderWay:
     def _watch(self) -> None:
         while True:
             self._any.wait()
-            time.sleep(LOOK_SECONDS)
+            if self._over.wait(LOOK_SECONDS):
+                return
             try:
                 self._look()
             except Exception:  # a later program may still hang
