@@ -3,7 +3,9 @@
 python benchmarks/surviving.py            # make bench
 """
 
-from measure import JOBS, compare, microseconds, milliseconds, options, per_second, run_job, title
+import statistics
+
+from measure import JOBS, compare, microseconds, milliseconds, options, per_second, row, run_job, title
 
 WHAT = {
     "numpy": ("a call, 4 bytes, NumPy", microseconds, "<= 1.02"),
@@ -12,6 +14,15 @@ WHAT = {
     "small": ("a step of eight 64x64 matrices", microseconds, "<= 1.02"),
     "wide": ("a step of 4 layers of 1024x1024", milliseconds, "<= 1.02"),
 }
+
+
+def search(rounds):
+    """Print what the search for dead ranks costs a call, switched on and off within one job."""
+    jobs = [run_job(str(JOBS / "searching_jdistgrad.py"), survive=True) for _ in range(rounds)]
+    with_search, without = ([job[figure] for job in jobs] for figure in ("with_search", "without"))
+    ratio = f"{statistics.median(job['ratio'] for job in jobs):.3f}"
+    what = "a call, with the search for dead ranks"
+    row(what, microseconds(with_search), f"without {microseconds(without)}", ratio, "<= 1.02")
 
 
 def main(chosen):
@@ -23,6 +34,7 @@ def main(chosen):
                 figures[key].append(value)
     for key, (what, unit, target) in WHAT.items():
         compare(what, unit, found[True][key], "without", found[False][key], target)
+    search(chosen.rounds)
 
 
 if __name__ == "__main__":
