@@ -7,12 +7,12 @@ import pytest
 from helpers.data import assert_close, sum_squares
 from helpers.programs import (
     WAYS,
+    assert_same_gradients,
     fast_product,
     fetched,
     layer,
     parameters,
     product,
-    same_gradients,
     serial,
     sync,
     vector,
@@ -37,7 +37,7 @@ def test_arguments_of_every_dtype(big_world):
         jnp.complex64(vector(2) + 1j * vector(2, 5)),
         jnp.bfloat16(vector(4, 6)),
     )
-    same_gradients(lambda call, *args: call(1, mixed, *args, label="flags"), *args)
+    assert_same_gradients(lambda call, *args: call(1, mixed, *args, label="flags"), *args)
 
 
 def halves(x, y):
@@ -48,13 +48,13 @@ def halves(x, y):
 @on_worker0
 def test_each_dtype_by_itself(big_world, dtype):
     x, y = vector(3).astype(dtype), vector(3, 8).astype(dtype)
-    same_gradients(lambda call, x, y: call(1, product, x, y), x, y)
-    same_gradients(lambda call, x, y: call(2, product, y, x), x, y, call=fetched)
+    assert_same_gradients(lambda call, x, y: call(1, product, x, y), x, y)
+    assert_same_gradients(lambda call, x, y: call(2, product, y, x), x, y, call=fetched)
 
 
 @on_worker0
 def test_narrow_results_of_wide_arguments(big_world):
-    same_gradients(lambda call, x, y: call(1, halves, x, y), vector(3), vector(3, 8))
+    assert_same_gradients(lambda call, x, y: call(1, halves, x, y), vector(3), vector(3, 8))
 
 
 def holomorphic(z):
@@ -79,7 +79,7 @@ def test_only_some_arguments_are_differentiated(big_world):
         lambda call, x: call(1, layer, {"w": x, "b": np.ones(2, np.float32)}, np.ones((1, 3), np.float32)),
         lambda call, x: call(1, layer, params={"b": x[0], "w": jnp.ones((3, 2))}, x=jnp.ones((1, 3)), scale=x.sum()),
     ):
-        same_gradients(program, vector((3, 2)))
+        assert_same_gradients(program, vector((3, 2)))
 
 
 def weighted(tree, *, weights, name):
@@ -92,18 +92,18 @@ def test_keyword_arguments_and_trees_with_holes(big_world):
     def program(call, tree, w):
         return call(1, weighted, tree, weights={"w": w, "unused": None}, name="by name")
 
-    same_gradients(program, {"z": vector(2), "a": [vector((2, 1), 3), None, ()]}, vector((), 4))
+    assert_same_gradients(program, {"z": vector(2), "a": [vector((2, 1), 3), None, ()]}, vector((), 4))
 
 
 @on_worker0
 def test_the_same_array_passed_twice(big_world):
-    same_gradients(lambda call, x: call(1, product, x, x), vector(3))
-    same_gradients(lambda call, x: call(1, weighted, [x, x], weights={"w": x}, name="by name"), vector(3))
+    assert_same_gradients(lambda call, x: call(1, product, x, x), vector(3))
+    assert_same_gradients(lambda call, x: call(1, weighted, [x, x], weights={"w": x}, name="by name"), vector(3))
 
 
 @on_worker0
 def test_an_argument_handed_back_as_it_is(big_world):
-    same_gradients(lambda call, x, y: call(1, swap, x, y), vector(3), vector((2, 2)))
+    assert_same_gradients(lambda call, x, y: call(1, swap, x, y), vector(3), vector((2, 2)))
 
 
 def swap(x, y):
@@ -118,8 +118,8 @@ def several(x):
 @on_worker0
 def test_unused_outputs(big_world, way):
     for used in (0, 1):
-        same_gradients(lambda call, x, used=used: call(1, several, x)[used] * 2, vector(3), call=way)
-    same_gradients(lambda call, x: x * call(1, several, x)[2]["index"], vector(3), call=way)
+        assert_same_gradients(lambda call, x, used=used: call(1, several, x)[used] * 2, vector(3), call=way)
+    assert_same_gradients(lambda call, x: x * call(1, several, x)[2]["index"], vector(3), call=way)
 
 
 def root_and_sine(x):
@@ -136,7 +136,7 @@ def test_an_unused_output_that_has_no_derivative_there(big_world, function):
     # left out of the pullback, not get a cotangent of zeros.
     x = jnp.array([0.0, 1.0, 4.0])
     for way in (sync, fetched):
-        same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)
+        assert_same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)
 
 
 @on_worker0
@@ -147,7 +147,7 @@ def test_no_output_used(big_world):
         return x**2
 
     for way in WAYS:
-        same_gradients(program, vector(3), call=way)
+        assert_same_gradients(program, vector(3), call=way)
 
 
 def constant(x):
@@ -160,8 +160,8 @@ def nothing(x):
 
 @on_worker0
 def test_results_that_do_not_depend_on_arguments(big_world):
-    same_gradients(lambda call, x: call(1, constant, x) * x, vector(3))
-    same_gradients(lambda call, x: (call(1, nothing, x), x * 2), vector(3))
+    assert_same_gradients(lambda call, x: call(1, constant, x) * x, vector(3))
+    assert_same_gradients(lambda call, x: (call(1, nothing, x), x * 2), vector(3))
 
 
 def scale_by_python(x, factor, flag):
@@ -171,8 +171,8 @@ def scale_by_python(x, factor, flag):
 @on_worker0
 def test_python_numbers_among_the_arguments(big_world):
     for factor, flag in ((2, True), (2.5, True), (7, False)):
-        same_gradients(lambda call, x: call(1, scale_by_python, x, factor, flag), vector(3))  # noqa: B023
-    same_gradients(lambda call, factor: call(1, scale_by_python, jnp.ones(2), factor, True), 1.5)
+        assert_same_gradients(lambda call, x: call(1, scale_by_python, x, factor, flag), vector(3))  # noqa: B023
+    assert_same_gradients(lambda call, factor: call(1, scale_by_python, jnp.ones(2), factor, True), 1.5)
 
 
 def empty_and_wide(x, empty):
@@ -181,7 +181,7 @@ def empty_and_wide(x, empty):
 
 @on_worker0
 def test_empty_arrays(big_world):
-    same_gradients(lambda call, x, empty: call(1, empty_and_wide, x, empty), vector(3), vector(0))
+    assert_same_gradients(lambda call, x, empty: call(1, empty_and_wide, x, empty), vector(3), vector(0))
 
 
 def applied(matrix, x):
@@ -195,18 +195,20 @@ def test_sparse_arrays(big_world):
     def program(call, data, x):
         return call(1, applied, sparse.BCOO((data, indices), shape=(3, 4)), x)
 
-    same_gradients(program, vector(3), vector(4))
+    assert_same_gradients(program, vector(3), vector(4))
 
 
 @on_worker0
 def test_large_arrays(big_world):
-    same_gradients(lambda call, x, y: call(1, product, x, y), vector((700, 300)), vector((700, 300), 2))
+    assert_same_gradients(lambda call, x, y: call(1, product, x, y), vector((700, 300)), vector((700, 300), 2))
 
 
 @on_worker0
 def test_many_leaves(big_world):
     tree = {f"leaf{k}": [vector((k % 5, 2), k), {"deep": vector((), k)}] for k in range(40)}
-    same_gradients(lambda call, tree, w: call(1, weighted, tree, weights={"w": w}, name="by name"), tree, vector(()))
+    assert_same_gradients(
+        lambda call, tree, w: call(1, weighted, tree, weights={"w": w}, name="by name"), tree, vector(())
+    )
 
 
 @on_worker0

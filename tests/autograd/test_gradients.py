@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.data import assert_close
-from helpers.programs import WAYS, fast_layer, layer, parameters, same_gradients, sync, vector
+from helpers.programs import WAYS, assert_same_gradients, fast_layer, layer, parameters, sync, vector
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -22,7 +22,7 @@ def test_every_way_to_call_every_worker(big_world, way, function):
         def program(call, params, x, to=to):
             return call(to, function, params, x, scale=2.5)
 
-        same_gradients(program, parameters(3, 2, to), vector((4, 3), to), call=way)
+        assert_same_gradients(program, parameters(3, 2, to), vector((4, 3), to), call=way)
 
 
 def two_layers(call, first, second, x):
@@ -32,7 +32,7 @@ def two_layers(call, first, second, x):
 
 @on_worker0
 def test_calls_after_one_another(big_world):
-    same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
+    assert_same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
 
 
 def nested(x):

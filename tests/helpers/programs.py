@@ -50,7 +50,7 @@ def pulled_back(program, call, args, seed=0):
     return results, pullback(random_like(results, seed))
 
 
-def same_gradients(program, *args, call=sync, **tolerances):
+def assert_same_gradients(program, *args, call=sync, **tolerances):
     """Compare the results and the pullback of a program with its serial run."""
     with jd.context():
         found = pulled_back(program, call, args)
