@@ -43,15 +43,23 @@ class Meeting:
 
 
 class Desk:
-    """The open meetings of a world."""
+    """The open meetings of a world, and the meetings that failed before all had come."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, Meeting] = {}
+        self._failed: dict[str, tuple[Meeting, set[int]]] = {}
 
     def arrive(self, what: str, rank: int, workers: Sequence[int] | None, said: Any) -> tuple[Meeting, bool]:
-        """Let a worker come to a meeting; return the meeting, and whether the worker is the first there."""
+        """Let a worker come to a meeting; return the meeting, and whether the worker is the first there.
+
+        One that comes too late to a meeting that failed is told so: a new one might be held without the others.
+        """
         with self._lock:
+            failed, late = self._failed.get(what, (None, set()))
+            if failed is not None and rank in late:
+                late.remove(rank)
+                return failed, False
             first = what not in self._open
             meeting = self._open.setdefault(what, Meeting(what, workers))
             meeting.said[rank] = said
@@ -59,8 +67,17 @@ class Desk:
             return meeting, first
 
     def close(self, meeting: Meeting) -> None:
+        """Close a meeting to which all have come. Raises DisagreementError if one of the others was told of one."""
+        with self._lock:
+            if meeting.disagreement is not None:
+                raise DisagreementError(meeting.disagreement)
+            self._open.pop(meeting.what, None)
+            self._failed.pop(meeting.what, None)
+
+    def close_failed(self, meeting: Meeting) -> None:
         with self._lock:
             self._open.pop(meeting.what, None)
+            self._failed[meeting.what] = meeting, set(meeting.missing)
 
     def compare(self, meeting: Meeting, missing: Sequence[int]) -> None:
         """Note a disagreement, in both meetings, if a worker that is missing here waits elsewhere for one of these."""
@@ -119,11 +136,11 @@ def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
     """Hold a meeting. It is closed before those in it go on, since they may come to the next one of the same name."""
     try:
         result = _gathered(meeting, seconds)
-    except Exception as error:
         desk.close(meeting)
+    except Exception as error:
+        desk.close_failed(meeting)
         meeting.end.set_exception(error)
     else:
-        desk.close(meeting)
         meeting.end.set_result(result)
 
 

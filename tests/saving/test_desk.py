@@ -67,3 +67,31 @@ def test_those_who_go_on_come_to_the_next_meeting_of_the_name():
     (next_meeting, first_there), *_ = found
     assert first_there
     assert next_meeting.said == {0: "second"}
+
+
+def disagreeing(desk):
+    """Return a meeting of worker 0 in which a disagreement with worker 2 was found, who serves since."""
+    meeting, _ = desk.arrive("one thing", 0, None, "first")
+    other, _ = desk.arrive("another thing", 2, None, "second")
+    desk.compare(other, [0, 1])
+    return meeting
+
+
+def test_a_disagreement_counts_though_those_who_caused_it_serve_since():
+    desk = Desk()
+    with jd.local_workers(3):
+        meeting = disagreeing(desk)
+        hold(desk, meeting, 1.0)
+    with pytest.raises(jd.DisagreementError, match="worker 0 in one thing"):
+        meeting.end.result(0)
+
+
+def test_one_who_comes_after_a_disagreement_is_told():
+    desk = Desk()
+    with jd.local_workers(3):
+        meeting = disagreeing(desk)
+        hold(desk, meeting, 1.0)
+        assert desk.arrive("one thing", 1, None, "late") == (meeting, False)
+        next_meeting, first_there = desk.arrive("one thing", 1, None, "once more")
+    assert first_there
+    assert next_meeting is not meeting
