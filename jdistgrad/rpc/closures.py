@@ -15,7 +15,7 @@ from typing import Any
 
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.functions import refuse
-from jdistgrad.rpc.harmless import refusal
+from jdistgrad.rpc.programs import refusal
 from jdistgrad.rpc.unpickling import refused
 
 Place = tuple[str, int, int]  # of code in its module: qualified name, line, and checksum
@@ -44,8 +44,9 @@ def reduce(function: types.FunctionType) -> Any:
 
 def make(module: str, place: Place, cells: int) -> types.FunctionType:
     """Return the function with this code, and with empty cells: they may hold the function itself."""
-    if refusal(module, place[0]) is not None:
-        raise refused(module, place[0])
+    name = ".".join(part for part in place[0].split(".") if part.isidentifier())  # without <locals>
+    if refusal(module, name) is not None:
+        raise refused(module, name)
     if module not in sys.modules:
         __import__(module)
     code = code_at(module, place)

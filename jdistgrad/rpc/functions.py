@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,14 +10,14 @@ import jax
 
 from jdistgrad import events
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc import unpickling
+from jdistgrad.rpc import programs, unpickling
 
 JITTED = type(jax.jit(lambda: None))
 
 Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any] | types.ModuleType)
 
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
@@ -65,13 +66,14 @@ class ServedFunction:
 
 
 def register(function: F, name: str | None = None) -> F:
-    """Make a function callable from other workers although it cannot be imported: a closure, say.
+    """Make a function callable from other workers although it cannot be imported, or messages may not name it.
 
-    Every worker that calls or runs the function must register its own copy under the same name.
+    Every worker that calls or runs the function must register its own copy under the same name. A module is registered
+    for all that it and the modules below it define: an installed package, say, whose functions and classes are sent.
 
     Arguments:
-      function: any callable.
-      name: the name on all workers; defaults to the function's module and qualified name.
+      function: any callable, or a module.
+      name: the name on all workers; defaults to the function's module and qualified name. Modules have their own.
 
     Returns:
       The function, so that ``register`` serves as a decorator.
@@ -83,6 +85,11 @@ def register(function: F, name: str | None = None) -> F:
       ...     return jd.register(scaled, name=f"scaled-{scale}")
       >>> double = make(2)
     """
+    if isinstance(function, types.ModuleType):
+        if name is not None:
+            raise TypeError(f"register: {function.__name__} is a module, which has no other name: not {name!r}")
+        programs.register(function.__name__)
+        return function
     key = name or describe(function)
     _by_name[key] = function
     _names[id(function)] = key

@@ -1,7 +1,7 @@
-"""What a message may name of Python's standard library and of this package, as lists; everything else is the program's.
+"""What a message may name that the program has not written, as lists: of Python, of other packages and of this one.
 
-Of the standard library a message finds data types, and functions whose call changes nothing of note outside of their
-arguments: nothing that starts programs, writes files, runs text as code, or looks into the insides of objects.
+A message finds data types, and functions whose call changes nothing of note outside of their arguments: nothing that
+starts programs, writes files, runs text as code, or looks into the insides of objects.
 """
 
 import functools
@@ -9,7 +9,7 @@ import operator
 import sys
 import types
 
-# Public names of these modules: all are harmless, but for those in ``REFUSED``.
+# Public names of these modules of the standard library: all are harmless, but for those in ``REFUSED``.
 WHOLE = (
     "abc array base64 binascii bisect cmath collections collections.abc colorsys datetime decimal difflib enum "
     "fractions graphlib hashlib heapq hmac html http ipaddress itertools json json.decoder json.encoder keyword math "
@@ -26,7 +26,24 @@ REFUSED = {
     "time": "clock_settime clock_settime_ns tzset",
     "typing": "get_type_hints ForwardRef NamedTuple NamedTupleMeta",  # run text as code
     "zoneinfo": "reset_tzpath",
+    "numpy": "DataSource fromfile fromregex genfromtxt load loadtxt memmap save savetxt savez savez_compressed "
+    "set_printoptions setbufsize seterr seterrcall test",  # files, and settings of the process
+    "numpy.rec": "fromfile",
 }
+
+# Modules of packages that compute and keep data, with those below them, unless marked by "=". Their names are harmless,
+# but for those in ``REFUSED``. Many public names are defined in private modules.
+COMPUTING = (
+    "=numpy numpy.char numpy.dtypes numpy.exceptions numpy.fft numpy.linalg numpy.ma numpy.polynomial numpy.random "
+    "=numpy.rec numpy.strings ml_dtypes scipy.special "
+    "=jax jax.dtypes jax.errors jax.image jax.lax jax.nn jax.numpy jax.ops jax.random jax.scipy jax.sharding jax.tree "
+    "jax.tree_util jax._src.ad_checkpoint jax._src.api jax._src.array jax._src.core jax._src.custom_derivatives "
+    "jax._src.dtypes jax._src.errors jax._src.image jax._src.lax jax._src.mesh jax._src.named_sharding jax._src.nn "
+    "jax._src.numpy jax._src.ops jax._src.partition_spec jax._src.prng jax._src.random jax._src.scipy "
+    "jax._src.sharding_impls jax._src.tree jax._src.tree_util jaxlib._jax.pytree optax flax.core flax.linen flax.nnx "
+    "flax.struct flax.training.dynamic_scale flax.training.train_state flax.traverse_util equinox.nn "
+    "equinox._module"
+)
 
 # Names of modules that hold other things too, and private names that pickle uses.
 NAMED = {
@@ -52,6 +69,8 @@ NAMED = {
     "io": "BytesIO StringIO",
     "locale": "getlocale getpreferredencoding",
     "logging": "Logger RootLogger critical debug error exception getLevelName getLogger info log warning",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer",
     "os": "cpu_count fspath getcwd getenv getgid getloadavg getlogin getpid getppid getuid listdir sched_getaffinity "
     "stat times uname urandom PathLike",
     "os.path": "abspath basename commonpath commonprefix dirname exists getmtime getsize isabs isdir isfile islink "
@@ -73,6 +92,9 @@ NAMED = {
     "warnings": "warn",
     "weakref": "WeakKeyDictionary WeakSet WeakValueDictionary",
 }
+
+# Of these classes, not these methods: they write files.
+REFUSED_METHODS = {"numpy.ndarray": "dump tofile"}
 
 # Of these classes, only these methods.
 METHODS = {
@@ -107,6 +129,8 @@ SAME = {
     "_thread": "threading",
     "genericpath": "os.path",
     "nt": "os",
+    "numpy.core.multiarray": "numpy._core.multiarray",
+    "numpy.core.numeric": "numpy._core.numeric",
     "ntpath": "os.path",
     "pathlib._local": "pathlib",
     "posix": "os",
@@ -163,18 +187,24 @@ def is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names or f"{module}.".startswith("test.support.")
 
 
-@functools.lru_cache(maxsize=4096)
-def refusal(module: str, name: str) -> str | None:
-    """Return why a message may not find what a module holds under a dotted name, or None if it may."""
+def refusal(module: str, name: str, *, written: bool) -> str | None:
+    """Return why a message may not find what a module holds under a dotted name, or None if it may.
+
+    Arguments:
+      written: whether the module is the program's own.
+    """
     package = module.partition(".")[0]
     if package in CODE or ".cloudpickle" in module:
         return "it makes functions of code that was sent"
     if package == "jdistgrad":
-        return None if _is_own(module, name) else "this part of jdistgrad is not for messages"
+        return None if _travels(module, name) else "this part of jdistgrad is not for messages"
+    if is_special(name.partition(".")[0]) and (written or not is_standard(module)):
+        return "it belongs to Python's own machinery"
+    if written or _is_harmless(SAME.get(module, module), name):
+        return None
     if is_standard(module):
-        harmless = _is_harmless(SAME.get(module, module), name)
-        return None if harmless else "of the standard library, messages find only data types and harmless functions"
-    return "it belongs to Python's own machinery" if is_special(name.partition(".")[0]) else None
+        return "of the standard library, messages find only data types and harmless functions"
+    return f"of {package}, an installed package, messages find only what jdistgrad knows to be harmless"
 
 
 def is_special(name: str) -> bool:
@@ -186,7 +216,7 @@ def spelled(module: str, name: str) -> str:
     return f"{SAME.get(module, module)}.{name}"
 
 
-def _is_own(module: str, name: str) -> bool:
+def _travels(module: str, name: str) -> bool:
     listed = any(f"{module}.".startswith(f"{one}.") for one in OWN) and f"{module}.{name}" not in NOT_OWN
     return listed and not is_special(name.partition(".")[0])
 
@@ -194,12 +224,19 @@ def _is_own(module: str, name: str) -> bool:
 def _is_harmless(module: str, name: str) -> bool:
     first, *parts = name.split(".")
     listed = first in NAMED.get(module, "").split()
-    whole = module in WHOLE.split() and first[:1] != "_" and first not in REFUSED.get(module, "").split()
+    public = module in WHOLE.split() and first[:1] != "_"
+    whole = (public or _computes(module)) and first not in REFUSED.get(module, "").split()
     return (listed or whole) and _are_harmless(f"{module}.{first}", parts)
+
+
+def _computes(module: str) -> bool:
+    return any(module == one[1:] if one[0] == "=" else f"{module}.".startswith(f"{one}.") for one in COMPUTING.split())
 
 
 def _are_harmless(owner: str, parts: list[str]) -> bool:
     """Return whether attributes of a harmless class are harmless too: methods, and classes inside the class."""
     if owner in METHODS and parts and parts[0] not in OPERATORS:
         return parts[0] in METHODS[owner].split()
+    if parts and parts[0] in REFUSED_METHODS.get(owner, "").split():
+        return False
     return all(part in OPERATORS if is_special(part) else part.isidentifier() for part in parts)

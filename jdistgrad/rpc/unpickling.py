@@ -1,16 +1,14 @@
 """The opening of pickles that other workers sent.
 
-A pickle names the functions that are called while it is opened. Here it finds those that ``harmless`` lists, and what
-the program's own modules and the installed packages define: what a call could name as well. It finds nothing else
-through them: no module that they import, and none of its functions.
+A pickle names the functions that are called while it is opened. Here it finds what the program's own modules define,
+what it has registered, and what is known to be harmless. It finds nothing else through them: no module that they
+import, and none of its functions.
 """
 
 import enum
 import io
-import os
 import pickle
 import sys
-import sysconfig
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc.harmless import OPERATORS, is_special, is_standard, refusal, spelled
+from jdistgrad.rpc.harmless import OPERATORS, is_special, is_standard, spelled
+from jdistgrad.rpc.programs import is_own, refusal
 
 DATA = BaseException, enum.Enum, tuple  # classes whose objects only hold data, in any module
 CHANGEABLE = dict, list, set, bytearray  # a message could change them for the whole process
@@ -57,7 +56,7 @@ def find(module: str, name: str) -> Any:
         found: Any = function  # nearly always: the checks below would take a microsecond more
     else:
         found = _checked(module, name)
-    if (is_standard(module) and not _is_users(module)) or module.startswith("jdistgrad."):
+    if (is_standard(module) and not is_own(module)) or module.startswith("jdistgrad."):
         _constant[module, name] = found
     return found
 
@@ -107,8 +106,8 @@ def refused(module: str, name: str) -> FunctionError:
     what = spelled(module, name)
     why = refusal(module, name) or "what it leads to belongs to another module"
     return FunctionError(
-        f"{what} may not be named in a message: {why}. Call it in a function of your own module, or register it on "
-        f"both sides (jdistgrad.register), or open the world with init(allow_code=True).",
+        f"{what} may not be named in a message: {why}. Call it in a function of your own module, or register it, or "
+        "its package, on both sides (jdistgrad.register), or open the world with init(allow_code=True).",
         function=what,
     )
 
@@ -126,20 +125,7 @@ def _held(module: str, name: str) -> Any:
 
 
 def _may_be_found(module: str, name: str, found: Any) -> bool:
-    return refusal(module, name) is None or (isinstance(found, type) and issubclass(found, DATA)) or _is_users(module)
-
-
-def _is_users(module: str) -> bool:
-    """Return whether this is a file of the program with the name of a module of the standard library."""
-    package = sys.modules.get(module.partition(".")[0])
-    file = getattr(package, "__file__", None)
-    if not is_standard(module) or file is None:
-        return False
-    path = os.path.realpath(file)
-    return not path.startswith(LIBRARY) or f"{os.sep}site-packages{os.sep}" in path
-
-
-LIBRARY = tuple(os.path.realpath(sysconfig.get_path(one)) + os.sep for one in ("stdlib", "platstdlib"))
+    return refusal(module, name) is None or (isinstance(found, type) and issubclass(found, DATA))
 
 
 def _homes(found: Any) -> list[Home]:
