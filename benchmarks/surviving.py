@@ -16,13 +16,19 @@ WHAT = {
 }
 
 
-def search(rounds):
-    """Print what the search for dead ranks costs a call, switched on and off within one job."""
-    jobs = [run_job(str(JOBS / "searching_jdistgrad.py"), survive=True) for _ in range(rounds)]
-    with_search, without = ([job[figure] for job in jobs] for figure in ("with_search", "without"))
-    ratio = f"{statistics.median(job['ratio'] for job in jobs):.3f}"
-    what = "a call, with the search for dead ranks"
-    row(what, microseconds(with_search), f"without {microseconds(without)}", ratio, "<= 1.02")
+PARTS = {
+    "call": ("a call, with the search for dead ranks", microseconds),
+    "small": ("the small step, with the vote", microseconds),
+    "wide": ("the wide step, with the vote", milliseconds),
+}
+
+
+def parts(rounds):
+    """Print what the search for dead ranks and the vote cost, switched on and off within one job."""
+    jobs = [run_job(str(JOBS / "surviving_parts_jdistgrad.py"), survive=True) for _ in range(rounds)]
+    for key, (what, unit) in PARTS.items():
+        on, off, ratios = zip(*(job[key] for job in jobs), strict=True)
+        row(what, unit(on), f"without {unit(off)}", f"{statistics.median(ratios):.3f}", "<= 1.02")
 
 
 def main(chosen):
@@ -34,7 +40,7 @@ def main(chosen):
                 figures[key].append(value)
     for key, (what, unit, target) in WHAT.items():
         compare(what, unit, found[True][key], "without", found[False][key], target)
-    search(chosen.rounds)
+    parts(chosen.rounds)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,9 @@ class ThreadPool:
         try:
             return self._idle.pop()
         except IndexError:
-            pass
+            return self._new_thread()
+
+    def _new_thread(self) -> Inbox | None:
         try:
             return self._spawn()
         except RuntimeError as error:
@@ -123,7 +125,10 @@ class ThreadPool:
         try:
             return inbox.get(timeout=patience)
         except queue.Empty:
-            pass
+            return self._last(inbox)
+
+    def _last(self, inbox: Inbox) -> Any:
+        """Return the task that came as the thread was about to end, or None."""
         try:
             self._idle.remove(inbox)
         except ValueError:  # a task is on its way
