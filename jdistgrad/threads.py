@@ -1,4 +1,4 @@
-"""An unbounded pool of reusable daemon threads, which serve calls.
+"""Threads: an unbounded pool of reusable daemon threads, which serve calls; and where all threads are.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
@@ -6,12 +6,16 @@ starts no more threads, tasks wait until one is free.
 """
 
 import collections
+import gc
 import itertools
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 IDLE_LIMIT = 64
@@ -40,6 +44,33 @@ def join_soon(threads: Iterable[threading.Thread]) -> None:
     for thread in list(threads):
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's identifier.
+
+    Python 3.11 holds a lock of the interpreter meanwhile, and a garbage collection then may give way to another thread,
+    which wants this lock to start a third: both would wait for ever (CPython's issue 106883).
+    """
+    with _collecting:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+_collecting = threading.Lock()
+
+
+def _forget_lock() -> None:
+    global _collecting
+    _collecting = threading.Lock()  # a thread may have held the other when the process was forked
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 class ThreadPool:

@@ -9,11 +9,12 @@ KeyboardInterrupt.
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+
+from jdistgrad.threads import frames
 
 STANDSTILL_SECONDS = 0.1
 
@@ -58,5 +59,5 @@ def _stands_still() -> bool:
 
 
 def _place() -> tuple[int, int] | None:
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame: FrameType | None = frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)

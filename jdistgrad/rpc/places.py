@@ -4,6 +4,8 @@ import pathlib
 import sys
 from types import FrameType
 
+from jdistgrad.threads import frames
+
 PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
@@ -19,7 +21,7 @@ def place(file: str, line: int | None, function: str) -> str:
 
 def where(thread: int) -> str:
     """Return the innermost line of the user's program that a thread is in; without one, the innermost line."""
-    innermost = sys._current_frames().get(thread)
+    innermost = frames().get(thread)
     found = in_program(innermost) or innermost
     return "its end" if found is None else place_of(found)
 

@@ -1,5 +1,7 @@
 """The pool of threads that serve calls, also where no more threads can be started."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -139,3 +141,33 @@ def test_calls_for_which_there_is_no_thread_are_served_later(world):
         feed()
         for peer in peers:
             jd.rpc_sync(peer, feed)
+
+
+LOOKING = """
+import gc, threading, time
+from jdistgrad.threads import frames
+
+def start_threads():
+    while not done.is_set():
+        threading.Thread(target=int).start()
+
+done = threading.Event()
+starter = threading.Thread(target=start_threads)
+starter.start()
+gc.callbacks.append(lambda phase, info: time.sleep(0.0001))
+gc.set_threshold(1)
+for _ in range(300):
+    assert threading.get_ident() in frames()
+done.set()
+starter.join()
+print(gc.isenabled())
+gc.disable()
+frames()
+print(gc.isenabled())
+"""
+
+
+def test_who_asks_where_threads_are_stops_none_that_is_about_to_start():
+    """Python 3.11 itself would stand still, in the first hundred."""
+    asked = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=100, check=True)
+    assert asked.stdout.split() == ["True", "False"]

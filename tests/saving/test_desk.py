@@ -1,6 +1,5 @@
 """The meetings of those that save together: what ends them."""
 
-import sys
 import threading
 import traceback
 
@@ -8,12 +7,13 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.saving.desk import Desk, hold, meet
+from jdistgrad.threads import frames
 
 pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
 
 
 def stack_of(thread):
-    frame = sys._current_frames().get(thread.ident)
+    frame = frames().get(thread.ident)
     return [] if frame is None else [entry.name for entry in traceback.extract_stack(frame)]
 
 

@@ -4,7 +4,6 @@ They are taken while other threads run or hang. So nothing here takes a lock tha
 are copied in one step of the interpreter.
 """
 
-import sys
 import threading
 import traceback
 from types import FrameType
@@ -18,6 +17,7 @@ from jdistgrad.rpc.members.watchdog import Participation
 from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.server import Served
 from jdistgrad.rpc.worker import Worker
+from jdistgrad.threads import frames
 from jdistgrad.wire.ids import spell
 
 DEEPEST = 60  # frames of a thread
@@ -79,7 +79,7 @@ def of_collective(one: Participation, now: float) -> dict[str, Any]:
 def of_threads() -> list[dict[str, Any]]:
     """Describe the threads of this process: name, line of the user's program, and stack, innermost first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return [of_thread(ident, names.get(ident, ""), frame) for ident, frame in sys._current_frames().items()]
+    return [of_thread(ident, names.get(ident, ""), frame) for ident, frame in frames().items()]
 
 
 def of_thread(ident: int, name: str, frame: FrameType) -> dict[str, Any]:
