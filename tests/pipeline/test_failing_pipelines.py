@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import threading
 import time
 
@@ -241,6 +242,43 @@ def test_a_stage_that_stands_still_ends_the_step_after_its_timeout(world):
     jd.rpc_sync(last, go_on)
     assert f"worker{last} (rank {last}): {last}F0: stage {last}, microbatch 0, forward: computing" in notes(raised)
     steps_well(refs)
+
+
+_begun = threading.Event()
+
+
+def says_that_it_begins(params, x):
+    _begun.set()
+    while not _go_on.wait(0.1):  # Python wakes no thread for a signal that comes just before the thread falls asleep
+        pass
+    return multiply(params, x)
+
+
+def press_when_begun(main_thread):
+    assert _begun.wait(60)
+    signal.pthread_kill(main_thread, signal.SIGINT)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ctrl_c_ends_a_step_and_the_next_is_right(stage):
+    """Stage 0 is the main thread's own, which then is inside the stage; else it waits for the others."""
+    _begun.clear()
+    _go_on.clear()
+    with jd.local_workers(3):
+        refs, functions = refs_on_all(), [multiply] * 3
+        functions[stage] = says_that_it_begins
+        pipeline = pipeline_of(functions, refs)
+        presses = threading.Thread(target=press_when_begun, args=(threading.get_ident(),))
+        presses.start()
+        with jd.context() as ctx:
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.step(X, targets=Y)
+            assert not _go_on.is_set()
+            assert ctx.closed
+        presses.join()
+        _go_on.set()
+        steps_well(refs)
+        wait_until_nobody_takes_part()
 
 
 def too_slow(x):
