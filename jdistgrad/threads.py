@@ -1,4 +1,4 @@
-"""Threads: an unbounded pool of reusable daemon threads, which serve calls; and where all threads are.
+"""Threads: an unbounded pool of reusable daemon threads, which serve calls; and the frames that all threads are in.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
@@ -49,10 +49,12 @@ def join_soon(threads: Iterable[threading.Thread]) -> None:
 def frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, by the thread's identifier.
 
-    Python 3.11 holds a lock of the interpreter meanwhile, and a garbage collection then may give way to another thread,
-    which wants this lock to start a third: both would wait for ever (CPython's issue 106883).
+    Python 3.11 holds a lock of the interpreter while it looks. If a garbage collection begins then, it may give way to
+    a thread that wants this lock to start another thread, and both wait for ever (CPython's issue 106883).
     """
-    with _collecting:
+    if not COLLECTS_ANYWHERE:
+        return sys._current_frames()
+    with _looking:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -62,15 +64,20 @@ def frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-_collecting = threading.Lock()
+COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+
+_looking = threading.Lock()
 
 
-def _forget_lock() -> None:
-    global _collecting
-    _collecting = threading.Lock()  # a thread may have held the other when the process was forked
+def _go_on_in_child() -> None:
+    """Put right in a forked process what a thread that it does not have was about to do in ``frames``."""
+    global _looking
+    if _looking.locked():
+        _looking = threading.Lock()
+        gc.enable()
 
 
-os.register_at_fork(after_in_child=_forget_lock)
+os.register_at_fork(after_in_child=_go_on_in_child)
 
 
 class ThreadPool:

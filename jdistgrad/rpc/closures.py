@@ -16,7 +16,7 @@ from typing import Any
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.functions import refuse
 from jdistgrad.rpc.programs import refusal
-from jdistgrad.rpc.unpickling import refused
+from jdistgrad.rpc.unpickling import refused, require_texts
 
 Place = tuple[str, int, int]  # of code in its module: qualified name, line, and checksum
 Codes = dict[Place, types.CodeType]
@@ -44,7 +44,8 @@ def reduce(function: types.FunctionType) -> Any:
 
 def make(module: str, place: Place, cells: int) -> types.FunctionType:
     """Return the function with this code, and with empty cells: they may hold the function itself."""
-    name = ".".join(part for part in place[0].split(".") if part.isidentifier())  # without <locals>
+    require_texts(module, place[0])
+    name = place[0].partition(".")[0]  # what is inside cannot be found by its own name
     if refusal(module, name) is not None:
         raise refused(module, name)
     if module not in sys.modules:
@@ -115,7 +116,8 @@ def _codes_in_file(module: str) -> Codes:
         code = loaded.__loader__.get_code(name)  # type: ignore[union-attr]
     except (AttributeError, ImportError, OSError, SyntaxError):  # a notebook, or a loader of another kind
         return {}
-    return {place_of(one): one for one in _all(code)} if code is not None else {}
+    inside = [one for one in code.co_consts if isinstance(one, types.CodeType)] if code is not None else []
+    return {place_of(one): one for part in inside for one in _all(part)}
 
 
 def _codes(value: Any, module: str) -> Iterator[types.CodeType]:
@@ -126,7 +128,7 @@ def _codes(value: Any, module: str) -> Iterator[types.CodeType]:
                 yield from _codes(getattr(method, "__func__", method), module)
         return
     while value is not None:
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType) and value.__globals__.get("__name__") == module:
             yield value.__code__
         value = inspect.getattr_static(value, "__wrapped__", None)
 

@@ -47,7 +47,7 @@ class _Reducing:
             return self.by_its_name(value)
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(self.copies.of(value))
-        if isinstance(value, np.ndarray) and hasattr(value, "aval"):
+        if isinstance(value, np.memmap) or (isinstance(value, np.ndarray) and hasattr(value, "aval")):
             return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX that is not a jax.Array
         if isinstance(value, type | types.BuiltinFunctionType | types.MethodType):
             return self.by_its_name(value)
@@ -65,8 +65,10 @@ class _Reducing:
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
-        if self.with_closures and functions.import_path(function) is None:
-            return closures.reduce(function)
+        if functions.import_path(function) is None:
+            if self.with_closures:
+                return closures.reduce(function)
+            raise functions.refuse(function)
         return self.by_its_name(function)
 
     def by_its_name(self, value: Any) -> Any:

@@ -66,10 +66,10 @@ class ServedFunction:
 
 
 def register(function: F, name: str | None = None) -> F:
-    """Make a function callable from other workers although it cannot be imported, or messages may not name it.
+    """Let other workers call a function that cannot be imported, or that messages may not name; or use a module.
 
     Every worker that calls or runs the function must register its own copy under the same name. A module is registered
-    for all that it and the modules below it define: an installed package, say, whose functions and classes are sent.
+    with all that it and the modules below it define: an installed package, say, whose functions and classes are sent.
 
     Arguments:
       function: any callable, or a module.

@@ -1,4 +1,4 @@
-"""What a message may name that the program has not written, as lists: of Python, of other packages and of this one.
+"""What a message may name that is not the program's own: of Python and this package, as lists; ``packages`` has more.
 
 A message finds data types, and functions whose call changes nothing of note outside of their arguments: nothing that
 starts programs, writes files, runs text as code, or looks into the insides of objects.
@@ -8,6 +8,8 @@ import functools
 import operator
 import sys
 import types
+
+from jdistgrad.rpc.packages import is_known
 
 # Public names of these modules of the standard library: all are harmless, but for those in ``REFUSED``.
 WHOLE = (
@@ -19,31 +21,14 @@ WHOLE = (
 
 REFUSED = {
     "collections": "namedtuple",  # runs text as code
-    "enum": "global_enum",  # writes into modules
+    "enum": "EnumMeta EnumType global_enum",  # write into modules
     "decimal": "setcontext",
     "operator": "attrgetter methodcaller",  # read any attribute of anything
     "random": "seed setstate",
     "time": "clock_settime clock_settime_ns tzset",
     "typing": "get_type_hints ForwardRef NamedTuple NamedTupleMeta",  # run text as code
     "zoneinfo": "reset_tzpath",
-    "numpy": "DataSource fromfile fromregex genfromtxt load loadtxt memmap save savetxt savez savez_compressed "
-    "set_printoptions setbufsize seterr seterrcall test",  # files, and settings of the process
-    "numpy.rec": "fromfile",
 }
-
-# Modules of packages that compute and keep data, with those below them, unless marked by "=". Their names are harmless,
-# but for those in ``REFUSED``. Many public names are defined in private modules.
-COMPUTING = (
-    "=numpy numpy.char numpy.dtypes numpy.exceptions numpy.fft numpy.linalg numpy.ma numpy.polynomial numpy.random "
-    "=numpy.rec numpy.strings ml_dtypes scipy.special "
-    "=jax jax.dtypes jax.errors jax.image jax.lax jax.nn jax.numpy jax.ops jax.random jax.scipy jax.sharding jax.tree "
-    "jax.tree_util jax._src.ad_checkpoint jax._src.api jax._src.array jax._src.core jax._src.custom_derivatives "
-    "jax._src.dtypes jax._src.errors jax._src.image jax._src.lax jax._src.mesh jax._src.named_sharding jax._src.nn "
-    "jax._src.numpy jax._src.ops jax._src.partition_spec jax._src.prng jax._src.random jax._src.scipy "
-    "jax._src.sharding_impls jax._src.tree jax._src.tree_util jaxlib._jax.pytree optax flax.core flax.linen flax.nnx "
-    "flax.struct flax.training.dynamic_scale flax.training.train_state flax.traverse_util equinox.nn "
-    "equinox._module"
-)
 
 # Names of modules that hold other things too, and private names that pickle uses.
 NAMED = {
@@ -69,8 +54,6 @@ NAMED = {
     "io": "BytesIO StringIO",
     "locale": "getlocale getpreferredencoding",
     "logging": "Logger RootLogger critical debug error exception getLevelName getLogger info log warning",
-    "numpy._core.multiarray": "_reconstruct scalar",
-    "numpy._core.numeric": "_frombuffer",
     "os": "cpu_count fspath getcwd getenv getgid getloadavg getlogin getpid getppid getuid listdir sched_getaffinity "
     "stat times uname urandom PathLike",
     "os.path": "abspath basename commonpath commonprefix dirname exists getmtime getsize isabs isdir isfile islink "
@@ -98,6 +81,7 @@ REFUSED_METHODS = {"numpy.ndarray": "dump tofile"}
 
 # Of these classes, only these methods.
 METHODS = {
+    "logging.Logger": "critical debug error exception getEffectiveLevel info isEnabledFor log warning",
     "pathlib.Path": "absolute exists expanduser is_dir is_file is_symlink iterdir glob rglob read_bytes read_text "
     "resolve samefile stat",
     "inspect.Signature": "bind bind_partial replace",
@@ -172,7 +156,9 @@ OWN = (
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )
-NOT_OWN = frozenset({"jdistgrad.rpc.functions.lookup", "jdistgrad.rpc.functions.own_or_sent"})
+NOT_OWN = frozenset(f"jdistgrad.rpc.functions.{name}" for name in ("lookup", "own_or_sent", "register"))
+
+UNDERSCORED = ["_asdict", "_make", "_replace", "_unpickle"]  # public, or named in pickles, in spite of that
 
 CODE = frozenset({"cloudpickle", "dill"})  # packages that make functions of code that is sent to them
 
@@ -224,13 +210,8 @@ def _travels(module: str, name: str) -> bool:
 def _is_harmless(module: str, name: str) -> bool:
     first, *parts = name.split(".")
     listed = first in NAMED.get(module, "").split()
-    public = module in WHOLE.split() and first[:1] != "_"
-    whole = (public or _computes(module)) and first not in REFUSED.get(module, "").split()
-    return (listed or whole) and _are_harmless(f"{module}.{first}", parts)
-
-
-def _computes(module: str) -> bool:
-    return any(module == one[1:] if one[0] == "=" else f"{module}.".startswith(f"{one}.") for one in COMPUTING.split())
+    whole = module in WHOLE.split() and first[:1] != "_" and first not in REFUSED.get(module, "").split()
+    return (listed or whole or is_known(module, first)) and _are_harmless(f"{module}.{first}", parts)
 
 
 def _are_harmless(owner: str, parts: list[str]) -> bool:
@@ -239,4 +220,4 @@ def _are_harmless(owner: str, parts: list[str]) -> bool:
         return parts[0] in METHODS[owner].split()
     if parts and parts[0] in REFUSED_METHODS.get(owner, "").split():
         return False
-    return all(part in OPERATORS if is_special(part) else part.isidentifier() for part in parts)
+    return all(part in OPERATORS if is_special(part) else part[:1] != "_" or part in UNDERSCORED for part in parts)

@@ -17,6 +17,7 @@ import numpy as np
 
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.harmless import OPERATORS, is_special, is_standard, spelled
+from jdistgrad.rpc.packages import is_known_type
 from jdistgrad.rpc.programs import is_own, refusal
 
 DATA = BaseException, enum.Enum, tuple  # classes whose objects only hold data, in any module
@@ -51,6 +52,7 @@ def find(module: str, name: str) -> Any:
       FunctionError: they may not.
       ImportError, AttributeError: there is none.
     """
+    require_texts(module, name)
     function = getattr(sys.modules.get(module), "__dict__", {}).get(name)
     if type(function) is types.FunctionType and function.__module__ == module and refusal(module, name) is None:
         found: Any = function  # nearly always: the checks below would take a microsecond more
@@ -68,19 +70,37 @@ def _checked(module: str, name: str) -> Any:
     if not _may_be_found(module, name, found) or isinstance(found, CHANGEABLE):
         raise refused(module, name)
     require(found, module, name)
-    return attribute if found is getattr else found
+    return STAND_INS[found] if found is getattr or found is type else found
+
+
+def kind(of: Any) -> Any:
+    """Return the type of an object: this stands in for ``type``, which could also make types of text."""
+    found = type(of)
+    return kind if issubclass(found, type) else found
+
+
+def require_texts(*names: Any) -> None:
+    """Raise if names are not what they seem: objects of a class derived from ``str`` may lie."""
+    if any(type(name) is not str for name in names):
+        raise FunctionError(f"a message names {names!r:.100}, which is no plain text: it was forged", function="?")
 
 
 def attribute(owner: Any, name: str, *default: Any) -> Any:
     """Return an attribute that messages may find: this stands in for ``getattr``, by which methods are pickled."""
+    require_texts(name)
     home = next((one for one in _classes(owner) if name in vars(one)), None)
     if is_special(name) and name not in OPERATORS and not isinstance(vars(home or object).get(name), DEFINED):
         raise refused(type(owner).__module__, f"{type(owner).__qualname__}.{name}")
     if home is not None and not _may_be_found(home.__module__, f"{home.__qualname__}.{name}", None):
         raise refused(home.__module__, f"{home.__qualname__}.{name}")
     found = getattr(owner, name, *default)
+    if isinstance(owner, type) and isinstance(found, CHANGEABLE):
+        raise refused(owner.__module__, f"{owner.__qualname__}.{name}")
     require(found, type(owner).__module__, f"{type(owner).__qualname__}.{name}")
     return found
+
+
+STAND_INS = {getattr: attribute, type: kind}
 
 
 def require(found: Any, module: str | None = None, name: str = "") -> None:
@@ -125,7 +145,13 @@ def _held(module: str, name: str) -> Any:
 
 
 def _may_be_found(module: str, name: str, found: Any) -> bool:
-    return refusal(module, name) is None or (isinstance(found, type) and issubclass(found, DATA))
+    if isinstance(found, type) and issubclass(found, type) and found is not type:
+        return is_own(module)  # a metaclass
+    return refusal(module, name) is None or (isinstance(found, type) and _is_type_of_data(found))
+
+
+def _is_type_of_data(found: type) -> bool:
+    return issubclass(found, DATA) or is_known_type(found)
 
 
 def _homes(found: Any) -> list[Home]:

@@ -33,6 +33,7 @@ class Meeting:
         self.said: Said = {}
         self.came = threading.Event()
         self.disagreement: str | None = None
+        self.told: set[int] = set()  # those that wait in another meeting, and are told there of the disagreement
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
 
     @property
@@ -53,21 +54,29 @@ class Desk:
     def arrive(self, what: str, rank: int, workers: Sequence[int] | None, said: Any) -> tuple[Meeting, bool]:
         """Let a worker come to a meeting; return the meeting, and whether the worker is the first there.
 
-        One that comes too late to a meeting that failed is told so: a new one might be held without the others.
+        One that comes too late to a meeting that failed is told so, unless the others have come together again: a new
+        meeting might be held without them.
         """
         with self._lock:
             failed, late = self._failed.get(what, (None, set()))
-            if failed is not None and rank in late:
-                late.remove(rank)
-                return failed, False
+            was_late = rank in late
+            late.discard(rank)
+            if failed is not None and not late:
+                del self._failed[what]
             first = what not in self._open
+            if failed is not None and was_late and first:
+                return failed, False
             meeting = self._open.setdefault(what, Meeting(what, workers))
             meeting.said[rank] = said
             meeting.came.set()
             return meeting, first
 
     def close(self, meeting: Meeting) -> None:
-        """Close a meeting to which all have come. Raises DisagreementError if one of the others was told of one."""
+        """Close a meeting to which all have come.
+
+        Raises:
+          DisagreementError: a worker elsewhere has been told that it disagrees with this meeting.
+        """
         with self._lock:
             if meeting.disagreement is not None:
                 raise DisagreementError(meeting.disagreement)
@@ -75,9 +84,13 @@ class Desk:
             self._failed.pop(meeting.what, None)
 
     def close_failed(self, meeting: Meeting) -> None:
+        """Close a meeting that has failed, and remember who has not been told."""
         with self._lock:
             self._open.pop(meeting.what, None)
-            self._failed[meeting.what] = meeting, set(meeting.missing)
+            late = set(meeting.missing) - meeting.told
+            meeting.said.clear()
+            if late:
+                self._failed[meeting.what] = meeting, late
 
     def compare(self, meeting: Meeting, missing: Sequence[int]) -> None:
         """Note a disagreement, in both meetings, if a worker that is missing here waits elsewhere for one of these."""
@@ -90,6 +103,8 @@ class Desk:
                         f"workers {sorted(meeting.said)} are in {meeting.what}, worker {min(waiting)} in {other.what}"
                     )
                     meeting.disagreement = other.disagreement = f"{text}. They must make the same calls."
+                    meeting.told |= set(other.said)
+                    other.told |= set(meeting.said)
 
 
 def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:

@@ -11,6 +11,7 @@ table = {"run": subprocess.run}
 
 
 class Holder:
+    table = table
     start = Popen
     system = os.system
     modules = os

@@ -1,10 +1,13 @@
 """Functions made by functions of importable modules, which travel without their code."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import imports_others
 from helpers.forgery import calling
 
 import jdistgrad as jd
@@ -38,6 +41,7 @@ def recursive(base):
 TRANSFORMATIONS = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 9))),
     "a lambda of a module": optax.sgd(decay),
+    "several steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "a lambda of a function": optax.adam(decay_from(0.2)),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
     "several": optax.multi_transform({"a": optax.lion(1e-3), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
@@ -96,3 +100,17 @@ def test_a_forged_pickle_changes_no_function_of_the_program():
 def test_forged_closures_of_the_standard_library_are_refused():
     with pytest.raises(jd.FunctionError, match=r"os.system may not be named"):
         unpickling.loads(calling("jdistgrad.rpc.closures", "make", "os", ("system", 1, 2), 0))
+
+
+def test_a_module_gives_no_code_that_it_has_only_imported():
+    place = closures.place_of(imports_others.run.__code__)
+    with pytest.raises(jd.FunctionError, match=r"this worker has no helpers\.imports_others\.run like the one"):
+        closures.make(imports_others.__name__, place, 0)
+    own = closures.make(imports_others.__name__, closures.place_of(imports_others.doubled.__code__), 0)
+    assert own(2) == 4
+
+
+def test_the_code_of_a_module_is_no_function():
+    code = compile(inspect.getsource(imports_others), imports_others.__file__, "exec")
+    with pytest.raises(jd.FunctionError, match="this worker has no"):
+        closures.make(imports_others.__name__, closures.place_of(code), 0)

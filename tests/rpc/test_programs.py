@@ -1,5 +1,6 @@
-"""Which modules are the program's own: those it has written, wherever they lie, and those it has registered."""
+"""Which modules are the program's own: those that are neither installed nor Python's, and those it has registered."""
 
+import os
 import subprocess
 import sys
 
@@ -34,13 +35,13 @@ def installed(tmp_path, monkeypatch):
     (folder / "a_package" / "__init__.py").write_text("from a_package.a_module import doubled\n")
     (folder / "a_package" / "a_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(programs, "_registered", set())
+    monkeypatch.setattr(programs, "_registered", frozenset())
+    monkeypatch.setattr(programs, "_known", {})
     import a_package
 
     yield a_package
     for name in ("a_package", "a_package.a_module"):
         monkeypatch.delitem(sys.modules, name)
-    programs.refusal.cache_clear()
 
 
 def carried(value):
@@ -73,6 +74,40 @@ def test_a_module_alone_may_be_registered(installed):
     assert carried(installed.doubled)(2) == 4
     assert not programs.is_own("a_package")
     assert not programs.is_own("a_package.a_module_of_another_name")
+
+
+def test_a_link_out_of_the_folder_of_packages_leads_to_an_installed_package(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "cache" / "linked.py").write_text(MODULE)
+    (tmp_path / "site-packages" / "linked.py").symlink_to(tmp_path / "cache" / "linked.py")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert not programs.is_own("linked")
+
+
+def test_a_package_beside_its_metadata_is_installed(tmp_path, monkeypatch):
+    for folder in ("a_package", "a_package-1.0.dist-info"):
+        (tmp_path / "libraries" / folder).mkdir(parents=True)
+    (tmp_path / "libraries" / "a_package" / "__init__.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path / "libraries")
+    assert not programs.is_own("a_package")
+
+
+def test_what_is_not_there_yet_is_asked_for_again(tmp_path, monkeypatch):
+    assert programs.refusal("comes_later", "doubled") is None
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "comes_later.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert programs.refusal("comes_later", "doubled") is not None
+
+
+def test_a_module_of_python_may_be_registered(monkeypatch):
+    monkeypatch.setattr(programs, "_registered", frozenset())
+    monkeypatch.setattr(programs, "_known", {})
+    assert programs.refusal("posix", "system") is not None
+    jd.register(os)
+    assert programs.refusal("posix", "system") is None
+    assert carried(os.system) is os.system
 
 
 def test_a_module_has_its_own_name(installed):

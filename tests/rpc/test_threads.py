@@ -167,7 +167,7 @@ print(gc.isenabled())
 """
 
 
-def test_who_asks_where_threads_are_stops_none_that_is_about_to_start():
-    """Python 3.11 itself would stand still, in the first hundred."""
+def test_frames_of_threads_are_found_while_others_start_and_garbage_is_collected():
+    """Without care, Python 3.11 stands still within the first hundred."""
     asked = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=100, check=True)
     assert asked.stdout.split() == ["True", "False"]

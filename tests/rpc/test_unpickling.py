@@ -22,12 +22,16 @@ import subprocess
 import sys
 import types
 import typing
+import zoneinfo
 from typing import ClassVar
 
 import cloudpickle
 import equinox
 import flax.linen
+import flax.nnx
+import flax.struct
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -102,6 +106,17 @@ def top_level(x):
     return x
 
 
+class Perceptron(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dense(3)(x)
+
+
+@flax.struct.dataclass
+class Fields:
+    a: int
+
+
 T = typing.TypeVar("T")
 
 
@@ -118,6 +133,11 @@ ARRAYS += [
 ARRAYS += [jax.random.key(0), jnp.ones((2, 3)), jax.nn.relu, jax.sharding.PartitionSpec("x"), jnp.linalg.norm]
 STATES = [optax.adam(1e-3).init({"w": jnp.ones(3)}), equinox.nn.Linear(2, 3, key=jax.random.PRNGKey(0))]
 STATES += [flax.core.freeze({"a": 1}), flax.linen.Dense, jax.tree.structure({"a": 1})]
+STATES += [flax.linen.BatchNorm(use_running_average=True), Perceptron(), Perceptron().apply]
+STATES += [flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0)), flax.nnx.split(flax.nnx.Rngs(0))[0], Fields(1).replace]
+STATES += [np.ma.array([1.0, 2.0], mask=[0, 1]), np.array(["a"], np.dtypes.StringDType()), jax.device_count]
+STATES += [jax.experimental.sparse.BCOO.fromdense(jnp.eye(2)), optax.huber_loss, jax.scipy.stats.norm.logpdf]
+STATES += [optax.sgd(0.1).init(jnp.ones(1))[0]._replace, zoneinfo.ZoneInfo("UTC")]
 OWN = [Color.RED, Flags.A | Flags.B, Pair(1), Data(2), RefusedError("x"), Net(a=1), Net(a=1).forward, Net()._private, T]
 OWN += [Net.make, Net.Inner, Net.Inner.method, Net(a=1).items, cached, block, imports_others.holder]
 PYTHON = [
@@ -191,6 +211,20 @@ FORGED = [
     ("jdistgrad.saving.folders", "remove_all_but"),
     ("jdistgrad.observe.chrome", "write"),
     ("test.support.script_helper", "assert_python_ok"),
+    ("jax.numpy", "load"),
+    ("jax.tree_util", "register_dataclass"),
+    ("jaxlib._jax.pytree", "PyTreeRegistry"),
+    ("numpy", "memmap"),
+    ("numpy", "ndarray.tofile"),
+    ("numpy.random", "seed"),
+    ("numpy.linalg.tests.test_linalg", "TestSolve"),
+    ("optax._src.sharding_test", "ShardingTest"),
+    ("scipy.special._precompute.hyp2f1_data", "main"),
+    ("flax.linen.module", "ModuleBase.__init_subclass__"),
+    ("enum", "EnumType._convert_"),
+    ("enum", "EnumType"),
+    ("logging", "Logger.addHandler"),
+    ("jdistgrad.rpc.functions", "register"),
 ]
 
 
@@ -208,11 +242,38 @@ def test_a_forged_pickle_finds_nothing_else(module, name):
         attribute_of(named(MODULE, "Holder"), "system"),
         attribute_of(named(MODULE, "holder"), "__class__"),
         attribute_of(named("builtins", "object"), "__subclasses__"),
+        attribute_of(named(MODULE, "Holder"), "table"),
     ],
 )
 def test_a_forged_pickle_walks_nowhere_by_getattr(owner):
     with pytest.raises(jd.FunctionError, match="may not be named in a message"):
         unpickling.loads(called(owner))
+
+
+def test_a_forged_pickle_makes_no_types():
+    """A class statement runs the hooks of base classes, which may evaluate annotations."""
+    for found in (unpickling.loads(named_and_end("builtins", "type")), unpickling.kind(int), unpickling.kind(Color)):
+        assert found("text") is str
+        with pytest.raises(TypeError):
+            found("Made", (flax.nnx.Module,), {"__annotations__": {"a": "1 / 0"}})
+
+
+def test_a_name_is_no_object_that_only_looks_like_one():
+    class Lie(str):
+        def __getitem__(self, place):
+            return "zz"
+
+    for found in (lambda name: unpickling.attribute(object, name), lambda name: unpickling.find("builtins", name)):
+        with pytest.raises(jd.FunctionError, match="is no plain text: it was forged"):
+            found(Lie("__subclasses__"))
+
+
+def test_an_array_that_lies_in_a_file_arrives_as_an_array(tmp_path):
+    there = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", shape=(4, 2))
+    there[:] = 3
+    found = carried(there[1:])
+    assert type(found) is np.ndarray
+    np.testing.assert_array_equal(found, np.full((3, 2), 3.0))
 
 
 def test_names_sent_for_jitted_functions_obey_the_same_rule():
@@ -226,6 +287,10 @@ def test_forged_pickles_are_no_sham():
     assert pickle.loads(calling(MODULE, "os.getpgid", 0)) == os.getpgid(0)
     assert pickle.loads(attribute_and_end(MODULE, "doubled", "__globals__")) is vars(imports_others)
     assert unpickling.loads(calling(MODULE, "doubled", 4)) == 8
+
+
+def named_and_end(module, name):
+    return pickle.PROTO + b"\x05" + named(module, name) + pickle.STOP
 
 
 def attribute_and_end(module, name, attribute):

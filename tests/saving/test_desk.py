@@ -95,3 +95,19 @@ def test_one_who_comes_after_a_disagreement_is_told():
         next_meeting, first_there = desk.arrive("one thing", 1, None, "once more")
     assert first_there
     assert next_meeting is not meeting
+
+
+def test_who_was_told_in_another_meeting_is_not_told_again():
+    desk = Desk()
+    with jd.local_workers(3):
+        hold(desk, disagreeing(desk), 1.0)
+        assert desk.arrive("one thing", 2, None, "now too")[1]
+
+
+def test_one_who_comes_late_joins_those_who_have_come_together_again():
+    desk = Desk()
+    with jd.local_workers(3):
+        hold(desk, disagreeing(desk), 1.0)
+        again, first_there = desk.arrive("one thing", 0, None, "again")
+        assert first_there
+        assert desk.arrive("one thing", 1, None, "late") == (again, False)
