@@ -43,6 +43,26 @@ log = logging.getLogger("jdistgrad.wire")
 # Transports that were closed with transfers under way: MPI still uses their memory.
 _abandoned: list["MPITransport"] = []
 
+# Communicators of worlds that this process has left, by world. Only all ranks together may free one, or none: Open MPI
+# stands still in a later split otherwise. Whether all have left in the same way is known when they meet again.
+_left: dict[str, MPI.Intracomm] = {}
+
+
+def worlds_left() -> tuple[str, ...]:
+    return tuple(_left)
+
+
+def free_left(left: Sequence[Sequence[str]]) -> None:
+    """Free the communicators of the worlds that all ranks have left with their transfers done. All must call it.
+
+    Arguments:
+      left: by rank, the worlds it has left, as ``worlds_left`` says there.
+    """
+    for world in left[0]:
+        if all(world in of_rank for of_rank in left):
+            _left[world].Free()
+    _left.clear()
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
@@ -68,13 +88,14 @@ class MPITransport:
     """A transport between the ranks of a communicator, which no other code may use.
 
     Arguments:
+      world: the name of the world, the same on all ranks.
       failures: finds the ranks that die, if the others go on without them.
     """
 
     hands_over = False
 
-    def __init__(self, comm: MPI.Intracomm, failures: Failures | None = None):
-        self.rank, self.size = comm.rank, comm.size
+    def __init__(self, comm: MPI.Intracomm, world: str, failures: Failures | None = None):
+        self.rank, self.size, self._world = comm.rank, comm.size, world
         self._comm, self._failures, self._next_check = comm, failures, 0.0
         self._lost: set[int] = set()
         self._dropped: list[Transfer] = []
@@ -314,7 +335,7 @@ class MPITransport:
             self._failures.close()
             _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI
         elif graceful:
-            self._comm.Free()
+            _left[self._world] = self._comm
         elif self._incoming or self._outgoing or self._dropped:
             _abandoned.append(self)
 

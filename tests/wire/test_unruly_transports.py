@@ -264,6 +264,16 @@ def test_who_is_not_told_to_close_says_that_the_others_do_not_answer(big_world, 
         return jd.shutdown(graceful=False)
 
     big_world.run(main)
+    if launcher_env.launched():  # MPI stood still here when only the others had freed the world's communicator
+        add_in_halves()
+
+
+def add_in_halves():
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+    assert float(jd.collectives.MPI(half).allreduce(jnp.ones(()))) == half.size
+    half.Free()
 
 
 def test_a_world_that_cannot_be_told_to_close_ends_with_the_error(big_world):

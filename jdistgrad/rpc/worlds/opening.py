@@ -61,7 +61,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
 
     from jdistgrad.rpc.worlds import jax_processes, mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
-    from jdistgrad.wire.mpi import MPITransport, require_threads
+    from jdistgrad.wire.mpi import MPITransport, free_left, require_threads, worlds_left
 
     require_threads()
     if survive:
@@ -72,7 +72,9 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
     facts[likeness.SURVIVE] = str(survive)
-    hello = _hello(name_of(name, comm.rank, comm.size), facts, mpi_failures.this_process() if survive else None)
+    hello = dataclasses.replace(_hello(name_of(name, comm.rank, comm.size), facts), left=worlds_left())
+    if survive:
+        hello = dataclasses.replace(hello, process=mpi_failures.this_process())
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
@@ -80,12 +82,13 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         said = mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)
         likeness.check([facts for _, _, facts, *_ in said])  # first: another version's hellos may have other fields
         hellos = [Hello(*one) for one in said]
+        free_left([one.left for one in hellos])
         directory = agree(hellos)
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
     own = mpi_rendezvous.duplicate(comm, timeout)
     failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
-    transport = MPITransport(own, failures)
+    transport = MPITransport(own, hellos[0].world, failures)
     process = Process(mpi_exit.end_job, mpi_exit.report)
     worker = _open(
         hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
@@ -152,8 +155,8 @@ def refuse_what_cannot_survive(*, with_devices: bool) -> None:
     mpi4py.rc.finalize = False  # the end of MPI would wait for dead ranks
 
 
-def _hello(name: str, facts: dict[str, str], process: Any = None) -> Hello:
-    return Hello(name, uuid.uuid4().hex, facts, process=process)
+def _hello(name: str, facts: dict[str, str]) -> Hello:
+    return Hello(name, uuid.uuid4().hex, facts)
 
 
 def _open(
