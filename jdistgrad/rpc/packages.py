@@ -4,31 +4,25 @@ Functions of modules that compute, and types. Not what reads or writes files, co
 process; nor tests and examples that packages contain.
 """
 
+from jdistgrad._compat import MODULES_THAT_COMPUTE, NAMES_IN_MESSAGES
+
 # Modules whose functions compute, with those below them, unless marked by "=": many public names are defined in private
 # modules. ``NAMED`` and ``REFUSED`` say more.
 COMPUTING = (
+    f"{MODULES_THAT_COMPUTE} "
     "=numpy numpy.char numpy.dtypes numpy.exceptions numpy.fft numpy.linalg numpy.ma numpy.polynomial numpy.random "
     "=numpy.rec numpy.strings ml_dtypes scipy.special =jax jax.dtypes jax.errors jax.flatten_util jax.image jax.lax "
-    "jax.nn jax.numpy jax.ops jax.random jax.scipy jax.sharding jax.tree jax.tree_util jax._src.ad_checkpoint "
-    "jax._src.api jax._src.array jax._src.core jax._src.custom_derivatives jax._src.dtypes jax._src.errors "
-    "jax._src.flatten_util jax._src.image jax._src.lax jax._src.mesh jax._src.named_sharding jax._src.nn "
-    "jax._src.numpy jax._src.ops jax._src.partition_spec jax._src.pjit jax._src.prng jax._src.random jax._src.scipy "
-    "jax._src.shard_map jax._src.sharding_impls jax._src.third_party jax._src.tree jax._src.tree_util optax flax.core "
-    "flax.linen flax.nnx flax.struct flax.training.dynamic_scale flax.training.train_state flax.traverse_util "
-    "=equinox equinox.nn equinox._ad equinox._eval_shape equinox._filters equinox._jit equinox._module equinox._tree "
+    "jax.nn jax.numpy jax.ops jax.random jax.scipy jax.sharding jax.tree jax.tree_util optax flax.core flax.linen "
+    "flax.nnx flax.struct flax.training.dynamic_scale flax.training.train_state flax.traverse_util =equinox "
+    "equinox.nn equinox._ad equinox._eval_shape equinox._filters equinox._jit equinox._module equinox._tree "
     "equinox._update equinox._vmap_pmap"
 )
 
 # Names in other modules.
 NAMED = {
+    **NAMES_IN_MESSAGES,
     "flax.ids": "FlaxId",
     "flax.typing": "HashableMapping",
-    "jax._src.debugging": "debug_callback debug_print",
-    "jax._src.dispatch": "apply_primitive",
-    "jax._src.util": "HashablePartial",
-    "jax._src.xla_bridge": "default_backend device_count local_device_count process_count process_index "
-    "process_indices",
-    "jaxlib._jax.pytree": "DictKey FlattenedIndexKey GetAttrKey PyTreeDef SequenceKey",
     "numpy._core._internal": "_convert_to_stringdtype_kwargs",
     "numpy._core.multiarray": "_reconstruct scalar",
     "numpy._core.numeric": "_frombuffer",

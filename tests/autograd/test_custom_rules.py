@@ -72,7 +72,7 @@ def expected():
     return [jax.jit(derivative)(X, Y) for derivative in orders(serial)]
 
 
-def each_order_is_right(found):
+def assert_each_order_is_right(found):
     for order, (derivative, right) in enumerate(zip(found, expected(), strict=True)):
         with jd.context():
             assert_close(derivative(X, Y), right, rtol=1e-4 * 10**order, atol=1e-4)
@@ -82,13 +82,13 @@ def each_order_is_right(found):
     ("way", "function"), [*((way, mixed) for way in WAYS), (sync, fast_mixed), (handed_on, fast_mixed)]
 )
 def test_each_order_is_that_of_the_rule(big_world, way, function):
-    big_world.drive(lambda: each_order_is_right(orders(way, function)))
+    big_world.drive(lambda: assert_each_order_is_right(orders(way, function)))
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
 @pytest.mark.parametrize("way", [sync, handed_on])
 def test_compiled_too(big_world, way, compiled):
-    big_world.drive(lambda: each_order_is_right(map(compiled, orders(way))))
+    big_world.drive(lambda: assert_each_order_is_right(map(compiled, orders(way))))
 
 
 def curvature(call):

@@ -99,7 +99,7 @@ OTHERS = [diamond, scanned, branching, checkpointed, by_reverse]
 DERIVATIVES = [along, jacfwd, along_twice, forward_twice, forward_over_reverse, reverse_over_forward, gradient_along]
 
 
-def same(program, derivative, stage=lambda f: f):
+def assert_same(program, derivative, stage=lambda f: f):
     x = vector(3)
     with jd.context():
         found = stage(derivative(functools.partial(program, sync)))(x)
@@ -116,7 +116,7 @@ def same(program, derivative, stage=lambda f: f):
 )
 @on_worker0
 def test_a_derivative_is_the_serial_one(big_world, program, derivative):
-    same(program, derivative)
+    assert_same(program, derivative)
 
 
 @pytest.mark.parametrize("stage", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
@@ -124,12 +124,12 @@ def test_a_derivative_is_the_serial_one(big_world, program, derivative):
 @pytest.mark.parametrize("program", [diamond, scanned])
 @on_worker0
 def test_a_compiled_derivative_is_the_serial_one(big_world, program, derivative, stage):
-    same(program, derivative, stage)
+    assert_same(program, derivative, stage)
 
 
 @on_worker0
 def test_four_derivatives_of_both_kinds(big_world):
-    same(diamond, three_ways)
+    assert_same(diamond, three_ways)
 
 
 @pytest.mark.parametrize("function", [layer, fast_layer])
