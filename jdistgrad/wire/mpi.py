@@ -25,6 +25,7 @@ from mpi4py import MPI
 from jdistgrad import errors
 from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.doorbell import Doorbell
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, is_failure
 from jdistgrad.wire.mpi_pieces import chunks
@@ -35,6 +36,7 @@ from jdistgrad.wire.transport import Receiver, Task
 
 FRAME_TAG = 0
 PROBES = 8
+MISSES = 2  # probes in vain, after which nothing has come
 FLUSH_SECONDS = 5.0
 CHECK_SECONDS = 0.02  # how often to look for dead ranks where MPI raises no error of its own
 
@@ -89,14 +91,15 @@ class MPITransport:
 
     Arguments:
       world: the name of the world, the same on all ranks.
+      doorbell: wakes this rank, and the others; it has the addresses of all ranks. It is closed with the transport.
       failures: finds the ranks that die, if the others go on without them.
     """
 
     hands_over = False
 
-    def __init__(self, comm: MPI.Intracomm, world: str, failures: Failures | None = None):
+    def __init__(self, comm: MPI.Intracomm, world: str, doorbell: Doorbell, failures: Failures | None = None):
         self.rank, self.size, self._world = comm.rank, comm.size, world
-        self._comm, self._failures, self._next_check = comm, failures, 0.0
+        self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
         self._lost: set[int] = set()
         self._dropped: list[Transfer] = []
         self._pool = BufferPool()
@@ -116,6 +119,8 @@ class MPITransport:
             enter=receiver.enter_thread,
             tick=receiver.tick,
             fail=receiver.fail,
+            sleep=self._doorbell.sleep,
+            rung=lambda: self._doorbell.all_ring and not self._outgoing,
         )
         self._progress.start()
 
@@ -158,6 +163,7 @@ class MPITransport:
             transfer.requests += [self._comm.Isend([part, MPI.BYTE], transfer.peer, tag) for part in chunks(piece)]
         if not transfer.done():
             self._outgoing.append(transfer)
+        self._doorbell.ring(transfer.peer)
 
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
         return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)
@@ -213,12 +219,14 @@ class MPITransport:
             if task is not None:
                 return True, task
             moved = True  # a transfer under way must be advanced without naps
+        misses = 0
         for _ in range(PROBES):
             arrived, task = self._take_frame()
-            moved = moved or arrived
-            if task is not None or not arrived:
-                return moved, task
-        return moved, None
+            moved, misses = moved or arrived, misses + (not arrived)
+            # Open MPI fetches what has come after it has probed: only the next probe finds it.
+            if task is not None or misses == MISSES:
+                break
+        return moved, task
 
     def _take_frame(self) -> tuple[bool, Task | None]:
         status = MPI.Status()
@@ -253,6 +261,7 @@ class MPITransport:
             self._dropped.append(arriving)  # MPI may still write to what it was given
             raise
         self._incoming.append(arriving)
+        self._doorbell.ring(arrived.peer)  # MPI may need the sender's help
         return None
 
     def _tag(self, number: int) -> int:
@@ -331,6 +340,7 @@ class MPITransport:
             pause(100e-6)
         self._closed = True
         self._progress.stop()
+        self._doorbell.close()
         if self._failures is not None:
             self._failures.close()
             _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI

@@ -11,7 +11,7 @@ Every switch of the GIL between threads costs more than a message does. Therefor
   runs long delays the next call once, by that time at most, and no call can keep others from being served.
 * Where the system starts no more threads, the primary hands tasks on and goes on looking.
 * While other threads may compute, the primary looks the less often the longer it has found no task: a thread that is
-  woken takes more from computing threads than its look takes.
+  woken takes more from computing threads than its look takes. Where messages ring, it sleeps until its next tick.
 
 The baton is a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for
 it.
@@ -27,7 +27,7 @@ from typing import Any
 
 from jdistgrad.threads import IDLE_SECONDS, join_soon, started
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.polling import LONGEST, nap, pause
+from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
 from jdistgrad.wire.transport import Task
 
@@ -44,6 +44,8 @@ class Progress:
       run: runs a task on another thread.
       enter: runs first in every serving thread.
       tick: does housekeeping, about every ``tick_seconds``.
+      sleep: sleeps for at most so many seconds, while there is nothing to look for.
+      rung: returns whether all that this process has to look for ends such a sleep.
       fail: is called when ``look`` has raised; no thread looks for messages after that.
     """
 
@@ -56,10 +58,13 @@ class Progress:
         enter: Task,
         tick: Callable[[float], None],
         fail: Callable[[BaseException], None],
+        sleep: Callable[[float], None] = pause,
+        rung: Callable[[], bool] = lambda: False,
         tick_seconds: float = 0.005,
     ):
         self._name, self._look, self._run, self._enter = name, look, run, enter
         self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
+        self._rest, self._rung = sleep, rung
         self._baton, self._primary = threading.Lock(), threading.Lock()
         self._standby, self._sleepers = threading.Semaphore(0), Sleepers()
         self._count = itertools.count()
@@ -108,12 +113,13 @@ class Progress:
                     self._sleep(futures, deadline)
 
     def look(self) -> None:
-        """Look once, unless another thread does."""
+        """Look once, unless another thread does. Whoever looks between computations will look again soon."""
         with put_off_interrupt():
             if not self._stopped and self._baton.acquire(blocking=False):
                 try:
                     _, task = self._look_safely()
                 finally:
+                    self._last_wait, self._last_waiter = time.monotonic(), threading.get_ident()
                     self._give_back()
                 if task is not None:
                     self._run(task)
@@ -143,7 +149,7 @@ class Progress:
             if moved:
                 quiet_since = now
             else:
-                pause(min(nap(now - quiet_since, may_spin=True), deadline - now))
+                self._rest(min(self._nap(now - quiet_since, may_spin=True), deadline - now))
 
     # Serving threads.
 
@@ -220,11 +226,19 @@ class Progress:
             self._last_task = now
         if moved:
             self._last_activity = now
-        elif self.idle_process and not self._busy:
-            pause(nap(now - self._last_activity, may_spin=True))
-        else:  # spinning would take the GIL, and a core, from a task that runs
-            pause(nap(now - self._last_task, may_spin=False))
+        else:
+            self._rest(self._until_next_look(now))
         return task
+
+    def _nap(self, quiet: float, *, may_spin: bool) -> float:
+        return nap(quiet, may_spin=may_spin, longer=WITH_BELL if self._rung() else 1)
+
+    def _until_next_look(self, now: float) -> float:
+        if self.idle_process and not self._busy:
+            seconds = self._nap(now - self._last_activity, may_spin=True)
+        else:  # spinning would take the GIL, and a core, from a task that runs
+            seconds = self._nap(now - self._last_task, may_spin=False)
+        return self._tick_seconds if seconds and self._rung() else seconds
 
     def _look_safely(self) -> tuple[bool, Task | None]:
         try:
@@ -254,7 +268,7 @@ class Progress:
                 self._parked += 1
         if surplus:
             return self._standby.acquire(timeout=IDLE_SECONDS) or self._needed_after_all()
-        pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))
+        pause(max(LONGEST, self._nap(time.monotonic() - self._last_task, may_spin=False)))
         return True
 
     def _needed_after_all(self) -> bool:

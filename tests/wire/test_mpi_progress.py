@@ -18,7 +18,7 @@ from jdistgrad.wire.mpi_progress import Progress
 class Mailbox:
     """A queue of tasks in place of a transport; counts the threads that look at the same time."""
 
-    def __init__(self):
+    def __init__(self, **how):
         self.tasks = queue.SimpleQueue()
         self.failures = []
         self.ticks = 0
@@ -29,7 +29,7 @@ class Mailbox:
         self.seen = set()  # the threads that have looked
         self.broken = None
         self.progress = Progress(
-            "test", self.look, run=self.run, enter=lambda: None, tick=self.tick, fail=self.failures.append
+            "test", self.look, run=self.run, enter=lambda: None, tick=self.tick, fail=self.failures.append, **how
         )
         self.progress.start()
 
@@ -101,6 +101,30 @@ def test_without_a_standby_the_primary_hands_tasks_on(mailbox):
             handed_on.get(timeout=30)()
         assert len({future.result(30) for future in futures}) == 1
         go_on.set()
+
+
+def test_where_messages_ring_a_serving_thread_looks_when_it_is_rung_for():
+    naps, rings, rung = [], queue.SimpleQueue(), threading.Event()
+    rung.set()
+
+    def sleep(seconds):
+        naps.append(seconds)
+        rings.get(timeout=60)
+
+    box = Mailbox(sleep=sleep, rung=rung.is_set, tick_seconds=3600.0)
+    until(lambda: naps == [3600.0])
+    future, looks = box.future(), box.looks
+    rings.put(None)
+    assert future.result(30)
+    assert box.looks > looks
+    rung.clear()  # it has something to send, and no ring tells when that has gone
+    until(lambda: len(naps) > 1)
+    rings.put(None)
+    until(lambda: len(naps) > 2 and naps[-1] < 1.0)
+    for _ in range(4):
+        rings.put(None)
+    box.progress._stopped = True
+    box.stop()
 
 
 def test_who_waits_looks_and_runs_nothing_itself(mailbox):
@@ -260,7 +284,7 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
 def test_who_has_waited_in_a_task_looks_as_soon_as_the_task_is_done(monkeypatch):
     """Whoever sleeps until others may have stopped looking sleeps to the end of the test here."""
     end = threading.Event()
-    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin: 0.0)
+    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin, longer: 0.0)
     monkeypatch.setattr(mpi_progress, "pause", lambda seconds: end.wait(30) if seconds else os.sched_yield())
     mailbox = Mailbox()
     try:

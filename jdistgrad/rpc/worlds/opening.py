@@ -61,6 +61,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
 
     from jdistgrad.rpc.worlds import jax_processes, mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
+    from jdistgrad.wire.doorbell import Doorbell
     from jdistgrad.wire.mpi import MPITransport, free_left, require_threads, worlds_left
 
     require_threads()
@@ -72,7 +73,9 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
     facts[likeness.SURVIVE] = str(survive)
-    hello = dataclasses.replace(_hello(name_of(name, comm.rank, comm.size), facts), left=worlds_left())
+    doorbell = Doorbell()
+    hello = _hello(name_of(name, comm.rank, comm.size), facts)
+    hello = dataclasses.replace(hello, doorbell=doorbell.address, left=worlds_left())
     if survive:
         hello = dataclasses.replace(hello, process=mpi_failures.this_process())
     with contextlib.ExitStack() as until_started:
@@ -88,7 +91,8 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
     own = mpi_rendezvous.duplicate(comm, timeout)
     failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
-    transport = MPITransport(own, hellos[0].world, failures)
+    doorbell.meet([one.doorbell for one in hellos])
+    transport = MPITransport(own, hellos[0].world, doorbell, failures)
     process = Process(mpi_exit.end_job, mpi_exit.report)
     worker = _open(
         hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
