@@ -101,6 +101,14 @@ def freeze_loaded_objects():
 
 
 @pytest.fixture(autouse=True)
+def freeze_what_a_world_has_left(request):
+    """Exclude what a test has left, mostly compiled programs: its world has just collected the garbage."""
+    yield
+    if "world" in request.fixturenames:
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
 def every_test_is_guarded(world_guard):
     """Guard every test: tests marked ``every_rank`` use no world, but run on all ranks and so need the guard too."""
 

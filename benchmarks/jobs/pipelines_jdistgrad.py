@@ -62,9 +62,12 @@ def sleeping(seconds, halves, params, x):
 
 
 def backward(seconds, halves, params, cotangent):
+    # The parameters' gradient needs the cotangent's sleep: the first stage, whose inputs have no gradients, sleeps too.
     if halves:
-        return sleep(seconds, params), sleep(seconds, cotangent)
-    return params, sleep(2 * seconds, cotangent)
+        slept = sleep(seconds, cotangent)
+        return sleep(seconds, params + 0 * slept[0]), slept
+    slept = sleep(2 * seconds, cotangent)
+    return params + 0 * slept[0], slept
 
 
 sleeping.defvjp(lambda seconds, halves, params, x: (sleep(seconds, x), params), backward)

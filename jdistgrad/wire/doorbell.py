@@ -66,19 +66,15 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Sleep until the bell rings, for so many seconds at most; for 0 seconds, just let others run."""
-        if self._socket is None or seconds <= 0:
+        own = self._socket  # another thread may close the bell
+        if own is None or seconds <= 0:
             pause(seconds)
             return
         wake_on_time()
-        with contextlib.suppress(OSError, ValueError):  # it has been closed
-            if select.select([self._socket], [], [], seconds)[0]:
-                self._silence()
-
-    def _silence(self) -> None:
-        """Forget the rings so far: one look for messages finds all that they stand for."""
-        with contextlib.suppress(BlockingIOError):
-            while self._socket is not None:
-                self._socket.recv(1)
+        with contextlib.suppress(OSError, ValueError):  # it has been closed, or has no ring any more
+            if select.select([own], [], [], seconds)[0]:
+                while True:  # one look for messages finds all that the rings stand for
+                    own.recv(1)
 
     def close(self) -> None:
         if self._socket is not None:

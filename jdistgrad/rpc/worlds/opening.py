@@ -59,10 +59,10 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
     launcher_env.take_place()
 
-    from jdistgrad.rpc.worlds import jax_processes, mpi_exit
+    from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
     from jdistgrad.wire.doorbell import Doorbell
-    from jdistgrad.wire.mpi import MPITransport, free_left, require_threads, worlds_left
+    from jdistgrad.wire.mpi import MPITransport, require_threads, worlds_left
 
     require_threads()
     if survive:
@@ -73,11 +73,35 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
     facts[likeness.SURVIVE] = str(survive)
-    doorbell = Doorbell()
-    hello = _hello(name_of(name, comm.rank, comm.size), facts)
-    hello = dataclasses.replace(hello, doorbell=doorbell.address, left=worlds_left())
-    if survive:
-        hello = dataclasses.replace(hello, process=mpi_failures.this_process())
+    with contextlib.ExitStack() as if_failed:
+        doorbell = Doorbell()
+        if_failed.callback(doorbell.close)
+        hello = dataclasses.replace(
+            _hello(name_of(name, comm.rank, comm.size), facts),
+            process=mpi_failures.this_process() if survive else None,
+            doorbell=doorbell.address,
+            left=worlds_left(),
+        )
+        hellos, directory = _meet(comm, hello, timeout, with_devices=with_devices)
+        own = mpi_rendezvous.duplicate(comm, timeout)
+        failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
+        doorbell.meet([one.doorbell for one in hellos])
+        if_failed.pop_all()
+    transport = MPITransport(own, hellos[0].world, doorbell, failures)
+    process = Process(mpi_exit.end_job, mpi_exit.report)
+    worker = _open(
+        hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
+    )
+    mpi_exit.joined(worker)
+    return worker
+
+
+def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tuple[list[Hello], Directory]:
+    """Exchange the hellos of all ranks, see that the ranks fit together, and do what they must do together."""
+    from jdistgrad.rpc.worlds import jax_processes
+    from jdistgrad.wire import mpi_rendezvous
+    from jdistgrad.wire.mpi import free_left
+
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
@@ -89,16 +113,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         directory = agree(hellos)
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
-    own = mpi_rendezvous.duplicate(comm, timeout)
-    failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
-    doorbell.meet([one.doorbell for one in hellos])
-    transport = MPITransport(own, hellos[0].world, doorbell, failures)
-    process = Process(mpi_exit.end_job, mpi_exit.report)
-    worker = _open(
-        hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
-    )
-    mpi_exit.joined(worker)
-    return worker
+    return hellos, directory
 
 
 def mpi_starts_when_every_rank_has_called_init() -> Any:
