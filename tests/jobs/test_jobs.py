@@ -211,19 +211,30 @@ def test_a_rank_that_never_joins_is_named(mpi_job):
     job.expect("init: ranks [2] of 3 did not call init within 1 s", status=None)
 
 
-def test_duplicate_names_are_refused_on_every_rank(mpi_job):
+def test_duplicate_names_are_refused_on_every_rank_and_nothing_is_left(mpi_job):
     job = mpi_job(
         3,
         """
+        import os
+
         import jdistgrad as jd
-        try:
-            jd.init(name="ps")
-        except jd.DuplicateNameError as error:
-            print("refused:", error, flush=True)
+
+        errors = []  # whose tracebacks hold what init has made
+
+        def refused():
+            try:
+                jd.init(name="ps")
+            except jd.DuplicateNameError as error:
+                print("refused:", error, flush=True)
+                errors.append(error)
+            return len(os.listdir("/proc/self/fd"))
+
+        before = refused()  # the first opens what MPI and JAX keep
+        assert refused() == before
         """,
     )
     job.expect("refused: init: ranks 0 and 1 both want the name 'ps'")
-    assert job.output.count("refused:") == 3
+    assert job.output.count("refused:") == 6
 
 
 @pytest.mark.parametrize(
