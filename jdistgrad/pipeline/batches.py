@@ -1,6 +1,7 @@
 """The split of a batch into microbatches, and of what belongs together again."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.reducing.memory import host_device
 from jdistgrad.wire.arrays import as_jax_array
 
 
@@ -23,54 +25,70 @@ def whole(value: Any) -> Whole:
     return Whole(value)
 
 
-def split_batch(
-    batch: Sequence[Any], targets: Sequence[Any], microbatches: int
-) -> tuple[list[tuple[tuple[Any, ...], tuple[Any, ...]]], list[int]]:
-    """Split arguments and targets along the first axis of their arrays; return them and the size of each microbatch.
-
-    The sizes differ by one at most, the larger first.
+def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int) -> list[int]:
+    """Return the size of each microbatch of arguments and targets: they differ by one at most, the larger first.
 
     Raises:
       ValueError: an array has another length than the others, or there are fewer rows than microbatches.
     """
-    given = tuple(batch), tuple(targets)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, Whole))
-    lengths = {path: _length(path, leaf) for path, leaf in leaves if not isinstance(leaf, Whole)}
+    leaves = jax.tree.leaves((batch, targets), is_leaf=_is_whole)
+    lengths = [_length(leaf) for leaf in leaves if not _is_whole(leaf)]
     if not lengths and microbatches > 1:
         raise ValueError(
             f"nothing in the batch is split into the {microbatches} microbatches: all would be the same. Give an array "
             "that is not whole, or use a schedule of one microbatch."
         )
-    rows = next(iter(lengths.values()), microbatches)
-    for path, length in lengths.items():
-        if length != rows:
-            first = next(iter(lengths))
-            raise ValueError(
-                f"the arrays of a batch have one length: {_named(path)} has {length} rows, {_named(first)} has {rows}. "
-                "Mark what is not split: jd.pipeline.whole(value)."
-            )
+    rows = lengths[0] if lengths else microbatches
+    if rows is None or any(length != rows for length in lengths):
+        raise ValueError(_unequal((batch, targets)))
     if rows < microbatches:
         raise ValueError(
             f"a batch of {rows} rows cannot be split into {microbatches} microbatches. Use a schedule of fewer, or a "
             "larger batch."
         )
-    sizes = [rows // microbatches + (k < rows % microbatches) for k in range(microbatches)]
-    ends = np.cumsum([0, *sizes])
-    return [
-        jax.tree.unflatten(
-            tree, [one.value if isinstance(one, Whole) else one[ends[k] : ends[k + 1]] for _, one in leaves]
-        )
-        for k in range(microbatches)
-    ], sizes
+    return [rows // microbatches + (k < rows % microbatches) for k in range(microbatches)]
 
 
-def _length(path: Any, leaf: Any) -> int:
-    if np.ndim(leaf) == 0:
-        raise ValueError(
-            f"{_named(path)} is {leaf!r:.60}, which has no first axis to split. Mark what every microbatch gets as it "
-            "is: jd.pipeline.whole(value)."
-        )
-    return int(np.shape(leaf)[0])
+def split(arguments: tuple[Any, ...], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Return each microbatch of arguments, whose sizes are those of ``sizes_of``."""
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_whole)
+    ends = [0, *itertools.accumulate(sizes)]
+    pieces = [_pieces(leaf, ends) for leaf in leaves]
+    return [jax.tree.unflatten(tree, [mine[k] for mine in pieces]) for k in range(len(sizes))]
+
+
+def _pieces(leaf: Any, ends: Sequence[int]) -> list[Any]:
+    if isinstance(leaf, Whole):
+        return [leaf.value] * (len(ends) - 1)
+    if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype) and host_device(leaf.sharding) is not None:
+        leaf = np.asarray(leaf)  # its slices are the same memory; JAX would compile a program for each
+    return [leaf[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, Whole)
+
+
+def _length(leaf: Any) -> int | None:
+    shape = np.shape(leaf)
+    return shape[0] if shape else None
+
+
+def _unequal(given: Any) -> str:
+    """Say which array of a batch has no length, or another than the first."""
+    leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole)
+    (first, rows), *others = [(path, leaf) for path, leaf in leaves if not _is_whole(leaf)]
+    for path, leaf in ((first, rows), *others):
+        if _length(leaf) is None:
+            return (
+                f"{_named(path)} is {leaf!r:.60}, which has no first axis to split. Mark what every microbatch gets as "
+                "it is: jd.pipeline.whole(value)."
+            )
+    path, leaf = next((path, leaf) for path, leaf in others if _length(leaf) != _length(rows))
+    return (
+        f"the arrays of a batch have one length: {_named(path)} has {_length(leaf)} rows, {_named(first)} has "
+        f"{_length(rows)}. Mark what is not split: jd.pipeline.whole(value)."
+    )
 
 
 def _named(path: Any) -> str:
@@ -88,16 +106,15 @@ def joined(outputs: Sequence[Any]) -> Any:
     return jax.block_until_ready(together)
 
 
-def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
+def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
     """Return the sum of the microbatches' losses, each with the part of the rows that it has, in order.
 
     Sums in 64 bits: in 8 or 11, a sum of many small parts would stand still.
     """
     total = sum(weight * float(value) for value, weight in zip(values, weights, strict=True))
-    # NumPy makes the array: JAX takes twice as long to make one of a Python number.
-    return jnp.asarray(np.asarray(total, jnp.result_type(values[0])))
+    return np.asarray(total, jnp.result_type(values[0]))
 
 
 def in_jax(tree: Any) -> Any:
-    """Return a tree with its NumPy arrays as arrays of JAX."""
+    """Return a tree with its NumPy arrays as arrays of JAX, which takes less time than to make them of Python numbers."""
     return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)

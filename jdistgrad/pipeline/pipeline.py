@@ -9,10 +9,11 @@ from typing import Any
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import open_context
 from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.pipeline.batches import in_jax, joined, split_batch, weighted_sum
+from jdistgrad.pipeline.batches import in_jax, joined, sizes_of
 from jdistgrad.pipeline.plans import as_stage, check_hash
 from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
+from jdistgrad.pipeline.shares import Brought
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
@@ -98,10 +99,8 @@ class Pipeline:
         if targets is None:
             _refuse_missing_targets(self.loss)
         with _own_context() if current_scope() is None else contextlib.nullcontext():
-            results, weights = self._run(self._program, batch, () if targets is None else (targets,))
-        if not isinstance(results[0], tuple):
-            return weighted_sum(results, weights)
-        return weighted_sum([loss for loss, _ in results], weights), in_jax([aux for _, aux in results])
+            loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
+        return in_jax((loss, auxiliary) if auxiliary else loss)
 
     def apply(self, *batch: Any) -> Any:
         """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis.
@@ -110,7 +109,8 @@ class Pipeline:
         """
         _refuse_traced("apply")
         with _own_context():
-            return joined(self._run(self._without_loss, batch, ())[0])
+            _, outputs = self._run(self._without_loss, batch, ())
+        return joined(outputs)
 
     def report(self) -> Report:
         """Return what the last step took, beside its forecast."""
@@ -126,12 +126,11 @@ class Pipeline:
         make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)
         return make, (self.stages, self.schedule)
 
-    def _run(self, program: Program, batch: Sequence[Any], targets: Sequence[Any]) -> tuple[list[Any], list[float]]:
-        """Run a program; return the last stage's result for each microbatch, and the microbatches' weights."""
-        split, sizes = split_batch(batch, targets, program.plan.microbatches)
-        weights = [size / sum(sizes) for size in sizes]
-        results, self._report = program.run(split, weights, self._timeout)
-        return results, weights
+    def _run(self, program: Program, batch: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        """Run a program; return the loss, and the last stage's other results for each microbatch."""
+        sizes = sizes_of(batch, targets, program.plan.microbatches)
+        done, self._report = program.run(Brought(batch, targets, sizes), self._timeout)
+        return done.loss, done.results
 
 
 @contextlib.contextmanager

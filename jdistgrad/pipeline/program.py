@@ -20,13 +20,11 @@ from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.checking import check
 from jdistgrad.schedules.schedule import Schedule
-from jdistgrad.wire.arrays import ALIAS_FROM, as_numpy
 
 ANSWER_SECONDS = 0.5
-NOTHING = Done([], [], 0)  # of a worker without actions
+NOTHING = Done(None, [], [], 0)  # of a worker without actions
 
 Future = concurrent.futures.Future[Any]
-Split = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]  # of each microbatch, the step's arguments and the targets
 
 
 class Program:
@@ -90,8 +88,8 @@ class Program:
                 }
         return self._kept[here]
 
-    def run(self, split: Split, weights: list[float], timeout: float | None) -> tuple[list[Any], Report]:
-        """Run the program in the current context; return the last stage's results, and what each worker did when.
+    def run(self, brought: Brought, timeout: float | None) -> tuple[Done, Report]:
+        """Run the program in the current context; return what the last stage's worker has answered, and a report.
 
         If a worker fails, the context is closed: that ends the waits of all others.
         """
@@ -102,14 +100,13 @@ class Program:
         done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
             for index, part in self._kept_parts().items():
-                arguments = part, _brought(self._parts[index], split, weights)
+                arguments = part, brought.to(self._parts[index])
                 futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, limit)
             if own is not None:
                 mine = self._parts[own]
-                done[own] = share(mine, _brought(mine, split, weights), list(futures.values()), limit)
-            with as_numpy(below=ALIAS_FROM):  # losses, of which only the sum becomes an array of JAX
-                _wait_for_all(worker, futures)
-                done |= {index: one.result() for index, one in futures.items()}
+                done[own] = share(mine, brought.to(mine), list(futures.values()), limit)
+            _wait_for_all(worker, futures)
+            done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
             if isinstance(error, CallTimeoutError):
                 self._add_who_does_what(error, worker, share.step, futures)
@@ -119,9 +116,7 @@ class Program:
             raise
         seconds = time.monotonic() - start
         ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
-        return next(one.results for one in ordered if one.results), Report(
-            self.schedule, self._between, ordered, seconds
-        )
+        return done[self.schedule.placement[-1]], Report(self.schedule, self._between, ordered, seconds)
 
     def _add_who_does_what(
         self, error: CallTimeoutError, worker: Worker, step: int, futures: Mapping[int, Future]
@@ -132,12 +127,6 @@ class Program:
             failed = answer.exception()
             found = f"no answer within {ANSWER_SECONDS:g} s" if failed is not None else answer.result()
             add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
-
-
-def _brought(part: Part, split: Split, weights: Sequence[float]) -> Brought:
-    """Return what a step brings to a part that takes it."""
-    batches = [batch for batch, _ in split] if part.takes_batch else []
-    return Brought(batches, *(([given for _, given in split], weights) if part.is_last else ([], [])))
 
 
 def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:

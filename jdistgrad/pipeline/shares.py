@@ -22,6 +22,7 @@ from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CallTimeoutError, ContextError
+from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
 from jdistgrad.pipeline.under_way import UnderWay, forget_done, wait_for_any
@@ -53,22 +54,32 @@ class Keep(ServedFunction):
 
 
 class Brought(NamedTuple):
-    """What a step brings to a share, for each microbatch; targets and their weights only to that of the last stage."""
+    """What a step brings to a share. The share splits it: eight arrays take longer on their way than one.
 
-    batches: Sequence[Any]
-    targets: Sequence[Any]
-    weights: Sequence[float]
+    Arguments:
+      sizes: of the microbatches.
+    """
+
+    batch: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    sizes: Sequence[int]
+
+    def to(self, part: Part) -> "Brought":
+        """Return what of it a part takes."""
+        return Brought(self.batch if part.takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
 
 class Done(NamedTuple):
     """What a worker answers after its share.
 
     Arguments:
-      results: of the last stage: the result for each microbatch.
+      loss: of the whole batch, if this worker has the last stage.
+      results: of the last stage: for each microbatch the auxiliary data, or without a loss the outputs.
       times: of each action: when it was due, when its inputs had come, and when it was done, by ``time.monotonic``.
       recordings: the most recordings that were alive at once.
     """
 
+    loss: Any
     results: list[Any]
     times: list[tuple[float, float, float]]
     recordings: int
@@ -133,10 +144,12 @@ class Run:
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
         self._averages: dict[int, DataParallel] = {}
         self._averaged: dict[int, concurrent.futures.Future[list[Any]]] = {}
-        self._batches, self._targets, self._weights = brought
+        self._batches, self._targets = split(brought.batch, brought.sizes), split(brought.targets, brought.sizes)
+        self._weights = [size / sum(brought.sizes) for size in brought.sizes]
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
-        self._done = Done([None] * (self._plan.microbatches if part.is_last else 0), [], 0)
+        self._results = [None] * (self._plan.microbatches if part.is_last else 0)
+        self._times: list[tuple[float, float, float]] = []
         self._most, self._others_fault = 0, False
         self._due = self._ready = time.monotonic()
         self._action: Action | None = None
@@ -166,7 +179,7 @@ class Run:
                 self._check_others()
                 steps[action.kind](action.stage, action.microbatch)
                 done = self._check_time()
-                self._done.times.append((self._due, self._ready, done))
+                self._times.append((self._due, self._ready, done))
                 self._tell(action)
         except Exception as error:
             self._name(error, spelled(action))
@@ -181,7 +194,14 @@ class Run:
             for total in self._sums.values():
                 total.wait()
             self._check_time()
-        return self._done._replace(recordings=self._most)
+            return Done(*self._outcome(), self._times, self._most)
+
+    def _outcome(self) -> tuple[Any, list[Any]]:
+        """Return the loss and the results that this worker answers."""
+        if not self._part.is_last or self._part.functions[len(self._plan.ranks) - 1].loss is None:
+            return None, self._results
+        auxiliary = [one[1] for one in self._results if isinstance(one, tuple)]
+        return weighted_sum(list(map(scalar_of, self._results)), self._weights), auxiliary
 
     def doing(self) -> str:
         """Say what the share has been doing, and for how long."""
@@ -259,7 +279,7 @@ class Run:
             self._recordings[stage, microbatch] = recording
             self._most = max(self._most, len(self._recordings))
         if last:
-            self._done.results[microbatch] = recording.result
+            self._results[microbatch] = recording.result
         for consumer in self._plan.consumers[stage]:
             self._push(RESULT, stage, consumer, microbatch, recording.result)
         recording.result = recording.result if last else None

@@ -28,8 +28,8 @@ TRACED = (
     "a traced value has no data yet and cannot be sent to another worker. Make the call outside jax.jit and jax.grad."
 )
 
-# After so many arrivals of one kind of small array, a compiled identity makes the JAX array, in a third of the time.
-# Compiling the identity takes as long as some hundred arrivals save, so it must be likely to pay.
+# After so many small arrays of one kind, a compiled identity makes the JAX array, in a third of the time.
+# Compiling the identity takes as long as it saves for some hundred arrays, so it must be likely to pay.
 COMPILE_FROM = 500
 KINDS_COUNTED = 4096
 
@@ -126,8 +126,9 @@ def as_jax_array(array: Any) -> jax.Array:
         return array
     if not isinstance(array, np.ndarray):
         return jnp.array(array)
-    arrived = not array.flags.writeable and array.nbytes >= ALIAS_FROM
-    made: jax.Array = jax.device_put(array if arrived else array.copy())
+    if array.nbytes < ALIAS_FROM:
+        return _small(array.copy(), (dtype_name(array.dtype), array.shape))
+    made: jax.Array = jax.device_put(array.copy() if array.flags.writeable else array)
     return made
 
 
@@ -141,14 +142,14 @@ def check_kept(sent: np.dtype, made: Any) -> None:
 
 
 _identity = jax.jit(lambda array: array)
-_arrivals: dict[tuple[str, tuple[int, ...]], int] = {}
+_seen: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def _small(host: np.ndarray, kind: tuple[str, tuple[int, ...]]) -> jax.Array:
-    seen = _arrivals.get(kind, 0)
+    seen = _seen.get(kind, 0)
     if seen >= COMPILE_FROM:
         array: jax.Array = _identity(host)
         return array
-    if seen or len(_arrivals) < KINDS_COUNTED:
-        _arrivals[kind] = seen + 1
+    if seen or len(_seen) < KINDS_COUNTED:
+        _seen[kind] = seen + 1
     return jnp.asarray(host)
