@@ -116,5 +116,5 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
 
 
 def in_jax(tree: Any) -> Any:
-    """Return a tree with its NumPy arrays as arrays of JAX, which takes less time than to make them of Python numbers."""
+    """Return a tree with its NumPy arrays as arrays of JAX."""
     return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)

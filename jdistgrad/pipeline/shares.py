@@ -148,7 +148,7 @@ class Run:
         self._weights = [size / sum(brought.sizes) for size in brought.sizes]
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
-        self._results = [None] * (self._plan.microbatches if part.is_last else 0)
+        self._results: list[Any] = [None] * (self._plan.microbatches if part.is_last else 0)
         self._times: list[tuple[float, float, float]] = []
         self._most, self._others_fault = 0, False
         self._due = self._ready = time.monotonic()
