@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,8 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import has_gradient
-from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CallTimeoutError, ContextError
+from jdistgrad.pipeline.averages import Averages
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
@@ -35,9 +34,6 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
 
 RESULT, COTANGENT = 0, 1  # what a pushed value is
-
-# Until this worker has told the replicas of a failed step, the next step must not average: it would take that place.
-_telling: "weakref.WeakKeyDictionary[DataParallel, concurrent.futures.Future[None]]" = weakref.WeakKeyDictionary()
 
 
 class Keep(ServedFunction):
@@ -142,8 +138,7 @@ class Run:
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
-        self._averages: dict[int, DataParallel] = {}
-        self._averaged: dict[int, concurrent.futures.Future[list[Any]]] = {}
+        self._averages = Averages(self._worker)
         self._batches, self._targets = split(brought.batch, brought.sizes), split(brought.targets, brought.sizes)
         self._weights = [size / sum(brought.sizes) for size in brought.sizes]
         self._recordings: dict[tuple[int, int], Recording] = {}
@@ -160,7 +155,7 @@ class Run:
         try:
             return self._finished()
         except BaseException:
-            self._abandon_averages()
+            self._averages.abandon({stage: self._likes(stage) for stage in self._part.averages})
             raise
 
     def _finished(self) -> Done:
@@ -186,7 +181,7 @@ class Run:
             raise
         self._action = None
         self._due = self._ready = time.monotonic()
-        for stage, averaged in self._averaged.items():
+        for stage, averaged in self._averages.begun.items():
             self._until_done(averaged, f"the replicas of stage {stage}")
             self._contribute(stage, averaged.result())
         # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
@@ -239,10 +234,7 @@ class Run:
     def _find_averages(self) -> None:
         for stage, reference in self._part.averages.items():
             with self._named(f"average= of stage {stage}"):
-                found = reference.local_value()
-                if not isinstance(found, DataParallel):
-                    raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
-                self._averages[stage] = found
+                self._averages.find(stage, reference)
 
     def _tell(self, action: Action) -> None:
         if events.sink is not None:
@@ -309,47 +301,14 @@ class Run:
         total = self._sums[stage]
         total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters())
         if total.complete and stage in self._averages:
-            self._averaged[stage] = self._averaging(stage, total.leaves)
+            self._averages.begin(stage, total.leaves)
         elif total.complete:
             self._contribute(stage, total.leaves)
 
-    def _averaging(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
-        """Average on another thread, after the averages before: replicas have them in the same order."""
-        promise = concurrent.futures.Future[list[Any]]()
-        before = self._before([self._averages[stage]])
-
-        def average() -> None:
-            try:
-                concurrent.futures.wait(before)
-                promise.set_result(self._averages[stage].average(gradients))
-            except BaseException as error:
-                promise.set_exception(error)
-
-        self._worker.run(average)
-        return promise
-
-    def _before(self, averages: Iterable[DataParallel]) -> list[concurrent.futures.Future[Any]]:
-        """Return what ends before these may average: this step's averages so far, and word of failed steps."""
-        return [*self._averaged.values(), *(_telling[one] for one in averages if one in _telling)]
-
-    def _abandon_averages(self) -> None:
-        """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
-        left = {stage: found for stage, found in self._averages.items() if stage not in self._averaged}
-        before = self._before(left.values())
-        told = concurrent.futures.Future[None]()
-
-        def abandon() -> None:
-            try:
-                concurrent.futures.wait(before)
-                for stage, found in left.items():
-                    has_gradient, leaves = self._trainable[stage], jax.tree.leaves(self._parameters[stage])
-                    found.reduction([leaf for has, leaf in zip(has_gradient, leaves, strict=True) if has]).abandon()
-            finally:
-                told.set_result(None)
-
-        if left:
-            _telling.update(dict.fromkeys(left.values(), told))
-            self._worker.run(abandon)
+    def _likes(self, stage: int) -> list[Any]:
+        """Return arrays that are like the gradients of a stage."""
+        leaves = jax.tree.leaves(self._parameters.get(stage))
+        return [leaf for has, leaf in zip(self._trainable.get(stage, ()), leaves, strict=True) if has]
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
         """Give the gradients of a stage to the owner of its parameters."""
