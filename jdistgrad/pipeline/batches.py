@@ -71,7 +71,7 @@ def _is_whole(leaf: Any) -> bool:
 
 def _length(leaf: Any) -> int | None:
     shape = np.shape(leaf)
-    return shape[0] if shape else None
+    return shape[0] if shape and hasattr(leaf, "__getitem__") else None
 
 
 def _unequal(given: Any) -> str:

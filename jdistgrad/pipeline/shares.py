@@ -50,7 +50,7 @@ class Keep(ServedFunction):
 
 
 class Brought(NamedTuple):
-    """What a step brings to a share. The share splits it: eight arrays take longer on their way than one.
+    """What a step brings to a share. The share splits it: eight small arrays take longer to send than one.
 
     Arguments:
       sizes: of the microbatches.
@@ -139,8 +139,7 @@ class Run:
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
         self._averages = Averages(self._worker)
-        self._batches, self._targets = split(brought.batch, brought.sizes), split(brought.targets, brought.sizes)
-        self._weights = [size / sum(brought.sizes) for size in brought.sizes]
+        self._brought = brought
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
         self._results: list[Any] = [None] * (self._plan.microbatches if part.is_last else 0)
@@ -159,14 +158,29 @@ class Run:
             raise
 
     def _finished(self) -> Done:
+        self._fetch_parameters()
+        self._find_averages()
+        with self._named("the batch"):
+            self._split_batch()
+        self._carry_out_actions()
+        self._due = self._ready = time.monotonic()
+        for stage, averaged in self._averages.begun.items():
+            self._until_done(averaged, f"the replicas of stage {stage}")
+            self._contribute(stage, averaged.result())
+        # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
+        with self._named("computations that its actions have begun"):
+            for total in self._sums.values():
+                total.wait()
+            self._check_time()
+            return Done(*self._outcome(), self._times, self._most)
+
+    def _carry_out_actions(self) -> None:
         steps: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._pull_inputs,
             Kind.WEIGHT: self._pull_parameters,
         }
-        self._fetch_parameters()
-        self._find_averages()
         try:
             for action in self._part.actions:
                 self._action = action
@@ -180,16 +194,6 @@ class Run:
             self._name(error, spelled(action))
             raise
         self._action = None
-        self._due = self._ready = time.monotonic()
-        for stage, averaged in self._averages.begun.items():
-            self._until_done(averaged, f"the replicas of stage {stage}")
-            self._contribute(stage, averaged.result())
-        # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
-        with self._named("computations that its actions have begun"):
-            for total in self._sums.values():
-                total.wait()
-            self._check_time()
-            return Done(*self._outcome(), self._times, self._most)
 
     def _outcome(self) -> tuple[Any, list[Any]]:
         """Return the loss and the results that this worker answers."""
@@ -230,6 +234,11 @@ class Run:
                 self._parameters[stage] = found = future.result()
                 # Asked here: inside of compiled code a Python number would be an array too.
                 self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
+
+    def _split_batch(self) -> None:
+        batch, targets, sizes = self._brought
+        self._batches, self._targets = split(batch, sizes), split(targets, sizes)
+        self._weights = [size / sum(sizes) for size in sizes]
 
     def _find_averages(self) -> None:
         for stage, reference in self._part.averages.items():

@@ -119,8 +119,8 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 def as_jax_array(array: Any) -> jax.Array:
     """Return a JAX array that shares no writable memory with the given array.
 
-    Only a large array that came over the wire is not copied, because it is read-only. NumPy makes the copy: JAX would
-    make it later, if the device is busy.
+    Only a large array that came over the wire is not copied: it is read-only, and its memory is not NumPy's. NumPy
+    makes the copy: JAX would make it later, if the device is busy.
     """
     if isinstance(array, jax.Array):
         return array
@@ -128,8 +128,16 @@ def as_jax_array(array: Any) -> jax.Array:
         return jnp.array(array)
     if array.nbytes < ALIAS_FROM:
         return _small(array.copy(), (dtype_name(array.dtype), array.shape))
-    made: jax.Array = jax.device_put(array.copy() if array.flags.writeable else array)
+    made: jax.Array = jax.device_put(array.copy() if _may_change(array) else array)
     return made
+
+
+def _may_change(array: np.ndarray) -> bool:
+    """Return whether somebody may write to an array's memory: others may see NumPy's own through another array."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return bool(array.flags.writeable or owner.flags.owndata)
 
 
 def check_kept(sent: np.dtype, made: Any) -> None:

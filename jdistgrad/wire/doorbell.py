@@ -1,8 +1,9 @@
 """Doorbells: sockets by which the ranks of one machine wake each other, since MPI wakes nobody.
 
-A thread that has nothing to look for sleeps until its doorbell rings, not for a guessed time: it is up in 20 us, and
-meanwhile takes no time from other threads. A ring carries nothing and may be lost: whoever sleeps looks for messages by
-itself now and then, as it must where no bell can be heard (ranks on other machines, systems other than Linux).
+A thread that has nothing to look for sleeps until its doorbell rings, not for a guessed time: it is up in 20 to 60 us,
+and meanwhile takes no time from other threads. A ring carries nothing and may be lost: a thread that sleeps looks for
+messages by itself now and then, as it must where no bell can be heard (ranks on other machines, systems other than
+Linux).
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from jdistgrad.wire.polling import pause, wake_on_time
 
 HIGHEST_DESCRIPTOR = 1023  # that select takes; poll could not sleep for less than a millisecond
+GONE = ConnectionRefusedError, FileNotFoundError, PermissionError  # of a rank on another machine, or one that has left
 
 
 class Doorbell:
@@ -25,44 +27,63 @@ class Doorbell:
     """
 
     def __init__(self) -> None:
-        self.address, self._others = "", list[bytes | None]()
+        self.address = ""
         self._socket: socket.socket | None = None
+        # A socket for each rank: what a rank has not read yet takes room from the socket that has sent it.
+        self._others = list[socket.socket | None]()
+        self._deaf = set[int]()  # ranks that cannot be rung
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):
-                self._open()
+            self._open()
 
     def _open(self) -> None:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        address = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
+        try:
+            made = _new_socket()
+        except OSError:
+            return
+        try:
+            made.bind(_spelled(address))
+        except OSError:
+            made.close()
+            return
         if made.fileno() > HIGHEST_DESCRIPTOR:
             made.close()
             return
-        made.settimeout(0)
-        self.address = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
-        made.bind(_spelled(self.address))
-        self._socket = made
+        self.address, self._socket = address, made
 
     @property
     def all_ring(self) -> bool:
         """Whether all ranks ring each other: they are on one machine."""
-        return self._socket is not None and bool(self._others) and None not in self._others
+        return self._socket is not None and bool(self._others) and not self._deaf
 
     def meet(self, addresses: Sequence[str]) -> None:
         """Take note of the addresses of all ranks, and find out which of them can be rung."""
-        self._others = [_spelled(one) if one else None for one in addresses]
-        for rank in range(len(addresses)):
-            self.ring(rank)
+        self._others = [_connected(one) if one and self._socket is not None else None for one in addresses]
+        self._deaf = {rank for rank, other in enumerate(self._others) if other is None}
 
     def ring(self, rank: int) -> None:
         """Wake the rank if it sleeps, and is on this machine."""
-        address = self._others[rank] if self._others else None
-        if address is None or self._socket is None:
+        other = self._others[rank] if self._others else None
+        if other is None:
             return
         try:
-            self._socket.sendto(b"", address)
-        except BlockingIOError:
-            pass  # it has been rung for, and has not come yet
-        except OSError:  # it is on another machine, or has left
-            self._others[rank] = None
+            other.send(b"")
+        except GONE:
+            self._deaf.add(rank)
+            self._hang_up(rank)
+        except OSError:
+            pass  # it has been rung for more often than it has come; or this bell has just been closed
+
+    def lose(self, rank: int) -> None:
+        """Forget a rank that will send nothing any more."""
+        if self._others:
+            self._hang_up(rank)
+            self._deaf.discard(rank)
+
+    def _hang_up(self, rank: int) -> None:
+        other, self._others[rank] = self._others[rank], None
+        if other is not None:
+            other.close()
 
     def sleep(self, seconds: float) -> None:
         """Sleep until the bell rings, for so many seconds at most; for 0 seconds, just let others run."""
@@ -73,13 +94,34 @@ class Doorbell:
         wake_on_time()
         with contextlib.suppress(OSError, ValueError):  # it has been closed, or has no ring any more
             if select.select([own], [], [], seconds)[0]:
-                while True:  # one look for messages finds all that the rings stand for
+                while True:  # the look that follows is for all rings so far
                     own.recv(1)
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
+        own, self._socket = self._socket, None
+        if own is not None:
+            own.close()
+        for rank in range(len(self._others)):
+            self._hang_up(rank)
+
+
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.settimeout(0)
+    return made
+
+
+def _connected(address: str) -> socket.socket | None:
+    """Return a socket that rings a bell, or None if the bell is out of reach."""
+    made = None
+    try:
+        made = _new_socket()
+        made.connect(_spelled(address))
+    except OSError:
+        if made is not None:
+            made.close()
+        return None
+    return made
 
 
 def _spelled(address: str) -> bytes:

@@ -163,6 +163,7 @@ class MPITransport:
             transfer.requests += [self._comm.Isend([part, MPI.BYTE], transfer.peer, tag) for part in chunks(piece)]
         if not transfer.done():
             self._outgoing.append(transfer)
+            self._doorbell.ring(self.rank)  # whoever looks here now must look for its end, too
         self._doorbell.ring(transfer.peer)
 
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
@@ -178,6 +179,7 @@ class MPITransport:
     def lose(self, peer: int) -> None:
         """Send nothing more to a lost worker."""
         self._lost.add(peer)
+        self._doorbell.lose(peer)
 
     def kill(self, peer: int) -> bool:
         """Kill the process of a worker that stands still; return False if it is out of reach."""
@@ -201,7 +203,7 @@ class MPITransport:
     def _find_lost(self) -> None:
         assert self._failures is not None
         for rank in self._failures.find():
-            self._lost.add(rank)
+            self.lose(rank)
             self._receiver.lost(rank, "it was killed or ended")
         if self._lost:
             for transfers in (self._outgoing, self._incoming):
@@ -238,6 +240,7 @@ class MPITransport:
         if arriving.done():
             return True, self._frame_complete(arriving)
         self._incoming.append(arriving)
+        self._doorbell.ring(arriving.peer)  # MPI may need the sender's help
         return True, None
 
     def _frame_complete(self, arrived: Transfer) -> Task | None:
@@ -261,7 +264,7 @@ class MPITransport:
             self._dropped.append(arriving)  # MPI may still write to what it was given
             raise
         self._incoming.append(arriving)
-        self._doorbell.ring(arrived.peer)  # MPI may need the sender's help
+        self._doorbell.ring(arrived.peer)
         return None
 
     def _tag(self, number: int) -> int:

@@ -11,7 +11,7 @@ Every switch of the GIL between threads costs more than a message does. Therefor
   runs long delays the next call once, by that time at most, and no call can keep others from being served.
 * Where the system starts no more threads, the primary hands tasks on and goes on looking.
 * While other threads may compute, the primary looks the less often the longer it has found no task: a thread that is
-  woken takes more from computing threads than its look takes. Where messages ring, it sleeps until its next tick.
+  woken takes more from computing threads than its look takes. Where messages ring, it sleeps for ``tick_seconds``.
 
 The baton is a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for
 it.
@@ -268,7 +268,7 @@ class Progress:
                 self._parked += 1
         if surplus:
             return self._standby.acquire(timeout=IDLE_SECONDS) or self._needed_after_all()
-        pause(max(LONGEST, self._nap(time.monotonic() - self._last_task, may_spin=False)))
+        pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))  # the bell rings for the primary
         return True
 
     def _needed_after_all(self) -> bool:

@@ -2,7 +2,7 @@
 
 At first it polls without pause if its core would otherwise idle: waking a sleeping core costs 15 to 40 us. Then it naps
 for a fixed share of the time in which nothing has happened, so an event after ``t`` quiet seconds is noticed at most
-``t / SHARE`` late: 6 % of the time the other side took. An idle worker costs about 2 % of a core. A thread that polls
+``t / SHARE`` late: 6 % of the time the other side took. An idle worker costs 2 to 5 % of a core. A thread that polls
 beside others, which may compute, naps longer in the end: each time it wakes it takes up to 50 us from them.
 
 Where other ranks ring (``doorbell``), a message ends the nap. The naps of a thread that waits still end by themselves,

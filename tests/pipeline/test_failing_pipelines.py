@@ -424,8 +424,9 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline.step(X[:2], targets=Y[:2])
         with pytest.raises(ValueError, match="targets= has 7 rows, argument 0 of the step has 8"):
             pipeline.step(X, targets=Y[:7])
-        with pytest.raises(ValueError, match=r"no first axis.*whole"):
-            pipeline.step(3.0, targets=Y)
+        for given in (3.0, jax.ShapeDtypeStruct((8, 4), "float32")):
+            with pytest.raises(ValueError, match=r"argument 0 of the step is .*no first axis.*whole"):
+                pipeline.step(given, targets=Y)
         with pytest.raises(jd.DifferentiationError, match=r"by jd\.rpc_sync under"):
             jax.grad(lambda x: pipeline.step(x, targets=Y))(X)
         with pytest.raises(TypeError, match="no loss"):

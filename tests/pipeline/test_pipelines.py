@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.errors import DisagreementError
+from jdistgrad.pipeline.batches import sizes_of, split
 from jdistgrad.pipeline.stages import Recording, StageFunction
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.local import LocalTransport
@@ -240,6 +241,41 @@ def test_auxiliary_data_whole_arguments_no_parameters_and_rematerialization(worl
     outputs = pipeline.apply(x, pp.whole(mask))
     assert outputs.shape == y.shape
     assert max(float(one["largest"]) for one in aux) == pytest.approx(float(outputs.max()), rel=1e-6)
+
+
+def zero(output, target):
+    return 0.0 * jnp.sum(output) / output.size, target
+
+
+@on_worker0
+def test_auxiliary_data_is_not_the_callers_memory(world):
+    refs, x = references(1, [0]), data(1)[0]
+    y = np.zeros((len(x), 1 << 14), "float32")
+    given = y.view()
+    given.flags.writeable = False
+    pipeline = jd.Pipeline([(layer, refs[0])], pp.one_f_one_b(1, 3), loss=zero)
+    with jd.context():
+        _, aux = pipeline.step(x, targets=given)
+    y[:] = 1.0
+    assert max(float(abs(one).max()) for one in aux) == 0.0
+
+
+def test_every_kind_of_array_is_split():
+    rows = np.arange(14.0).reshape(7, 2)
+    given = {
+        "numpy": rows,
+        "jax": jnp.asarray(rows, jnp.bfloat16),
+        "keys": jax.random.split(jax.random.key(0), 7),
+        "none": None,
+        "whole": pp.whole({"rows": rows}),
+    }
+    pieces = [one for (one,) in split((given,), sizes_of((given,), (), 3))]
+    assert [len(one["jax"]) for one in pieces] == [3, 2, 2]
+    for name in ("numpy", "jax"):
+        np.testing.assert_array_equal(np.concatenate([one[name] for one in pieces]), given[name])
+    drawn = [jax.random.key_data(one["keys"]) for one in pieces]
+    np.testing.assert_array_equal(np.concatenate(drawn), jax.random.key_data(given["keys"]))
+    assert all(one["whole"]["rows"] is rows and one["none"] is None for one in pieces)
 
 
 def masked(params, x, mask):

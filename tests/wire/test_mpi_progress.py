@@ -284,7 +284,7 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
 def test_who_has_waited_in_a_task_looks_as_soon_as_the_task_is_done(monkeypatch):
     """Whoever sleeps until others may have stopped looking sleeps to the end of the test here."""
     end = threading.Event()
-    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin, longer: 0.0)
+    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin, longer=1: 0.0)
     monkeypatch.setattr(mpi_progress, "pause", lambda seconds: end.wait(30) if seconds else os.sched_yield())
     mailbox = Mailbox()
     try:

@@ -60,9 +60,8 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     launcher_env.take_place()
 
     from jdistgrad.rpc.worlds import mpi_exit
-    from jdistgrad.wire import mpi_failures, mpi_rendezvous
-    from jdistgrad.wire.doorbell import Doorbell
-    from jdistgrad.wire.mpi import MPITransport, require_threads, worlds_left
+    from jdistgrad.wire import mpi_failures
+    from jdistgrad.wire.mpi import require_threads, worlds_left
 
     require_threads()
     if survive:
@@ -73,26 +72,37 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     devices.take_process_device(launcher_env.local_rank())
     facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
     facts[likeness.SURVIVE] = str(survive)
+    hello = dataclasses.replace(
+        _hello(name_of(name, comm.rank, comm.size), facts),
+        process=mpi_failures.this_process() if survive else None,
+        left=worlds_left(),
+    )
+    worker = _worker_of_rank(comm, hello, timeout, allow_code=allow_code, with_devices=with_devices, survive=survive)
+    mpi_exit.joined(worker)
+    return worker
+
+
+def _worker_of_rank(
+    comm: Any, hello: Hello, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool
+) -> Worker:
+    """Meet the other ranks, and open this rank's worker."""
+    from jdistgrad.rpc.worlds import mpi_exit
+    from jdistgrad.wire import mpi_failures, mpi_rendezvous
+    from jdistgrad.wire.doorbell import Doorbell
+    from jdistgrad.wire.mpi import MPITransport
+
     with contextlib.ExitStack() as if_failed:
         doorbell = Doorbell()
         if_failed.callback(doorbell.close)
-        hello = dataclasses.replace(
-            _hello(name_of(name, comm.rank, comm.size), facts),
-            process=mpi_failures.this_process() if survive else None,
-            doorbell=doorbell.address,
-            left=worlds_left(),
-        )
+        hello = dataclasses.replace(hello, doorbell=doorbell.address)
         hellos, directory = _meet(comm, hello, timeout, with_devices=with_devices)
         own = mpi_rendezvous.duplicate(comm, timeout)
         failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
         doorbell.meet([one.doorbell for one in hellos])
+        transport, world = MPITransport(own, hellos[0].world, doorbell, failures), hellos[0].world
+        process = Process(mpi_exit.end_job, mpi_exit.report)
+        worker = _open(world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive)
         if_failed.pop_all()
-    transport = MPITransport(own, hellos[0].world, doorbell, failures)
-    process = Process(mpi_exit.end_job, mpi_exit.report)
-    worker = _open(
-        hellos[0].world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive
-    )
-    mpi_exit.joined(worker)
     return worker
 
 
