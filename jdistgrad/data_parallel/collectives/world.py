@@ -108,7 +108,7 @@ class WatchedBlock:
         if self._worker is not None:
             self._worker.process.end_job(f"{self._worker.info}: {cause}")
         else:
-            from jdistgrad.wire.mpi import abort_job
+            from jdistgrad.wire.mpi_process import abort_job
 
             abort_job(cause)
 

@@ -20,7 +20,7 @@ from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.mpi import abort_job, when_mpi_ends
+from jdistgrad.wire.mpi_process import abort_job, when_mpi_ends
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death

@@ -61,7 +61,8 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
 
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures
-    from jdistgrad.wire.mpi import require_threads, worlds_left
+    from jdistgrad.wire.mpi import worlds_left
+    from jdistgrad.wire.mpi_process import require_threads
 
     require_threads()
     if survive:
