@@ -68,11 +68,10 @@ class Doorbell:
             return
         try:
             other.send(b"")
-        except GONE:
-            self._deaf.add(rank)
-            self._hang_up(rank)
-        except OSError:
-            pass  # it has been rung for more often than it has come; or this bell has just been closed
+        except OSError as error:  # mostly, it has been rung for more often than it has come
+            if isinstance(error, GONE):
+                self._deaf.add(rank)
+                self._hang_up(rank)
 
     def lose(self, rank: int) -> None:
         """Forget a rank that will send nothing any more."""
