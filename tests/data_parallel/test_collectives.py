@@ -136,6 +136,21 @@ def test_vmap_is_one_operation_on_the_batch(big_world, rank, size):
     np.testing.assert_array_equal(gathered, np.stack([value(r, (4, 3), "float32") for r in range(size)], 1))
 
 
+OWN_PROGRAMS = (lambda p: jnp.arange(9.0).reshape(3, 3) @ p, lambda p: 2 * p, jnp.cumsum)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_every_worker
+def test_ranks_vectorize_alike_whatever_they_compute_before(big_world, name, rank, size):
+    """Where JAX leaves the axis of a batch depends on each rank's own program."""
+    c, ps = of_this_world(), np.random.default_rng(7).normal(size=(3, 3)).astype("float32")
+    mine = OWN_PROGRAMS[rank % 3]
+    inputs = [jax.vmap(OWN_PROGRAMS[r % 3])(ps) for r in range(size)]
+    found = jax.jit(jax.vmap(lambda p: OPERATIONS[name](c, mine(p))))(ps)
+    expected = [everybody(name, [rows[k] for rows in inputs])[rank] for k in range(3)]
+    np.testing.assert_allclose(found, np.stack(expected), rtol=1e-5)
+
+
 @on_every_worker
 def test_memory_larger_than_a_chunk(world, monkeypatch, rank, size):
     # A smaller limit tests the path for arrays larger than MPI can count.

@@ -74,14 +74,18 @@ def _transpose(g: Any, _: Any, *, by: Performer, name: str, how: Any) -> list[ja
 
 
 def _batched(args: Any, axes: Any, *, by: Performer, name: str, how: Any) -> tuple[jax.Array, int]:
-    """Apply one operation to the whole batch. Rows and blocks are exchanged along the first axis, so it stays first."""
+    """Apply one operation to the whole batch.
+
+    The batch's axis comes first, or second where rows are exchanged: JAX has it wherever this rank's own program left
+    it, and the other ranks' programs may have left theirs elsewhere.
+    """
     (x,), (axis,) = args, axes
     if name in ("alltoall", "scatter"):
         return by.perform(name, jnp.moveaxis(x, axis, 1), how), 1
-    if name in ("send", "recv"):  # the other rank's batch may have had another axis
-        found = by.perform(name, jnp.moveaxis(x, axis, 0), how)
-        return (jnp.broadcast_to(found, (x.shape[axis],)) if name == "send" else found), 0
-    return by.perform(name, x, how), axis + (name == "allgather")
+    found = by.perform(name, jnp.moveaxis(x, axis, 0), how)
+    if name == "send":  # what it returns has no axis
+        found = jnp.broadcast_to(found, (x.shape[axis],))
+    return found, 1 if name == "allgather" else 0
 
 
 collective_p.def_impl(_at_once)
