@@ -134,3 +134,28 @@ def test_a_structure_other_than_the_traced_one(big_world):
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned 2 arrays; when it was traced, it returned 1"):
         jax.block_until_ready(jax.jit(lambda x: jd.rpc_sync(1, returns_what_it_likes, args=(x,))[0])(X))
     still_differentiates()
+
+
+def makes_a_reference(x):
+    return jd.RRef(2 * x)
+
+
+def makes_a_reference_elsewhere(x):
+    return jd.remote(rank(2), jnp.sin, args=(x,))
+
+
+@pytest.mark.parametrize(
+    ("function", "same"),
+    [(makes_a_reference, lambda x: 2 * x), (makes_a_reference_elsewhere, jnp.sin)],
+    ids=["here", "elsewhere"],
+)
+@on_worker0
+def test_a_function_that_would_make_another_reference_when_it_runs_again(big_world, function, same):
+    def loss(x):
+        return jnp.sum(jd.rpc_sync(rank(1), function, args=(x,)).to_here() ** 3)
+
+    with jd.context():
+        assert_close(jax.grad(loss)(X), jax.grad(lambda x: jnp.sum(same(x) ** 3))(X))
+        with pytest.raises(jd.DifferentiationError, match=r"makes_a_ref\w+ returns a reference that it makes itself"):
+            jax.jacrev(jax.grad(loss))(X)
+    still_differentiates()

@@ -111,11 +111,26 @@ def pulled_back(
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
         args, kwargs = with_values(layout.fill(variables), RRef.to_here)
-        results, _ = differentiable_arrays(function(*args, **kwargs))
+        results, result = differentiable_arrays(function(*args, **kwargs))
+        _refuse_new_references(result, (args, kwargs), function)
         return results if live is None else [results[k] for k in live], None
 
     results, pullbacks, _ = differentiated(primal, operands, named_among(layout.positions, orders))
     return results, pullbacks[-1]
+
+
+def _refuse_new_references(result: Any, given: Any, function: Any) -> None:
+    """Refuse a reference that a function has made in a run that is not the call itself: nobody will hold it.
+
+    The caller's contributions go to the reference that the call has made.
+    """
+    known = {leaf.id for leaf in trees.leaves(given) if isinstance(leaf, RRef)}
+    if any(isinstance(leaf, RRef) and is_traced(leaf) and leaf.id not in known for leaf in trees.leaves(result)):
+        raise DifferentiationError(
+            f"{describe(function)} returns a reference that it makes itself, but has to run again: for a second "
+            "derivative, or for the shapes of its results inside jax.jit and jd.jit. Each run makes another reference. "
+            "Return the value, and let the caller keep it there by jdistgrad.remote."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +232,9 @@ class ShapesOf(ServedFunction):
         def trace(*operands: Any) -> list[Any]:
             args, kwargs = with_values(layout.fill(operands), RRef.to_here)
             args = with_state(self.function, args)
-            results, arrays = split(self.function(*args, **kwargs), is_array)
+            result = self.function(*args, **kwargs)
+            _refuse_new_references(result, (args, kwargs), self.function)
+            results, arrays = split(result, is_array)
             found.append(nothing_hidden(results, self.function))
             return arrays
 

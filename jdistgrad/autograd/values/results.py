@@ -60,9 +60,16 @@ class Results:
         return arrays
 
     def rebuild(self, arrays: Any) -> Any:
-        """Return the result that contains these arrays."""
+        """Return the result that contains these arrays. Its references alone keep their values alive from now on.
+
+        JAX keeps the call, and so its layout, for ever.
+        """
         assert self._known is not None
-        return self._known[0].fill(arrays)
+        layout, shapes = self._known
+        result = layout.fill(arrays)
+        if not self.are_arrays:
+            self._known = layout.released()[0], shapes
+        return result
 
     def batched(self) -> "Results":
         """Return the same results with a batch dimension. Learning their layout also sets the layout of these."""
