@@ -272,6 +272,13 @@ class DataParallel(Corrected):
         remedy = "reduction: on a mesh a step is one compiled program. Use value_and_grad or average."
         return self._require_driver(remedy).reduction(like)
 
+    def abandon(self) -> None:
+        """Leave out this rank's next step because what leads to it has failed; return at once.
+
+        The other ranks' step ends with a ``DisagreementError`` that names this rank. They would wait for it.
+        """
+        self._require_driver("abandon: on a mesh one program takes the step of all ranks, or none.").abandon()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Open a block in which gradients stay this rank's own. Every rank must enter it, and ``average`` their sum.

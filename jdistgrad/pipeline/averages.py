@@ -2,14 +2,14 @@
 
 import concurrent.futures
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
-# Until this worker has told the replicas of a failed step, the next step must not average: it would take that place.
+# Replicas must hear of a failed step before the next average begins here: they would pair the two.
 _telling: "weakref.WeakKeyDictionary[DataParallel, concurrent.futures.Future[None]]" = weakref.WeakKeyDictionary()
 
 
@@ -49,12 +49,8 @@ class Averages:
 
         self._worker.run(average)
 
-    def abandon(self, likes: Mapping[int, list[Any]]) -> None:
-        """Tell the replicas of stages that will not be averaged in this step: they would average with the next.
-
-        Arguments:
-          likes: by stage, arrays that are like its gradients.
-        """
+    def abandon(self) -> None:
+        """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
         left = [stage for stage in self._of_stages if stage not in self.begun]
         before = self._before(left)
         told = concurrent.futures.Future[None]()
@@ -63,7 +59,7 @@ class Averages:
             try:
                 concurrent.futures.wait(before)
                 for stage in left:
-                    self._of_stages[stage].reduction(likes[stage]).abandon()
+                    self._of_stages[stage].abandon()
             finally:
                 told.set_result(None)
 

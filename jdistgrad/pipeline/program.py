@@ -1,13 +1,14 @@
 """What a pipeline sends to its workers in each step, prepared once, and the wait for their answers."""
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.errors import CallTimeoutError, ScheduleError
+from jdistgrad.errors import CallTimeoutError, ScheduleError, WorkerLostError
 from jdistgrad.pipeline.plans import Part, Plan, consumers_of, inputs_of, ranks_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
@@ -108,7 +109,7 @@ class Program:
             _wait_for_all(worker, futures)
             done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
-            if isinstance(error, CallTimeoutError):
+            if isinstance(error, CallTimeoutError | WorkerLostError):
                 self._add_who_does_what(error, worker, share.step, futures)
             worker.releasing.close_scope(scope.id)
             futures.clear()  # they hold the error, whose traceback holds this frame
@@ -119,13 +120,19 @@ class Program:
         return done[self.schedule.placement[-1]], Report(self.schedule, self._between, ordered, seconds)
 
     def _add_who_does_what(
-        self, error: CallTimeoutError, worker: Worker, step: int, futures: Mapping[int, Future]
+        self, error: BaseException, worker: Worker, step: int, futures: Mapping[int, Future]
     ) -> None:
-        """Add what each worker has been doing: all calls of a step time out together, whoever is to blame."""
-        asked = {index: worker.rpc_async(self._rank(index), doing, (step,), {}, ANSWER_SECONDS) for index in futures}
-        for index, answer in asked.items():
-            failed = answer.exception()
-            found = f"no answer within {ANSWER_SECONDS:g} s" if failed is not None else answer.result()
+        """Add what each worker has been doing: the error itself names no action, and perhaps not who is to blame."""
+        asked = dict[int, Future]()
+        for index in futures:
+            with contextlib.suppress(WorkerLostError):
+                asked[index] = worker.rpc_async(self._rank(index), doing, (step,), {}, ANSWER_SECONDS)
+        for index in futures:
+            failed = asked[index].exception() if index in asked else WorkerLostError("")
+            if isinstance(failed, WorkerLostError):
+                found = f"lost, with stages {sorted(self._parts[index].functions)}"
+            else:
+                found = asked[index].result() if failed is None else f"no answer within {ANSWER_SECONDS:g} s"
             add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
 
 

@@ -19,12 +19,12 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import has_gradient
-from jdistgrad.errors import CallTimeoutError, ContextError
+from jdistgrad.errors import CallTimeoutError, WorkerLostError
 from jdistgrad.pipeline.averages import Averages
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
-from jdistgrad.pipeline.under_way import UnderWay, forget_done, wait_for_any
+from jdistgrad.pipeline.under_way import UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
@@ -61,7 +61,7 @@ class Brought(NamedTuple):
     sizes: Sequence[int]
 
     def to(self, part: Part) -> "Brought":
-        """Return what of it a part takes."""
+        """Return the arguments that a part takes."""
         return Brought(self.batch if part.takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
 
@@ -107,8 +107,8 @@ class Share(ServedFunction):
         """Carry out the worker's actions.
 
         Arguments:
-          watched: the error of one of these futures ends the wait for a value.
-          timeout: of whoever drives the step, and does not wait for this share as for those of other workers.
+          watched: the error of one of these futures ends the share.
+          timeout: for the share of the worker that drives the step, which no timeout of a call ends.
         """
         kept = part if isinstance(part, Part) else part.value_future(math.inf).result()
         scope = current_scope()
@@ -116,7 +116,7 @@ class Share(ServedFunction):
         under_way = scope.content(UnderWay)
         run = Run(self, kept, brought, watched, timeout)
         with serving(self.step, self.place), under_way.holding(run):
-            return run.finish()
+            return run.run()
 
 
 class Run:
@@ -131,10 +131,9 @@ class Run:
         timeout: float,
     ):
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
-        self.ended = concurrent.futures.Future[None]()  # done as soon as the context is closed
-        self._watched, self._timeout, self._begun = list(watched), timeout, time.monotonic()
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
+        self.waits, self._timeout, self._begun = Waits(self._worker, watched), timeout, time.monotonic()
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
@@ -144,22 +143,23 @@ class Run:
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
         self._results: list[Any] = [None] * (self._plan.microbatches if part.is_last else 0)
         self._times: list[tuple[float, float, float]] = []
-        self._most, self._others_fault = 0, False
+        self._most = 0
         self._due = self._ready = time.monotonic()
         self._action: Action | None = None
         self._waits_for = ""
 
-    def finish(self) -> Done:
+    def run(self) -> Done:
         """Carry out all actions and return the answer. If that fails, the stages' replicas are told."""
         try:
-            return self._finished()
+            return self._carry_out()
         except BaseException:
-            self._averages.abandon({stage: self._likes(stage) for stage in self._part.averages})
+            self._averages.abandon()
+            self._recordings, self._sums, self._results = {}, {}, []  # a user may keep the error, which holds this
             raise
 
-    def _finished(self) -> Done:
-        self._fetch_parameters()
+    def _carry_out(self) -> Done:
         self._find_averages()
+        self._fetch_parameters()
         with self._named("the batch"):
             self._split_batch()
         self._carry_out_actions()
@@ -185,12 +185,12 @@ class Run:
             for action in self._part.actions:
                 self._action = action
                 self._due = self._ready = time.monotonic()
-                self._check_others()
+                self.waits.check()
                 steps[action.kind](action.stage, action.microbatch)
                 done = self._check_time()
                 self._times.append((self._due, self._ready, done))
                 self._tell(action)
-        except Exception as error:
+        except BaseException as error:
             self._name(error, spelled(action))
             raise
         self._action = None
@@ -219,20 +219,13 @@ class Run:
             )
         return now
 
-    def _check_others(self) -> None:
-        """Raise if the step has failed elsewhere: this worker may have all that its actions need, and much to do."""
-        if self.ended.done():
-            raise ContextError("the context was closed while a step of a pipeline was under way")
-        if any(one.done() for one in self._watched):
-            self._forget_watched()
-
     def _fetch_parameters(self) -> None:
         fetched = {k: one.value_future(None) for k, one in self._part.parameters.items() if isinstance(one, RRef)}
         for stage, future in fetched.items():
             with self._named(f"the parameters of stage {stage}"):
                 self._until_done(future, f"the parameters of stage {stage}")
                 self._parameters[stage] = found = future.result()
-                # Asked here: inside of compiled code a Python number would be an array too.
+                # Found before compiling: inside compiled code a Python number would be an array too.
                 self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
 
     def _split_batch(self) -> None:
@@ -253,13 +246,15 @@ class Run:
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._name(error, what)
             raise
 
-    def _name(self, error: Exception, what: str) -> None:
-        if not self._others_fault:  # whose error has the name of the action that failed
+    def _name(self, error: BaseException, what: str) -> None:
+        if not self.waits.failed_elsewhere:
             add_note(error, f"In {what}, on {self._worker.info}.")
+        elif isinstance(error, CallTimeoutError | WorkerLostError):  # which name no action
+            add_note(error, f"{self._worker.info}: {self.doing()}.")
 
     # The actions.
 
@@ -283,7 +278,8 @@ class Run:
             self._results[microbatch] = recording.result
         for consumer in self._plan.consumers[stage]:
             self._push(RESULT, stage, consumer, microbatch, recording.result)
-        recording.result = recording.result if last else None
+        if not last:
+            recording.result = None  # of the last stage, the backward pass reads the loss
 
     def _backward(self, stage: int, microbatch: int) -> None:
         self._pull_inputs(stage, microbatch)
@@ -314,11 +310,6 @@ class Run:
         elif total.complete:
             self._contribute(stage, total.leaves)
 
-    def _likes(self, stage: int) -> list[Any]:
-        """Return arrays that are like the gradients of a stage."""
-        leaves = jax.tree.leaves(self._parameters.get(stage))
-        return [leaf for has, leaf in zip(self._trainable.get(stage, ()), leaves, strict=True) if has]
-
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
         """Give the gradients of a stage to the owner of its parameters."""
         reference = self._part.parameters[stage]
@@ -341,26 +332,14 @@ class Run:
     def _take(self, what: int, source: int, target: int, microbatch: int) -> Any:
         self._waits_for = f"stage {source}"
         key = self.step, what, source, target, microbatch
-        found = self._inbox.take(key, self._worker.transport.look, self._wait)
+        found = self._inbox.take(key, self._worker.transport.look, self.waits.for_any)
         self._waits_for = ""
         return found
 
     def _until_done(self, future: concurrent.futures.Future[Any], what: str) -> None:
         self._waits_for = what
-        while not future.done():
-            self._wait((future, self.ended))
-            if self.ended.done():
-                raise ContextError("the context was closed while a step of a pipeline was under way")
+        self.waits.until(future)
         self._waits_for = ""
-
-    def _wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        wait_for_any(self._worker, (*futures, *self._watched))
-        self._forget_watched()
-
-    def _forget_watched(self) -> None:
-        self._others_fault = True
-        forget_done(self._watched)
-        self._others_fault = False
 
 
 def spelled(action: Action) -> str:

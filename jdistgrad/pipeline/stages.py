@@ -125,7 +125,7 @@ class Known:
     def halves(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Segmented:
         """Return the pullback in two halves; the arguments show what its own are like."""
         if self._halves is None:
-            types = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (*residuals, *cotangents)]
+            types = list(map(jax.typeof, (*residuals, *cotangents)))  # a Python number may be a residual
             self._halves = _cut(self.pullback, len(residuals), types, self.weights, sum(self.inputs))
         return self._halves
 

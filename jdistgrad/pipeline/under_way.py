@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.worker import Worker
 
@@ -12,10 +13,10 @@ LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future
 
 
 class Running(Protocol):
-    """A share under way. ``ended``: done as soon as its context is closed."""
+    """A share under way."""
 
     step: int
-    ended: concurrent.futures.Future[None]
+    waits: "Waits"
 
     def doing(self) -> str: ...
 
@@ -32,7 +33,7 @@ def wait_for_any(worker: Worker, futures: Sequence[concurrent.futures.Future[Any
 def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
     """Remove the futures that are done; raise the error of the first that has one.
 
-    No frame refers to the future then: it holds the error, whose traceback holds the frames.
+    The future is dropped before: it holds the error, whose traceback holds this frame.
     """
     for number in reversed(range(len(futures))):
         if futures[number].done():
@@ -42,6 +43,44 @@ def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
                     raise error
                 finally:
                     del error
+
+
+class Waits:
+    """The waits of a share, which end early if its context is closed or the step has failed elsewhere.
+
+    Arguments:
+      watched: the error of one of these futures ends the share.
+
+    Attributes:
+      closed: done as soon as the context is closed.
+      failed_elsewhere: whether the error that was raised is that of a watched future.
+    """
+
+    def __init__(self, worker: Worker, watched: Sequence[concurrent.futures.Future[Any]]):
+        self._worker, self._watched = worker, list(watched)
+        self.closed = concurrent.futures.Future[None]()
+        self.failed_elsewhere = False
+
+    def until(self, future: concurrent.futures.Future[Any]) -> None:
+        """Return when the future is done."""
+        while not future.done():
+            self.for_any((future, self.closed))
+
+    def for_any(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        """Return when one of the futures is done, or after a while."""
+        wait_for_any(self._worker, (*futures, *self._watched))
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the step has failed elsewhere: a share may have all that its actions need, and much to do."""
+        if any(one.done() for one in self._watched):
+            try:
+                forget_done(self._watched)
+            except BaseException:
+                self.failed_elsewhere = True
+                raise
+        if self.closed.done():
+            raise ContextError("the context was closed while a step of a pipeline was under way")
 
 
 class UnderWay:
@@ -71,7 +110,7 @@ class UnderWay:
 
     def _end(self, run: Running) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads have come to end it
-            run.ended.set_result(None)
+            run.waits.closed.set_result(None)
 
     def give_up(self, error: BaseException) -> None:
         """Do nothing: what the shares wait for fails by itself."""

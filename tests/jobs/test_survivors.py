@@ -11,6 +11,7 @@ from helpers.jobs import PATH, Job
 
 PREFACE = """
     import os
+    import re
     import signal
     import sys
     import threading
@@ -55,7 +56,7 @@ PREFACE = """
         try:
             do()
         except jd.WorkerLostError as error:
-            return str(error)
+            return "; ".join([str(error), *getattr(error, "__notes__", [])])
         raise AssertionError("no WorkerLostError")
 
     told = {}
@@ -634,7 +635,8 @@ def test_a_pipeline_without_a_lost_worker_goes_on(surviving_job):
         if me.rank == 0:
             assert step([scale, scale, scale_and_die, scale], [0, 1, 2, 3], 2) == 1
             error = lost_error(lambda: step([scale, scale, scale_and_die, scale], [0, 1, 2, 3], 3))
-            assert "worker2 (rank 2)" in error, error
+            assert "worker2 (rank 2): lost, with stages [2]" in error, error
+            assert re.search(r"worker[01] .*: [01][FB][01]: stage [01], .*waiting for stage [12]", error), error
             print("after the loss:", step([scale] * 3, [0, 1, 3], 3))
         print(f"rank {me.rank}", jd.shutdown(timeout=20))
         """,

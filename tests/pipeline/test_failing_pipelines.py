@@ -1,5 +1,6 @@
 """Steps that cannot work: who is to blame is named, nobody waits for ever, and the next step is right."""
 
+import gc
 import logging
 import re
 import signal
@@ -14,6 +15,7 @@ from helpers.worlds import needs_pickling, on_worker0, wait_until_nobody_takes_p
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.pipeline.stages import Recording
 from jdistgrad.schedules.schedule import Action, Kind
 
 
@@ -96,6 +98,36 @@ def test_a_stage_that_raises_is_named_with_microbatch_action_and_worker(world, s
     assert f"worker{stage % jd.world_size()}" in named
     steps_well(refs)
     wait_until_nobody_takes_part()
+
+
+def ends_its_process(params, x):
+    raise SystemExit(3)
+
+
+@on_worker0
+def test_an_exit_is_named_like_any_error(world):
+    refs = refs_on_all()
+    kind = SystemExit if world.size == 1 else jd.RemoteError
+    with jd.context(), pytest.raises(kind) as raised:
+        pipeline_of([multiply, ends_its_process, multiply], refs).step(X, targets=Y)
+    assert "In 1F0: stage 1, microbatch 0, forward" in notes(raised)
+    steps_well(refs)
+
+
+@on_worker0
+def test_a_kept_error_keeps_no_recordings(world):
+    refs = refs_on_all()
+    with jd.context(), pytest.raises(RuntimeError) as kept:
+        pipeline_of([multiply, multiply, fails_backwards], refs).step(X, targets=Y)
+    wait_until_nobody_takes_part()
+    found = [jd.rpc_sync(k, recordings_alive) for k in range(world.size)]
+    assert kept.value.__traceback__ is not None
+    assert max(found) <= 1  # that of the action that failed, which the traceback holds
+
+
+def recordings_alive():
+    gc.collect()
+    return sum(isinstance(one, Recording) and bool(one._residuals) for one in gc.get_objects())
 
 
 @jax.custom_vjp

@@ -495,12 +495,28 @@ def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank,
         pipeline.step(x, targets=y)
 
 
-class Late(jd.DataParallel):
-    """It begins a reduction late, as on a busy machine."""
+def cannot_be_made():
+    raise RuntimeError("no parameters here")
 
-    def reduction(self, like):
+
+@on_every_worker
+def test_parameters_that_cannot_be_had_are_told_to_the_replicas(big_world, rank, size):
+    """The replicas know nothing of each other's trees yet."""
+    ref = jd.remote(rank, cannot_be_made) if rank == 1 else references(1, [rank])[0]
+    average = jd.remote(rank, averaging, args=(list(range(size)),))
+    pipeline = jd.Pipeline([pp.Stage(layer, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
+    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
+    kind, match = (RuntimeError, "no parameters here") if rank == 1 else (DisagreementError, "rank 1 has failed")
+    with jd.context(), pytest.raises(kind, match=match):
+        pipeline.step(x, targets=y)
+
+
+class Late(jd.DataParallel):
+    """It gives up a step late, as on a busy machine."""
+
+    def abandon(self):
         time.sleep(0.5)
-        return super().reduction(like)
+        super().abandon()
 
 
 def averaging_late(workers):
@@ -574,6 +590,28 @@ def test_numbers_among_parameters_have_no_gradients(world):
     assert np.allclose(first["w"], w - 2 * (2 * w) / 3)
     assert np.allclose(second["w"], w - 2 * (2 * w + 3) / 3)
     assert (first["factor"], second["count"]) == (2.0, 3)
+
+
+def chosen(params, x, flag, power):
+    return jnp.where(flag, x * params["w"] * params["factor"] ** power, x)
+
+
+def power_of(output, power):
+    return jnp.mean(output**2 * power)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@on_worker0
+def test_a_backward_pass_may_read_python_numbers(world, remat):
+    ref, x = jd.remote(jd.world_size() - 1, with_number), np.linspace(-1, 1, 15, dtype="float32").reshape(5, 3)
+    pipeline = jd.Pipeline([pp.Stage(chosen, ref, remat=remat)], pp.gpipe(1, 2), loss=power_of)
+    loss, (grads,) = stepped(pipeline, [ref], x, pp.whole(True), pp.whole(2), targets=pp.whole(0.5))
+
+    def whole(w):
+        return power_of(chosen(with_number() | {"w": w}, x, True, 2), 0.5)
+
+    expected = serially(jax.value_and_grad(whole), with_number()["w"])
+    assert_close((np.asarray(loss), grads["w"]), expected, rtol=1e-5)
 
 
 def drive(pipeline, x, y):

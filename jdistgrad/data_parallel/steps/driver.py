@@ -184,6 +184,11 @@ class Driver:
         """Begin a step whose gradients come one by one."""
         return self._begin(self._plan_for(like))
 
+    def abandon(self) -> None:
+        """Begin the next step and give it up at once."""
+        self._reducer.step += 1
+        self._thread.submit(self._reducer.abandon, self._reducer.step, 0)
+
     def buckets(self, tree: Any) -> Sequence[Bucket]:
         """Return the buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
