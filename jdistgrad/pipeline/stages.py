@@ -19,6 +19,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import ServedFunction, describe
 
+SHARED = 64  # compiled forward passes that are kept though their stages are gone: some MiB each
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
 
 Wanted = tuple[bool | tuple[bool, ...], ...]
@@ -50,12 +51,28 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class StageFunction(ServedFunction):
-    """The function of a stage, and of the last stage the loss too, as what JAX differentiates and compiles."""
+    """The function of a stage, and of the last stage the loss too, as what JAX differentiates and compiles.
+
+    What is compiled for it is kept as long as it is. Equal ones share it, if they are among the last that were made.
+    """
 
     function: Callable[..., Any]
     remat: bool = False
     loss: Callable[..., Any] | None = None
+    _compiled: dict[Wanted, Callable[..., "Traced"]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     pure = True
+
+    def __reduce__(self) -> Any:
+        return StageFunction, (self.function, self.remat, self.loss)
+
+    def compiled(self, wanted: Wanted) -> "Callable[..., Traced]":
+        """Return the stage's forward pass, compiled, with its pullback if anything is wanted."""
+        found = self._compiled.get(wanted)
+        if found is None:
+            found = self._compiled[wanted] = _forward(self.function, self.remat, self.loss, wanted)
+        return found
 
     @property
     def label(self) -> str:
@@ -151,7 +168,7 @@ class Recording:
 
     def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
         with explained(function):
-            traced: Traced = _forward(function, wanted)(parts, targets)
+            traced = function.compiled(wanted)(parts, targets)
         self._known = known = traced.known
         found = [*jax.tree.leaves((parts, targets)), *traced.made]  # NumPy arrays may stay: compiled code takes them
         leaves, count = [found[place] for place in known.sources], known.result.num_leaves
@@ -175,9 +192,9 @@ class Recording:
         return self._known.halves((), ()).run(1, self._values)
 
 
-@functools.lru_cache(maxsize=1024)
-def _forward(function: StageFunction, wanted: Wanted) -> Callable[..., Traced]:
-    """Return a stage's forward pass, compiled, with its pullback if anything is wanted."""
+@functools.lru_cache(maxsize=SHARED)
+def _forward(of: Callable[..., Any], remat: bool, loss: Callable[..., Any] | None, wanted: Wanted) -> Any:
+    function = StageFunction(of, remat, loss)  # its own, which does not hold what is compiled
 
     def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
         # Weak types get lost on the way between processes, and a placement must not change what is computed.

@@ -2,9 +2,11 @@
 
 import collections
 import functools
+import gc
 import itertools
 import re
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.errors import DisagreementError
 from jdistgrad.pipeline.batches import sizes_of, split
-from jdistgrad.pipeline.stages import Recording, StageFunction
+from jdistgrad.pipeline.stages import SHARED, Recording, StageFunction
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.local import LocalTransport
@@ -612,6 +614,18 @@ def test_a_backward_pass_may_read_python_numbers(world, remat):
 
     expected = serially(jax.value_and_grad(whole), with_number()["w"])
     assert_close((np.asarray(loss), grads["w"]), expected, rtol=1e-5)
+
+
+def test_what_is_compiled_lives_as_long_as_its_stage():
+    wanted = (True, True)
+    kept, shared = StageFunction(functools.partial(layer)), StageFunction(layer)
+    compiled, gone = kept.compiled(wanted), weakref.ref(StageFunction(functools.partial(layer)).compiled(wanted))
+    assert StageFunction(layer).compiled(wanted) is shared.compiled(wanted)
+    for _ in range(SHARED):
+        StageFunction(functools.partial(layer)).compiled(wanted)
+    gc.collect()
+    assert gone() is None
+    assert kept.compiled(wanted) is compiled
 
 
 def drive(pipeline, x, y):
