@@ -71,7 +71,7 @@ class StageFunction(ServedFunction):
         """Return the stage's forward pass, compiled, with its pullback if anything is wanted."""
         found = self._compiled.get(wanted)
         if found is None:
-            found = self._compiled[wanted] = _forward(self.function, self.remat, self.loss, wanted)
+            found = self._compiled[wanted] = _forward((self.function, self.remat, self.loss), wanted)
         return found
 
     @property
@@ -193,8 +193,8 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=SHARED)
-def _forward(of: Callable[..., Any], remat: bool, loss: Callable[..., Any] | None, wanted: Wanted) -> Any:
-    function = StageFunction(of, remat, loss)  # its own, which does not hold what is compiled
+def _forward(made_of: tuple[Any, ...], wanted: Wanted) -> Callable[..., Traced]:
+    function = StageFunction(*made_of)  # not the stage's, which holds what is compiled
 
     def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
         # Weak types get lost on the way between processes, and a placement must not change what is computed.
