@@ -19,32 +19,48 @@ class Report:
       waited: of each worker, the seconds in which it waited for results of others.
       computed: of each worker, the seconds in which it computed and sent.
       recordings: of each worker, the most recordings that were alive at once.
-      costs: the median duration of each kind of action on each stage: a first step compiles in its first actions.
     """
 
     def __init__(self, schedule: Schedule, inputs: Mapping[int, Sequence[int]], done: Sequence[Done], seconds: float):
         self.schedule, self.seconds, self._inputs = schedule, seconds, inputs
         self.times = [one.times for one in done]
         self.recordings = [one.recordings for one in done]
-        self.waited = [sum(begin - due for due, begin, _ in times) for times in self.times]
-        self.computed = [sum(end - begin for _, begin, end in times) for times in self.times]
+        self.waited = [sum(begin - due for due, begin, _, _ in times) for times in self.times]
+        self.computed = [sum(end - begin for _, begin, _, end in times) for times in self.times]
+
+    @property
+    def costs(self) -> Costs:
+        """The median duration of each kind of action on each stage, for forecasts, also of other schedules.
+
+        A first step compiles in its first actions. Of a backward pass both halves are measured.
+
+        Raises:
+          ValueError: the step had no backward passes, so their cost is not known.
+        """
+        if not self.schedule.trains:
+            raise ValueError("this step had forward passes only: take the costs from the report of a training step")
+        return self._costs
 
     @functools.cached_property
-    def costs(self) -> Costs:
-        found: dict[tuple[Kind, int], list[float]] = {}
+    def _costs(self) -> Costs:
+        stages = range(self.schedule.stages)
+        found: dict[tuple[Kind, int], list[float]] = {(kind, stage): [] for kind in Kind for stage in stages}
         for row, times in zip(self.schedule.actions, self.times, strict=True):
-            for action, (_, begin, end) in zip(row, times, strict=True):
-                found.setdefault((action.kind, action.stage), []).append(end - begin)
-
-        def usual(kind: Kind) -> list[float]:
-            return [statistics.median(found.get((kind, stage), [0.0])) for stage in range(self.schedule.stages)]
-
-        return Costs(usual(Kind.FORWARD), usual(Kind.BACKWARD), usual(Kind.INPUT), usual(Kind.WEIGHT))
+            for action, (_, begin, half, end) in zip(row, times, strict=True):
+                found[action.kind, action.stage].append(end - begin)
+                if action.kind is Kind.BACKWARD:
+                    found[Kind.INPUT, action.stage].append(half - begin)
+                    found[Kind.WEIGHT, action.stage].append(end - half)
+        usual = {key: statistics.median(seconds) if seconds else 0.0 for key, seconds in found.items()}
+        for stage in stages:
+            if not found[Kind.BACKWARD, stage]:
+                usual[Kind.BACKWARD, stage] = usual[Kind.INPUT, stage] + usual[Kind.WEIGHT, stage]
+        return Costs(**{kind.name.lower(): [usual[kind, stage] for stage in stages] for kind in Kind})
 
     @functools.cached_property
     def forecast(self) -> Forecast:
         """The forecast for actions that take as long as the median of their kind, and messages that take no time."""
-        return forecast(self.schedule, self.costs, self._inputs)
+        return forecast(self.schedule, self._costs, self._inputs)
 
     @property
     def bubble(self) -> float:
@@ -75,9 +91,10 @@ class Report:
         return self.text()
 
     def svg(self) -> str:
-        """Return a picture of the step as it was, as SVG. The clock of each row starts when its worker did."""
-        spans = [[(begin - row[0][0], end - row[0][0]) for _, begin, end in row] for row in self.times]
+        """Return a picture of the step as it was, as SVG. On several machines it is as exact as their clocks."""
+        first = min(row[0][0] for row in self.times if row)
+        spans = [[(begin - first, end - first) for _, begin, _, end in row] for row in self.times]
         title = f"measured: step {self.seconds:.4g}, bubble {self.bubble:.1%}, recordings {max(self.recordings)}"
-        return draw(title, self.schedule, spans, self.seconds)
+        return draw(title, self.schedule, spans, max(self.seconds, *(row[-1][1] for row in spans if row)))
 
     _repr_svg_ = svg

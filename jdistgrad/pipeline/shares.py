@@ -71,13 +71,14 @@ class Done(NamedTuple):
     Arguments:
       loss: of the whole batch, if this worker has the last stage.
       results: of the last stage: for each microbatch the auxiliary data, or without a loss the outputs.
-      times: of each action: when it was due, when its inputs had come, and when it was done, by ``time.monotonic``.
+      times: of each action: when it was due, when its inputs had come, when the gradients of its inputs had gone (of a
+        backward pass: its first half), and when it was done; by ``time.time``.
       recordings: the most recordings that were alive at once.
     """
 
     loss: Any
     results: list[Any]
-    times: list[tuple[float, float, float]]
+    times: list[tuple[float, float, float, float]]
     recordings: int
 
 
@@ -142,9 +143,9 @@ class Run:
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
         self._results: list[Any] = [None] * (self._plan.microbatches if part.is_last else 0)
-        self._times: list[tuple[float, float, float]] = []
+        self._times: list[tuple[float, float, float, float]] = []
         self._most = 0
-        self._due = self._ready = time.monotonic()
+        self._due = self._ready = self._half = time.monotonic()
         self._action: Action | None = None
         self._waits_for = ""
 
@@ -172,7 +173,9 @@ class Run:
             for total in self._sums.values():
                 total.wait()
             self._check_time()
-            return Done(*self._outcome(), self._times, self._most)
+            clock = time.time() - time.monotonic()  # other machines know only the time of day
+            times = [(due + clock, ready + clock, half + clock, done + clock) for due, ready, half, done in self._times]
+            return Done(*self._outcome(), times, self._most)
 
     def _carry_out_actions(self) -> None:
         steps: dict[Kind, Callable[[int, int], None]] = {
@@ -188,7 +191,7 @@ class Run:
                 self.waits.check()
                 steps[action.kind](action.stage, action.microbatch)
                 done = self._check_time()
-                self._times.append((self._due, self._ready, done))
+                self._times.append((self._due, self._ready, max(self._half, self._ready), done))
                 self._tell(action)
         except BaseException as error:
             self._name(error, spelled(action))
@@ -283,6 +286,7 @@ class Run:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         self._pull_inputs(stage, microbatch)
+        self._half = time.monotonic()
         self._pull_parameters(stage, microbatch)
 
     def _pull_inputs(self, stage: int, microbatch: int) -> None:
