@@ -99,18 +99,9 @@ def check_hash(function: Any, what: str) -> None:
 
 
 def inputs_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages whose results each stage takes, in the order of its arguments."""
-    found = []
-    for number, stage in enumerate(stages):
-        mine = (number - 1,) if stage.inputs is None else tuple(stage.inputs)  # before the first stage: BATCH
-        for source in mine:
-            if not isinstance(source, int) or source not in range(BATCH, number):
-                raise ScheduleError(
-                    f"stage {number} takes the result of stage {source!r}; expected earlier stages, 0 to {number - 1}, "
-                    "or jd.pipeline.BATCH"
-                )
-        found.append(mine)
-    return tuple(found)
+    """Return what each stage takes, in the order of its arguments: results of other stages, or the ``BATCH``."""
+    given = (stage.inputs for stage in stages)
+    return tuple((number - 1,) if mine is None else tuple(mine) for number, mine in enumerate(given))
 
 
 def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -55,7 +55,8 @@ class Report:
         for stage in stages:
             if not found[Kind.BACKWARD, stage]:
                 usual[Kind.BACKWARD, stage] = usual[Kind.INPUT, stage] + usual[Kind.WEIGHT, stage]
-        return Costs(**{kind.name.lower(): [usual[kind, stage] for stage in stages] for kind in Kind})
+        each = {kind: [usual[kind, stage] for stage in stages] for kind in Kind}
+        return Costs(each[Kind.FORWARD], each[Kind.BACKWARD], each[Kind.INPUT], each[Kind.WEIGHT])
 
     @functools.cached_property
     def forecast(self) -> Forecast:

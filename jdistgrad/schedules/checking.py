@@ -23,8 +23,8 @@ def check(schedule: Schedule, inputs: Inputs | None = None) -> None:
 
     Arguments:
       schedule: the schedule.
-      inputs: the earlier stages that a stage takes its inputs from, for the stages that take them not (or not only)
-        from the stage before: ``{3: (0, 2)}``.
+      inputs: the earlier stages that a stage takes its inputs from, for the stages that do not take them from the stage
+        before alone: ``{3: (0, 2)}``.
     """
     played(schedule, inputs, Costs())
 
@@ -40,21 +40,21 @@ def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list
 
 def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
     """Return the stages that each stage takes inputs from: the one before it, unless ``inputs`` says otherwise."""
-    chain = {stage: (stage - 1,) for stage in range(1, stages)}
-    given = {stage: _checked(stage, sources) for stage, sources in (inputs or {}).items()}
-    for stage, sources in given.items():
-        if stage not in range(stages) or any(source not in range(stage) for source in sources):
-            raise ScheduleError(
-                f"inputs= says that stage {stage!r} takes inputs from {list(sources)}; each of the {stages} stages "
-                "can take them from earlier ones only."
-            )
-    found = {0: (), **chain, **given}
-    return [found[stage] for stage in range(stages)]
+    found: list[tuple[int, ...]] = [(stage - 1,) if stage else () for stage in range(stages)]
+    for stage, sources in (inputs or {}).items():
+        if stage not in range(stages):
+            raise ScheduleError(f"inputs= has stage {stage!r}, expected one of the {stages} stages: 0 to {stages - 1}.")
+        found[stage] = _checked(stage, sources)
+    return found
 
 
 def _checked(stage: int, sources: Any) -> tuple[int, ...]:
     if not isinstance(sources, Sequence):
-        raise ScheduleError(f"inputs= has {sources!r} for stage {stage!r}, expected a tuple of stages: (0, 2).")
+        raise ScheduleError(f"inputs= has {sources!r} for stage {stage}, expected a tuple of stages: (0, 2).")
+    for source in sources:
+        if not isinstance(source, int) or source not in range(stage):
+            earlier = f"of earlier stages: 0 to {stage - 1}" if stage else "of none: the first stage takes the batch"
+            raise ScheduleError(f"Stage {stage} takes the result of stage {source!r}; expected results {earlier}.")
     return tuple(dict.fromkeys(sources))
 
 

@@ -405,7 +405,7 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
         good = list(zip([multiply] * 3, refs, strict=True))
         schedule = pp.gpipe(3, 2)
         workers = [0] * 3
-        not_a_stage = jd.ScheduleError, r"stage 1 takes the result of stage 0\.0; expected"
+        not_a_stage = jd.ScheduleError, r"Stage 1 takes the result of stage 0\.0; expected"
         cases = [
             (lambda: jd.Pipeline(good[:2], schedule), jd.ScheduleError, "3 stages, but 2"),
             (lambda: jd.Pipeline(good, schedule, workers=[0]), jd.ScheduleError, "3 workers, but workers= names 1"),
@@ -420,7 +420,7 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
             (
                 lambda: jd.Pipeline([pp.Stage(multiply, refs[0], inputs=(2,)), *good[1:]], schedule, workers=workers),
                 jd.ScheduleError,
-                "stage 0 takes the result of stage 2",
+                "Stage 0 takes the result of stage 2; expected results of none",
             ),
             (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError, "never end"),
             (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError, r"is no schedule.*Schedule\.parse"),
@@ -461,6 +461,8 @@ def test_steps_that_cannot_be_taken_are_refused(world):
                 pipeline.step(given, targets=Y)
         with pytest.raises(jd.DifferentiationError, match=r"by jd\.rpc_sync under"):
             jax.grad(lambda x: pipeline.step(x, targets=Y))(X)
+        with pytest.raises(jd.DifferentiationError, match="a pipeline's apply cannot be differentiated"):
+            jax.grad(lambda x: jnp.sum(pipeline.apply(x)))(X)
         with pytest.raises(TypeError, match="no loss"):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError, match="nothing to report"):

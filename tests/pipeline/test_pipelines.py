@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import re
+import threading
 import time
 import weakref
 
@@ -452,6 +453,51 @@ def test_replicas_average_their_gradients(world, rank, size):
     assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
+_averaged = collections.defaultdict(threading.Event)  # by rank
+
+
+class Noting(jd.DataParallel):
+    """It notes that it has averaged."""
+
+    def average(self, gradients):
+        found = super().average(gradients)
+        _averaged[self.collectives.rank].set()
+        return found
+
+
+def noting(workers):
+    return Noting(jd.collectives.of_this_world(workers), timeout=60)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def after_average(rank, params, x):
+    """A layer whose backward pass ends only when another stage's gradients have been averaged."""
+    return layer(params, x)
+
+
+def _wait_for_average(rank, given, g):
+    def wait(g):
+        assert _averaged[rank].wait(20), "the average has not begun while a stage computes"
+        return g
+
+    g = jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g)
+    return jax.vjp(layer, *given)[1](g)
+
+
+after_average.defvjp(lambda rank, params, x: (layer(params, x), (params, x)), _wait_for_average)
+
+
+@on_every_worker
+def test_a_stage_averages_while_another_computes(world, rank, size):
+    refs, (x, y) = references(2, [rank, rank]), data(2, 3)
+    average = jd.remote(rank, noting, args=(list(range(size)),))
+    stages = [(functools.partial(after_average, rank), refs[0]), pp.Stage(layer, refs[1], average=average)]
+    _averaged[rank].clear()
+    pipeline = jd.Pipeline(stages, pp.interleaved(1, 1, 2), loss=mean_square)
+    found = stepped(pipeline, refs, x, targets=y)[1]
+    assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
+
+
 @on_every_worker
 def test_contexts_of_steps_are_averaged_with_a_hook_and_clipped_by_the_optimizer(world, rank, size):
     """As after any other backward pass: each worker drives a replica, whose gradients are in its own context."""
@@ -658,6 +704,17 @@ def the_target(output, target):
 
 
 @on_worker0
+def test_a_step_without_backward_passes_returns_the_loss_outside_of_any_context(world):
+    refs, (x, y) = references(2, [0, jd.world_size() - 1]), data(2)
+    stages, workers = [(layer, ref) for ref in refs], [0, jd.world_size() - 1]
+    pipeline = jd.Pipeline(stages, pp.forward_only(2, 3), loss=mean_square, workers=workers)
+    assert_close(pipeline.step(x, targets=y), serially(chain, [make(0), make(1)], x, y))
+    with jd.context() as ctx:
+        pipeline.step(x, targets=y)
+        assert jd.get_gradients(ctx) == {}
+
+
+@on_worker0
 def test_a_loss_may_be_a_python_number_that_was_given(world):
     refs, (x, _) = references(2, [0, jd.world_size() - 1]), data(2)
     pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=the_target)
@@ -693,8 +750,8 @@ def models(draw, size):
         mine = draw(st.lists(st.integers(0, stage - 1), max_size=2))
         inputs.append((stage - 1, *mine))
     shared = [draw(st.integers(0, stage)) for stage in range(stages)]
-    placement = [draw(st.integers(0, size - 1)) for _ in range(stages)]
-    microbatches = draw(st.integers(1, 4))
+    placement = draw(st.permutations([k % size for k in range(stages)]))
+    microbatches = draw(st.integers(2, 4))
     rows = microbatches * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
     seeds = draw(st.permutations(range(5)))
     return inputs, shared, widths, placement, microbatches, rows, seeds, draw(st.randoms(use_true_random=False))

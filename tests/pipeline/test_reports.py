@@ -12,14 +12,14 @@ from jdistgrad.schedules.picture import LEFT, WIDTH
 NOON = 1e9  # the workers' clocks show the time of day
 
 
-def answer(*times, recordings=1):
-    return Done(None, [], [tuple(NOON + one for one in each) for each in times], recordings)
+def answer(*times):
+    return Done(None, [], [tuple(NOON + one for one in each) for each in times], 1)
 
 
 def in_whole():
-    """Two stages; the second worker has heard of the step 1 s later. Backward passes take 2 s and 3 s for the halves."""
-    first = answer((0, 0, 0, 2), (2, 10, 12, 15), recordings=1)
-    second = answer((1, 3, 3, 4), (4, 4, 6, 9), recordings=1)
+    """Two stages; the second worker has heard of the step 1 s later. The halves of backward passes take 2 s and 3 s."""
+    first = answer((0, 0, 0, 2), (2, 10, 12, 15))
+    second = answer((1, 3, 3, 4), (4, 4, 6, 9))
     return Report(pp.gpipe(2, 1), {1: (0,)}, [first, second], 16.0)
 
 

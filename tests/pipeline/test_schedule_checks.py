@@ -106,9 +106,17 @@ def test_a_skip_connection_can_make_a_circle():
         check(backwards, {1: (), 3: (0,)})
 
 
-@pytest.mark.parametrize("inputs", [{1: (1,)}, {0: (2,)}, {7: (0,)}, {2: (-1,)}])
-def test_inputs_come_from_earlier_stages(inputs):
-    with pytest.raises(ScheduleError, match="can take them from earlier ones only"):
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({1: (1,)}, "Stage 1 takes the result of stage 1; expected results of earlier stages: 0 to 0"),
+        ({0: (2,)}, "Stage 0 takes the result of stage 2; expected results of none: the first stage takes the batch"),
+        ({7: (0,)}, "inputs= has stage 7, expected one of the 3 stages: 0 to 2"),
+        ({2: (-1,)}, "Stage 2 takes the result of stage -1; expected results of earlier stages: 0 to 1"),
+    ],
+)
+def test_inputs_come_from_earlier_stages(inputs, message):
+    with pytest.raises(ScheduleError, match=message):
         check(one_f_one_b(3, 2), inputs)
 
 
