@@ -22,7 +22,7 @@ class Whole:
 
 def whole(value: Any) -> Whole:
     """Mark an argument of a pipeline's step, or a part of one, that is not split into microbatches."""
-    return Whole(value)
+    return Whole(jax.tree.map(lambda leaf: leaf.value if _is_whole(leaf) else leaf, value, is_leaf=_is_whole))
 
 
 def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int) -> list[int]:
@@ -100,7 +100,7 @@ def _named(path: Any) -> str:
 def joined(outputs: Sequence[Any]) -> Any:
     """Return the results of all microbatches as one: arrays one after the other along their first axis.
 
-    Waits for them: what passed through the stages is the caller's own memory, which JAX reads late.
+    Waits for them: what passed through the stages unchanged is the caller's own memory, which it may change.
     """
     together = jax.tree.map(lambda *one: jnp.concatenate(one) if np.ndim(one[0]) else jnp.stack(one), *outputs)
     return jax.block_until_ready(together)
@@ -112,7 +112,7 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
     Sums in 64 bits: in 8 or 11, a sum of many small parts would stand still.
     """
     total = sum(weight * float(value) for value, weight in zip(values, weights, strict=True))
-    return np.asarray(total, jnp.result_type(values[0]))
+    return np.asarray(total, jnp.result_type(*values))
 
 
 def in_jax(tree: Any) -> Any:

@@ -180,16 +180,16 @@ class Recording:
         known = self._known
         if not known.weights and not any(known.inputs):
             return [[] for _ in known.inputs]
-        halves = known.halves(self._residuals, cotangents)
-        self._values, self._residuals = halves.begin([*self._residuals, *cotangents]), []
-        found = iter(halves.run(0, self._values) if any(known.inputs) else [])
+        self._halves = known.halves(self._residuals, cotangents)
+        self._values, self._residuals = self._halves.begin([*self._residuals, *cotangents]), []
+        found = iter(self._halves.run(0, self._values) if any(known.inputs) else [])
         return [[next(found) for _ in range(count)] for count in known.inputs]
 
     def pull_parameters(self) -> list[Any]:
         """Return the gradients of the parameters; the cotangents have been given to ``pull_inputs``."""
         if not self._known.weights:
             return []
-        return self._known.halves((), ()).run(1, self._values)
+        return self._halves.run(1, self._values)
 
 
 @functools.lru_cache(maxsize=SHARED)

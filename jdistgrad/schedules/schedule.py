@@ -64,8 +64,14 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        try:
+            object.__setattr__(self, "placement", tuple(self.placement))
+            object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        except TypeError as error:
+            raise ScheduleError(
+                "A schedule has a placement, the worker of each stage, as (0, 1), and a list of the actions of each "
+                f"worker, as [[...], [...]]: {error}."
+            ) from None
         if not self.placement or not any(self.actions):
             raise ScheduleError("A schedule has at least one stage and one action; this one has none.")
         for stage, worker in enumerate(self.placement):
@@ -113,6 +119,8 @@ class Schedule:
         Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are left out. An
         ``OVERLAP_F_B`` is read as its parts, one after the other. A stage is placed on the worker that runs it.
         """
+        if not isinstance(text, str):
+            raise ScheduleError(f"A schedule is read from its text, not from {text!r:.40}: Path(file).read_text().")
         lines = text.strip("\ufeff \t\r\n").splitlines()
         rows = [tuple(_actions_of(line, worker)) for worker, line in enumerate(lines)]
         return cls(_placement_of(rows), tuple(rows))

@@ -108,6 +108,8 @@ def test_workers_without_actions_survive_the_text():
         ("0F0\n0F1", "Stage 0 stands in the lines of worker 0 and of worker 1"),
         ("0F0\n2F0", "No worker runs stage 1, but one runs stage 2"),
         ("", "at least one stage and one action"),
+        (None, "A schedule is read from its text, not from None"),
+        (b"0F0,0B0", "A schedule is read from its text, not from b'0F0"),
     ],
 )
 def test_text_that_is_no_schedule(text, message):
@@ -129,6 +131,8 @@ FORWARD = Action(Kind.FORWARD, 0, 0)
         ((0,), ((Action(Kind.FORWARD, 0, -1),),), "a microbatch of 0 or more"),
         ((0,), ((Action(Kind.FORWARD, 3, 0),),), "one of its stages"),
         ((0,), ((Action("F", 0, 0),),), "Expected Action"),
+        ((0,), (None,), "a list of the actions of each worker"),
+        (0, ((FORWARD,),), "the worker of each stage"),
     ],
 )
 def test_malformed_schedules(placement, actions, message):
