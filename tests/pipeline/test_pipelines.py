@@ -3,7 +3,6 @@
 import collections
 import functools
 import gc
-import itertools
 import re
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 from flax import linen as nn, nnx
 from helpers.data import assert_close
 from helpers.models import serially
+from helpers.schedules import random_schedule
 from helpers.worlds import on_every_worker, on_worker0, wait_until_nobody_takes_part
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -769,27 +769,6 @@ def models(draw, size):
     rows = microbatches * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
     seeds = draw(st.permutations(range(5)))
     return inputs, shared, widths, placement, microbatches, rows, seeds, draw(st.randoms(use_true_random=False))
-
-
-def random_schedule(chance, inputs, placement, microbatches):
-    """Return a schedule that takes, again and again, any of the actions that could be next."""
-    sources = [set() if mine is None else set(mine) for mine in inputs]
-    needs = {}
-    for stage, batch in itertools.product(range(len(inputs)), range(microbatches)):
-        needs[F, stage, batch] = {(F, source, batch) for source in sources[stage]}
-        consumers = [later for later, mine in enumerate(sources) if stage in mine]
-        backward = {(F, stage, batch), *((I, later, batch) for later in consumers)}
-        if chance.random() < 0.5:
-            needs[I, stage, batch], needs[W, stage, batch] = backward, {(I, stage, batch)}
-        else:
-            needs[B, stage, batch] = backward
-    done, rows = set(), [[] for _ in range(max(placement) + 1)]
-    while needs:
-        kind, stage, batch = chance.choice([one for one, before in needs.items() if before <= done])
-        del needs[kind, stage, batch]
-        done.add((I if kind is B else kind, stage, batch))
-        rows[placement[stage]].append(pp.Action(kind, stage, batch))
-    return pp.Schedule(placement, rows)
 
 
 WIDEST = 4

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
-from torture import interpreter, judging, steps
+from torture import interpreter, judging, pipelines, steps
 from torture.judging import CRASH, Problem
-from torture.programs import ParallelProgram, Program
+from torture.programs import AnyProgram, ParallelProgram, PipelineProgram, Program
 
 MODES: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "jd.jit": jd.jit, "jax.jit": jax.jit}
 
 
-def check(program: Program | ParallelProgram, timeout: float) -> list[Problem]:
+def check(program: AnyProgram, timeout: float) -> list[Problem]:
     """Run a program as one worker of a new world, and return the problems. Every worker calls this function.
 
     Arguments:
@@ -32,7 +32,7 @@ def check(program: Program | ParallelProgram, timeout: float) -> list[Problem]:
     return problems
 
 
-def may_fail(program: Program | ParallelProgram) -> bool:
+def may_fail(program: AnyProgram) -> bool:
     """Return whether the world may fail to shut down, because its ranks take different steps."""
     return isinstance(program, ParallelProgram) and not program.agreed(jd.world_size())
 
@@ -45,9 +45,11 @@ def leave() -> None:
         return
 
 
-def on_worker(program: Program | ParallelProgram, rank: int, timeout: float) -> list[Problem]:
+def on_worker(program: AnyProgram, rank: int, timeout: float) -> list[Problem]:
     if isinstance(program, ParallelProgram):
         return steps.run(program, rank, jd.world_size(), timeout)
+    if isinstance(program, PipelineProgram):
+        return pipelines.run(program) if rank == 0 else []
     return compare_rounds(program) if program.crowd or rank == 0 else []
 
 

@@ -5,8 +5,11 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from helpers.schedules import random_schedule
+
+from jdistgrad.pipeline import Schedule, gpipe, one_f_one_b, zero_bubble
 from torture import containers, palette
-from torture.programs import FEATURES, Node, ParallelProgram, Program, Step
+from torture.programs import FEATURES, AnyProgram, Node, ParallelProgram, PipelineProgram, Program, Step
 
 SMALL = ((3,), (2, 3), (4, 1))
 LARGE = (300, 300)
@@ -21,34 +24,36 @@ class Chance:
     """Random choices for one program, among those that the features allow."""
 
     def __init__(self, seed: Any, features: Collection[str]):
-        self._random, self.features = random.Random(str(seed)), frozenset(features)
+        self.random, self.features = random.Random(str(seed)), frozenset(features)
 
     def has(self, feature: str) -> bool:
         return feature in self.features
 
     def wants(self, feature: str, share: float) -> bool:
         """Draw whether this program has a feature: never if the feature is switched off."""
-        found = self._random.random() < share
+        found = self.random.random() < share
         return found and self.has(feature)
 
     def one(self, choices: Sequence[Any]) -> Any:
-        return self._random.choice(choices)
+        return self.random.choice(choices)
 
     def number(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
+        return self.random.randint(low, high)
 
     def several(self, low: int, high: int, count: int) -> tuple[int, ...]:
         return tuple(self.number(low, high) for _ in range(count))
 
 
-def draw(seed: int, features: Collection[str] = tuple(FEATURES)) -> Program | ParallelProgram:
-    """Return the program of a seed. Every fifth program is data parallel."""
+def draw(seed: int, features: Collection[str] = tuple(FEATURES)) -> AnyProgram:
+    """Return the program of a seed. Every fifth program is data parallel, and every fifth is a pipeline."""
     unknown = set(features) - set(FEATURES)
     if unknown:
         raise ValueError(f"unknown features {sorted(unknown)}; there are {', '.join(FEATURES)}")
     chance = Chance(seed, features)
     if chance.has("parallel") and seed % 5 == 4:
         return draw_parallel(seed, chance)
+    if chance.has("pipelines") and seed % 5 == 2:
+        return draw_pipeline(seed, chance)
     return draw_program(seed, chance)
 
 
@@ -143,6 +148,35 @@ def draw_parallel(seed: int, chance: Chance) -> ParallelProgram:
     order = (*range(len(steps)), *chance.several(0, len(steps) - 1, 2))
     program = ParallelProgram(seed, steps, order, None, order, warm=chance.one((True, True, False)))
     return dataclasses.replace(program, **disagreement(chance, order)) if odd else program
+
+
+def draw_pipeline(seed: int, chance: Chance) -> PipelineProgram:
+    stages, large = chance.number(1, 5), chance.wants("large", 0.2)
+    inputs = [(), *((k - 1, *chance.several(0, k - 1, chance.number(0, 2))) for k in range(1, stages))]
+    functions = [chance.one(("mix", "bend")) for _ in range(stages)]
+    microbatches = chance.number(1, 6)
+    return PipelineProgram(
+        seed=seed,
+        shape=LARGE if large else (microbatches + chance.number(0, 5), chance.number(1, 4)),
+        functions=tuple(f"fast_{name}" if chance.wants("jitted", 0.3) else name for name in functions),
+        inputs=tuple(inputs),
+        shared=tuple(chance.number(0, k) for k in range(stages)),
+        remat=tuple(chance.one((True, False, False)) for _ in range(stages)),
+        schedule=draw_schedule(chance, inputs, microbatches).text(),
+        steps=chance.number(1, 2),
+    )
+
+
+def draw_schedule(chance: Chance, inputs: Sequence[tuple[int, ...]], microbatches: int) -> Schedule:
+    """Draw a schedule of the literature, or one of any order in which the stages are on any workers."""
+    stages = len(inputs)
+    known = [gpipe, one_f_one_b, zero_bubble] if stages <= 4 else []
+    make = chance.one([*known, None])
+    if make is not None:
+        return make(stages, microbatches)
+    workers = chance.number(1, min(stages, 4))
+    placement = [*range(workers), *chance.several(0, workers - 1, stages - workers)]
+    return random_schedule(chance.random, inputs, placement, microbatches)
 
 
 def disagreement(chance: Chance, order: tuple[int, ...]) -> dict[str, Any]:

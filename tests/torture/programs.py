@@ -17,6 +17,7 @@ FEATURES = {
     "vmap": "calls inside jax.vmap",
     "crowd": "all workers run the program at the same time",
     "parallel": "data-parallel steps, from Python and compiled",
+    "pipelines": "steps of pipelines: random stages, schedules, placements and batches",
     "orders": "data-parallel programs that run in another order on one rank",
 }
 
@@ -69,6 +70,30 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineProgram:
+    """Steps of a pipeline, of which every stage combines its inputs and its parameters by a function of the palette.
+
+    Attributes:
+      shape: that of the batch.
+      functions: of each stage, the name of the function.
+      inputs: of each stage, the earlier stages whose results it takes; of the first stage none.
+      shared: of each stage, the number of its parameters: stages may have the same.
+      remat: of each stage, whether it is computed again in the backward pass.
+      schedule: in PyTorch's notation. Its workers are those of the world in turn.
+      steps: how many are taken in one context.
+    """
+
+    seed: int
+    shape: tuple[int, ...]
+    functions: tuple[str, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    shared: tuple[int, ...]
+    remat: tuple[bool, ...]
+    schedule: str
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A data-parallel step: its kind, a method of ``steps.Steps``, and its parameters, a name in ``steps.SHAPES``."""
 
@@ -102,3 +127,6 @@ class ParallelProgram:
     def agreed(self, size: int) -> bool:
         """Return whether all ranks take the same steps."""
         return self.odd_rank is None or size == 1
+
+
+AnyProgram = Program | ParallelProgram | PipelineProgram

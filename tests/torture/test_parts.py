@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torture import containers, generator, interpreter, judging, palette, steps
-from torture.programs import FEATURES, Node, ParallelProgram, Program
+from torture import containers, generator, interpreter, judging, palette, pipelines, steps
+from torture.programs import FEATURES, Node, ParallelProgram, PipelineProgram, Program
 from torture.watching import Ended, World, judged
 
 MANY = range(400)
@@ -54,6 +54,15 @@ def test_every_step_is_drawn():
         assert odd == (program.order_of(1, 2) != program.order_of(0, 2)) == (not program.agreed(2))
 
 
+def test_every_pipeline_is_drawn():
+    programs = [one for one in drawn() if isinstance(one, PipelineProgram)]
+    assert {name for one in programs for name in one.functions} == set(pipelines.STAGES)
+    assert {len(one.functions) for one in programs} == {1, 2, 3, 4, 5}
+    assert {flag for one in programs for flag in one.remat} == {True, False}
+    assert any("W" in one.schedule and "B" in one.schedule for one in programs)
+    assert any(len(set(one.shared)) < len(one.shared) for one in programs)
+
+
 SIGNS = {
     "remote": "how='remote'",
     "held": "held=1",
@@ -69,6 +78,7 @@ SIGNS = {
     "vmap": "mapped",
     "crowd": "crowd=True",
     "parallel": "ParallelProgram",
+    "pipelines": "PipelineProgram",
     "orders": "odd_rank=0",
 }
 

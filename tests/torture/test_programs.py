@@ -11,6 +11,7 @@ SEEDS = {
     "a weakly typed number beside half precision, inside jd.jit": 8,
     "a typed key among the results, inside jax.jit": 116,
     "data-parallel steps of several kinds": 14,
+    "steps of a pipeline with skips, shared parameters and halves": 27,
 }
 
 
