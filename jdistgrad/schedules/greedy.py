@@ -24,7 +24,7 @@ def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
 
 
 class _Board:
-    """What each worker has done and what is ready there: preference, microbatch, stages from it to the last."""
+    """What each worker has done and what is ready there: preference, microbatch, ``left``: stages after this one."""
 
     def __init__(self, workers: int, microbatches: int, costs: Costs):
         self.place = (*range(workers), *reversed(range(workers)))
@@ -43,7 +43,10 @@ class _Board:
                 break
 
     def _has_room(self, stage: int) -> bool:
-        """Keep one place for the worker's late stage, without which no recording would ever end."""
+        """Return whether a forward pass may begin: one recording is reserved for the worker's late stage.
+
+        Without this recording the late stage could never begin, and none of the early stage's would end.
+        """
         early = self._alive[min(stage, self.last - stage)]
         late = self._alive[max(stage, self.last - stage)]
         return early + late <= self.last and (stage > self.last - stage or early < self.last)

@@ -1,6 +1,8 @@
 """The schedules of the literature, as functions of the number of workers and microbatches.
 
-GPipe (arXiv 1811.06965), 1F1B (2104.04473, with interleaving), zero bubble H1 (2401.10241) and V (2405.15362).
+GPipe (arXiv 1811.06965), 1F1B (2104.04473, section 2.2, with interleaving), zero bubble H1 (2401.10241, section 2.1)
+and V (2405.15362; 2401.10241, section 6). Pipelines fill (forward passes only), are steady (forward and backward passes
+in turn) and drain (backward passes only).
 """
 
 import itertools
@@ -43,6 +45,9 @@ def interleaved(workers: int, microbatches: int, chunks: int) -> Schedule:
     backwards = list(_in_rounds(workers, microbatches, range(chunks)[::-1]))
     orders = []
     for worker in range(workers):
+        # To fill: a round through all chunks but the last. Then one forward pass for each worker after this one, while
+        # the first microbatch goes to the last worker and its cotangents come back; with several chunks two, so that
+        # workers wait less for messages. (1F1B has one: with two, a worker would keep more recordings.)
         ahead = (workers - 1 - worker) * min(chunks, 2) + (chunks - 1) * workers
         turns = _alternately(forwards, backwards, ahead)
         orders.append([(kind, chunk * workers + worker, batch) for kind, (chunk, batch) in turns])
@@ -52,7 +57,8 @@ def interleaved(workers: int, microbatches: int, chunks: int) -> Schedule:
 def zero_bubble(workers: int, microbatches: int) -> Schedule:
     """Return ZB-H1: 1F1B with the backward pass in halves. The weights' gradients fill a part of the bubble.
 
-    Every worker keeps as many recordings as there are workers.
+    Every worker keeps as many recordings as there are workers: worker ``w`` computes the gradients of the weights ``w``
+    microbatches later than those of the inputs.
     """
     _check(workers=workers, microbatches=microbatches)
     batches, orders = range(microbatches + workers), []
@@ -70,8 +76,9 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
     """Return the zero-bubble schedule of a V: worker ``w`` has the stages ``w`` and ``2 * workers - 1 - w``.
 
     Each worker keeps at most ``2 * workers`` recordings, of stages half as large as those of other schedules. Without
-    ``costs``, the order is that of equal costs, which has no more bubble than a formula says from ``2 * workers - 2``
-    microbatches on. With ``costs``, and for fewer microbatches, it is this order or a greedy one, whichever ends first.
+    ``costs``, the order is that of equal costs, whose bubble is (p - 1) / (6m + p - 1) for p workers and m
+    microbatches, from m = 2p - 2 on. With ``costs``, and for fewer microbatches, it is this order or a greedy one,
+    whichever ends first.
     """
     _check(workers=workers, microbatches=microbatches)
     orders = [_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers)]
@@ -85,14 +92,19 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
 
 
 def _v_order(workers: int, worker: int, microbatches: int) -> Iterator[tuple[Kind, int, int]]:
-    """Yield a worker's actions: forwards until the first comes back, then a first and a last stage in turn."""
+    """Yield a worker's actions, of its early stage (on the way down the V) and its late one (on the way up).
+
+    If all actions take the same time, a worker is never idle between its first action and its last.
+    """
     early, late, after = worker, 2 * workers - 1 - worker, workers - worker
     finish = ((F, late), (I, late), (W, late))
-    order = [(F, early)] * (2 * after - 1) + [(F, late), (F, early)] * worker + [*finish] * after
-    for batch in range(workers, microbatches):  # of the late stage
+    order = [(F, early)] * (2 * after - 1)  # fill, while microbatch 0 goes down the V and up again to the late stage
+    order += [(F, late), (F, early)] * worker  # while it goes up to the last stage, and its cotangents come back down
+    order += [*finish] * after  # while these go down the V, and up again to the early stage
+    for batch in range(workers, microbatches):  # steady; ``batch`` is the late stage's
         order += [(F, early)] * (after - 1 + batch < microbatches) + [(I, early), (W, early), *finish]
-    order += [(I, early), (I, late)] * worker + [(I, early), (W, early)] * after
-    order += [(W, late)] * worker + [(W, early)] * worker
+    order += [(I, early), (I, late)] * worker  # drain: first what other workers wait for
+    order += [(I, early), (W, early)] * after + [(W, late)] * worker + [(W, early)] * worker
     batches: dict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
     for kind, stage in order:
         yield kind, stage, next(batches[kind, stage])
@@ -116,7 +128,7 @@ def _in_rounds(workers: int, microbatches: int, chunks: Sequence[int]) -> Iterat
 
 
 def _alternately(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> Iterator[tuple[Kind, T]]:
-    """Yield some forward passes, then one forward and one backward in turn, then the backward passes that are left."""
+    """Yield ``ahead`` forward passes (fill), then one forward, one backward in turn (steady), then the rest (drain)."""
     for step in range(len(forwards) + ahead):
         if step < len(forwards):
             yield F, forwards[step]
