@@ -108,6 +108,28 @@ def test_the_how_to_page_runs_as_it_stands(tmp_path):
     assert names["big_state"][0].mu["w"].sharding.shard_shape((8, 16)) == (1, 16)
 
 
+def test_rows_of_ranks_with_different_numbers_of_them_weigh_the_same():
+    page = (EXAMPLES.parent / "docs" / "how-to" / "data-parallel.md").read_text()
+    block = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def weighted_loss" in one)
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+
+    def loss_fn(params, x, y):
+        return jnp.mean((x @ params - y) ** 2)
+
+    def main():
+        me = jd.init()
+        mine = np.split(x, [8, 9])[me.rank]
+        names = {"jd": jd, "dp": jd.DataParallel(), "loss_fn": loss_fn, "params": jnp.ones((4, 2))}
+        names |= {"x": mine, "y": mine[:, :2]}
+        exec(block, names)
+        jd.shutdown()
+        return names["mean"], names["gradients"]
+
+    expected = jax.value_and_grad(loss_fn)(jnp.ones((4, 2)), x, x[:, :2])
+    for found in jd.spawn(main, 3):
+        jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5), found, expected)
+
+
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_a_rod_that_is_cut_has_the_derivatives_of_the_whole(example, n):
     rod = example("heat")
