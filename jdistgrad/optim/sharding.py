@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
@@ -143,7 +144,7 @@ def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any
 @functools.partial(jax.jit, static_argnums=1)
 def _rows(leaves: list[jax.Array], size: int) -> jax.Array:
     """Return the shares of an average, first all that is for rank 0, then for rank 1, and so on."""
-    return jnp.concatenate([_parts(leaf / size, size) for leaf in leaves], axis=1).reshape(-1)
+    return jnp.concatenate([_parts(divided(leaf, size), size) for leaf in leaves], axis=1).reshape(-1)
 
 
 def _gathered(slices: Any, like: Any, all_: Collectives, limits: Sequence[int]) -> Any:

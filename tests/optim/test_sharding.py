@@ -41,7 +41,7 @@ def test_updates_are_those_without_sharding_to_the_bit(world, rank, size):
     tx = jd.shard_state(optax.adam(0.1), average=True)
     params = {"w": jnp.linspace(-1, 1, 10), "b": jnp.float32(2)}
     each = [jax.tree.map(lambda p, r=r: jnp.sin(p * (r + 1)), params) for r in range(size)]
-    total = jax.tree.map(lambda *all_: sum(x / size for x in all_), *each)
+    total = jax.tree.map(lambda *all_: jnp.asarray(sum(np.divide(x, np.float32(size)) for x in all_)), *each)
     expected, _ = optax.adam(0.1).update(total, optax.adam(0.1).init(params))
     found, _ = tx.update(each[rank], tx.init(params), params)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -50,7 +51,7 @@ class Collectives(abc.ABC):
         if op == "prod":
             return jnp.prod(self.perform("allgather", x), axis=0, dtype=x.dtype)
         if op == "mean":
-            return self.perform("sum", x) / self.size
+            return divided(self.perform("sum", x), self.size)
         return self.perform("sum", x) if op == "sum" else _extreme(self, op, x)
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdistgrad.data_parallel.buckets.bucket import join_flat
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.collectives.rank_devices import Place
 from jdistgrad.data_parallel.collectives.spanning import Program, lies_oddly
 
@@ -178,7 +179,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def _mean(flat: jax.Array) -> jax.Array:
-    return lax.psum(flat / lax.axis_size(RANKS), RANKS)
+    return lax.psum(divided(flat, lax.axis_size(RANKS)), RANKS)
 
 
 def _of_copies(flat: jax.Array) -> jax.Array:

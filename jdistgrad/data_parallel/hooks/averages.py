@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook
 
@@ -24,14 +25,14 @@ def average(predivide_factor: float | None = None) -> Hook:
         raise ValueError(f"hooks.average: predivide_factor must be above zero, not {predivide_factor!r}")
 
     def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
-        total = collectives.allreduce(bucket.flat / predivide_factor)
-        return total / (bucket.divisor / predivide_factor), state
+        total = collectives.allreduce(divided(bucket.flat, predivide_factor))
+        return divided(total, bucket.divisor / predivide_factor), state
 
     return Hook(lambda bucket: (), apply, f"average, divided by {predivide_factor:g} before the sum")
 
 
 def _plain(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
-    return collectives.allreduce(bucket.flat / bucket.divisor), state
+    return collectives.allreduce(divided(bucket.flat, bucket.divisor)), state
 
 
 def float16() -> Hook:
@@ -48,7 +49,7 @@ def _casting(dtype: Any) -> Hook:
     def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
         if bucket.dtype.itemsize <= 2 or bucket.dtype.kind == "c":
             return _plain(bucket, state, collectives)
-        small = (bucket.flat / bucket.divisor).astype(dtype)
+        small = (divided(bucket.flat, bucket.divisor)).astype(dtype)
         return collectives.allreduce(small).astype(bucket.dtype), state
 
     return Hook(lambda bucket: (), apply, jnp.dtype(dtype).name)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, Slot
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook, finite_or
@@ -43,7 +44,7 @@ def powersgd(
         small = _matrices(bucket, rank, min_rate)
         step = state["step"]
         if not small:
-            return collectives.allreduce(bucket.flat / bucket.divisor), {**state, "step": step + 1}
+            return collectives.allreduce(divided(bucket.flat, bucket.divisor)), {**state, "step": step + 1}
         compress = _Compressed(bucket, small, collectives, feedback=error_feedback, warm=warm_start)
         state = {**state, "error": collectives.localize(state["error"])}
         if any_traced(state):
@@ -91,7 +92,7 @@ class _Compressed:
         return dict(zip([slot.index for slot in rest], jnp.split(whole, ends), strict=True))
 
     def _average(self, x: jax.Array) -> jax.Array:
-        return self._collectives.allreduce(x / self._bucket.divisor)
+        return self._collectives.allreduce(divided(x, self._bucket.divisor))
 
     def _flat(self, parts: dict[int, jax.Array]) -> jax.Array:
         return jnp.concatenate([parts[slot.index] for slot in self._bucket.slots]).astype(self._bucket.dtype)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.hooks.base import Hook, finite_or
 
@@ -28,8 +29,8 @@ def int8(*, block: int = BLOCK) -> Hook:
 
     def apply(bucket: Bucket, error: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
         if bucket.dtype.kind == "c":
-            return collectives.allreduce(bucket.flat / bucket.divisor), error
-        small, scales, error = _quantize(bucket.flat / bucket.divisor + error, block)
+            return collectives.allreduce(divided(bucket.flat, bucket.divisor)), error
+        small, scales, error = _quantize(divided(bucket.flat, bucket.divisor) + error, block)
         total = _total(collectives.gather_same(small), collectives.gather_same(scales), bucket.size)
         return total.astype(bucket.dtype), error
 

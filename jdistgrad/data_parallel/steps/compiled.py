@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
+from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -141,7 +142,7 @@ def _average_partly_summed(
             bucket=bucket.index,
             hook=hook.name,
         )
-    shares = [gradient / all_.size for gradient in own]
+    shares = [divided(gradient, all_.size) for gradient in own]
     return [x if flag else all_.allreduce(x) for x, flag in zip(shares, summed, strict=True)]
 
 
