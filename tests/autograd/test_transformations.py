@@ -8,6 +8,7 @@ from helpers.programs import fast_product, fetched, handed_on, product, serial, 
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -149,6 +150,16 @@ def test_a_batched_cotangent_on_one_recorded_call(big_world):
         grid = jax.jacrev(lambda x: jd.rpc_sync(rank(1), fast_product, args=(x, x.T)))(vector((2, 2)))
     assert_close(found, jax.jacrev(lambda x: product(x, x))(vector(4)))
     assert_close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
+
+
+@on_worker0
+def test_a_call_is_transposed_by_its_pullback(world):
+    call, x = lambda x: jd.rpc_sync(rank(1), product, args=(2.0, x)), vector(3)
+    for function in (call, jax.jit(call)):
+        with jd.context():
+            with pytest.raises(DifferentiationError, match=r"product to rank \d cannot be transposed.* Use jax\.vjp"):
+                jax.linear_transpose(function, x)(x)
+            assert_close(jax.vjp(function, x)[1](x)[0], jnp.sin(2.0) * x)
 
 
 @on_worker0

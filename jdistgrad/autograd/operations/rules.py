@@ -132,7 +132,13 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
 
 def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> list[Any]:
     """Transpose a linear operation for JAX: a push to a pull, a pull to a push."""
+    if not isinstance(operation, Push | Pull):
+        raise DifferentiationError(
+            f"{operation} cannot be transposed: whether it is linear is not known here. Use jax.vjp instead of "
+            "jax.linear_transpose: the pullback of a linear function, jax.vjp(f, x)[1], is its transpose."
+        )
     given = operands[: len(operands) - operation.inputs]
+    transpose: Pull | Push
     if isinstance(operation, Push):
         live = tuple(k for k, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
         transpose, parts = operation.transposed(live), [cotangents[k] for k in live]
