@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import canonicalize_dtype
 
 from jdistgrad.data_parallel.collectives import Collectives
 
@@ -65,7 +66,7 @@ class SyncBatchNorm(nn.Module):
         else:
             m, v = batch_statistics(x, self.collectives)
             mean.value, var.value = moved((mean.value, var.value), (m, v), self.momentum)
-        return normalized(x, m, v, scale, bias, self.epsilon).astype(self.dtype or x.dtype)
+        return normalized(x, (m, v), (scale, bias), self.epsilon, self.dtype)
 
 
 class NnxSyncBatchNorm(nnx.BatchNorm):
@@ -92,14 +93,12 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
         self.collectives = collectives
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
-        if self.use_running_average if use_running_average is None else use_running_average:
-            m, v = self.mean[...], self.var[...]
-        else:
+        parameters = [None if one is None else one[...] for one in (self.scale, self.bias)]
+        x, m, v, *parameters = self.promote_dtype((x, self.mean[...], self.var[...], *parameters), dtype=self.dtype)
+        if not (self.use_running_average if use_running_average is None else use_running_average):
             m, v = batch_statistics(x, self.collectives)
             self.mean[...], self.var[...] = moved((self.mean[...], self.var[...]), (m, v), self.momentum)
-        scale = 1.0 if self.scale is None else self.scale[...]
-        bias = 0.0 if self.bias is None else self.bias[...]
-        return normalized(x, m, v, scale, bias, self.epsilon).astype(self.dtype or x.dtype)
+        return normalized(x, (m, v), parameters, self.epsilon, self.dtype)
 
 
 def moved(averages: Sequence[jax.Array], found: Sequence[jax.Array], momentum: float) -> tuple[jax.Array, ...]:
@@ -108,5 +107,9 @@ def moved(averages: Sequence[jax.Array], found: Sequence[jax.Array], momentum: f
     return tuple(momentum * old + (1 - momentum) * new for old, new in pairs)
 
 
-def normalized(x: jax.Array, mean: Any, variance: Any, scale: Any, bias: Any, epsilon: float) -> jax.Array:
-    return (x - mean) * (jax.lax.rsqrt(variance + epsilon) * scale) + bias
+def normalized(x: jax.Array, moments: Any, parameters: Sequence[Any], epsilon: float, dtype: Any) -> jax.Array:
+    """Return a normalized batch. Without a ``dtype`` it has flax's: that of the input and the parameters together."""
+    (mean, variance), (scale, bias) = moments, parameters
+    factor = jax.lax.rsqrt(variance + epsilon)
+    y = (x - mean) * (factor if scale is None else factor * scale)
+    return (y if bias is None else y + bias).astype(canonicalize_dtype(x, *parameters, dtype=dtype))

@@ -6,11 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 from helpers.data import assert_close
 from helpers.models import net_evaluated, net_inputs, net_loss, net_serially, serially
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel.batch_norm import SyncBatchNorm, batch_statistics
+from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm, SyncBatchNorm, batch_statistics
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -40,3 +42,31 @@ def test_flax_with_batch_norm_and_dropout(world, rank, size):
     after, x = {"params": variables["params"], "batch_stats": new}, net_inputs(rank)
     plain = serially(functools.partial(net_evaluated, nn.BatchNorm), after, *x)
     assert_close(jax.jit(functools.partial(net_evaluated, norm))(after, *x), plain)
+
+
+def of_linen(norm, x):
+    layer, frozen = norm(use_running_average=False), norm(use_running_average=True)
+    y, new = layer.apply(layer.init(jax.random.key(0), x), x, mutable=["batch_stats"])
+    return y, new["batch_stats"], frozen.apply(frozen.init(jax.random.key(0), x) | new, x)
+
+
+def of_nnx(norm, x):
+    layer = norm(x.shape[-1], rngs=nnx.Rngs(0))
+    y = layer(x)
+    return y, {"mean": layer.mean[...], "var": layer.var[...]}, layer(x, use_running_average=True)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
+@on_every_worker
+def test_dtypes_are_those_of_flax(big_world, given, dtype, rank, size):
+    c, rows = of_this_world(), slice(3 * rank, 3 * rank + 3)
+    whole = jnp.asarray(np.random.default_rng(0).normal(1, 2, size=(3 * size, 4)), given)
+    linen = of_linen, nn.BatchNorm, functools.partial(SyncBatchNorm, c)
+    on_nnx = of_nnx, nnx.BatchNorm, functools.partial(NnxSyncBatchNorm, collectives=c)
+    without = {"use_bias": False, "param_dtype": "bfloat16"}, {"use_scale": False, "use_bias": False}
+    for (run, *layers), settings in ((linen, {}), (on_nnx, {}), *((on_nnx, one) for one in without)):
+        plain, synchronous = (functools.partial(layer, dtype=dtype, **settings) for layer in layers)
+        y, statistics, frozen = run(plain, whole)
+        found = run(synchronous, whole[rows])
+        assert_close(found, (y[rows], statistics, frozen[rows]), rtol=1e-5, atol=1e-5)
