@@ -120,6 +120,27 @@ def test_trees_and_edges(big_world, rank, size):
         assert moved["b"][0] == {1: 2}.get(rank, 0)
 
 
+@pytest.mark.world(1, 3)
+@on_every_worker
+def test_edges_that_an_array_cannot_hold_are_refused(world, rank, size):
+    c = of_this_world()
+    for run in (lambda f: f, jax.jit):
+        for x, edge in (("int32", 0.5), ("int32", jnp.ones(3)), ("bool", 2), ("float32", 1j), ("uint8", jnp.int32(1))):
+            with pytest.raises(TypeError, match=f"shift: an edge of .* for an array of {x}"):
+                run(lambda x, edge=edge: c.shift(x, wrap=False, edge=edge))(jnp.ones(3, x))
+        with pytest.raises(OverflowError):
+            run(lambda x: c.shift(x, wrap=False, edge=-1))(jnp.ones(3, "uint8"))
+        for x, edge in (
+            ("float16", 2),
+            ("bfloat16", jnp.float32(2)),
+            ("complex64", 2.0),
+            ("uint8", 2),
+            ("int32", True),
+        ):
+            found = run(lambda x, edge=edge: c.shift(x, wrap=False, edge=edge))(jnp.zeros(3, x))
+            np.testing.assert_array_equal(found, jnp.full(3, 0 if rank else edge, x), strict=True)
+
+
 @on_every_worker
 def test_ranks_that_permute_differently_are_told(big_world, rank, size):
     c = of_this_world()

@@ -122,7 +122,8 @@ class Collectives(abc.ABC):
         zeros, or ``edge``. Transpose: the way back.
 
         Arguments:
-          edge: what ranks get to which no other sends: a tree like ``tree``, or one number for all of it.
+          edge: what ranks get to which no other sends: a tree like ``tree``, or one number for all of it. An array
+            of integers takes no float.
 
         Example:
           >>> left = everybody.shift(u[-1], wrap=False, edge=0.0)  # the last of the left neighbour's points
@@ -131,17 +132,14 @@ class Collectives(abc.ABC):
         if wrap and edge is not None:
             raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
         route = shifted(self.size, by, wrap=wrap)
+        filling = None if edge is None else jax.tree.map(_edge_of, tree, _like(tree, edge))
         found = jax.tree.map(lambda x: self.perform("shift", jnp.asarray(x), route), tree)
-        return found if edge is None else self._filled(found, edge, route)
+        return found if edge is None else self._filled(found, filling, route)
 
-    def _filled(self, tree: Any, edge: Any, route: Route) -> Any:
-        """Return a tree, or ``edge`` on the ranks to which nothing is sent on this route."""
+    def _filled(self, tree: Any, filling: Any, route: Route) -> Any:
+        """Return a tree, or ``filling`` on the ranks to which nothing is sent on this route."""
         arrived = jnp.asarray(route.arrives(self.size))[self.rank]
-        return jax.tree.map(
-            lambda x, e: jnp.where(arrived, x, jnp.broadcast_to(jnp.asarray(e, x.dtype), x.shape)),
-            tree,
-            _like(tree, edge),
-        )
+        return jax.tree.map(functools.partial(jnp.where, arrived), tree, filling)
 
     def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
         """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
@@ -291,6 +289,22 @@ _extreme.defvjp(_extreme_forward, _extreme_backward)
 def _like(tree: Any, edge: Any) -> Any:
     """Return a tree with another's structure: ``edge`` has it, or is one number for all leaves."""
     return jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
+
+
+def _edge_of(leaf: Any, edge: Any) -> jax.Array:
+    """Return what a rank gets in place of a leaf. Raises TypeError if the leaf's dtype cannot hold ``edge``."""
+    x = jnp.asarray(leaf)
+    if not _holds(x, edge):
+        kind = jnp.result_type(edge)
+        raise TypeError(f"shift: an edge of {kind} for an array of {x.dtype}, which would change it. Cast one of them.")
+    return jnp.broadcast_to(jnp.asarray(edge, x.dtype), x.shape)
+
+
+def _holds(x: jax.Array, value: Any) -> bool:
+    """Return whether an array's dtype can hold a value. Floats may be rounded to other floats."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.iscomplexobj(x) or not jnp.iscomplexobj(value)
+    return jnp.result_type(x, value) == x.dtype
 
 
 def _padded(x: jax.Array, count: int) -> jax.Array:
