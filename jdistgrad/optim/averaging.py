@@ -99,6 +99,8 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
 
     def belongs(part: Any) -> bool:
+        if jax.tree_util.treedef_is_leaf(structure) and _counts(part):
+            return False  # in a tree that is one leaf, only the dtype tells a count from a parameter's moment
         try:
             leaves = structure.flatten_up_to(part)
         except (ValueError, TypeError):
@@ -111,6 +113,11 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
         return jax.tree.map(_chosen, used, after, before)
 
     return jax.tree.map(choose, new, old, is_leaf=belongs)
+
+
+def _counts(leaf: Any) -> bool:
+    """Return whether a leaf of a state holds no numbers that have derivatives: a count of steps, or a random key."""
+    return hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _is_part(leaf: Any, shape: tuple[int, ...]) -> bool:

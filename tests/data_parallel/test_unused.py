@@ -91,6 +91,20 @@ def test_optimizers_of_all_kinds_leave_unused_parameters_alone(name):
                 np.testing.assert_array_equal(got, new if use else old)
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
+@on_every_worker
+def test_counts_go_on_where_the_only_parameter_is_unused(world, shape, rank, size):
+    for inner in (optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 3), optax.add_noise(0.1, 0.1, 0)):
+        tx, params = keep_unused(optax.chain(average_gradients(), inner)), jnp.ones(shape)
+        first, used, unused = tx.init(params), jnp.bool(True), jnp.bool(False)
+        _, state = jax.jit(tx.update)(params, first, params, used=used)
+        updates, after = jax.jit(tx.update)(params, state, params, used=unused)
+        _, twice = jax.jit(tx.update)(params, state, params, used=used)
+        np.testing.assert_array_equal(updates, np.zeros(shape))
+        for mine, before, plain in zip(*map(jax.tree.leaves, (after, state, twice)), strict=True):
+            assert jnp.all(mine == (before if jnp.issubdtype(mine.dtype, jnp.inexact) else plain))
+
+
 @on_every_worker
 def test_averages_and_slices_leave_unused_parameters_alone(big_world, rank, size):
     tx = keep_unused(optax.chain(average_gradients(hook=hooks.int8(block=4)), shard_state(optax.adam(0.1))))
