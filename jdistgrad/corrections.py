@@ -3,14 +3,31 @@
 Type checkers must not see these methods: they would believe that every attribute and operator exists.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
 }  # fmt: skip
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def _not_here(stand_in: Any, what: str) -> str:
+    return (
+        f"{stand_in} is not the value itself: it has no {what}. Use the value where it is, "
+        f"jd.rpc_sync({stand_in.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
+    )
+
+
+def _not_yet(stand_in: Any, what: str) -> str:
+    return (
+        f"a {type(stand_in).__name__} is not the value itself: it has no {what}. result() waits and returns the value."
+    )
+
 
 if TYPE_CHECKING:
 
@@ -18,6 +35,9 @@ if TYPE_CHECKING:
         """An object with ``corrections``: names that other libraries have, and what to use here instead."""
 
         corrections: ClassVar[Mapping[str, str]]
+
+    class Later:
+        """An object that stands for a value that comes later."""
 
     class Elsewhere:
         """An object that stands for a value on another worker."""
@@ -53,24 +73,48 @@ else:
         def __getitem__(self, key: Any) -> Any:
             raise TypeError(_not_here(self, f"item [{key!r}]"))
 
+        def __len__(self) -> int:
+            raise TypeError(_not_here(self, "length"))
+
+        def __bool__(self) -> bool:  # Python would ask for the length
+            return True
+
         def __float__(self) -> float:
             raise TypeError(_not_here(self, "numeric form"))
 
-    def _refusing(symbol: str) -> Callable[..., Any]:
+    class Later:
+        """An object that stands for a value that comes later: it has none of the value's operators."""
+
+        __slots__ = ()
+        __array_ufunc__ = None
+
+        def __getitem__(self, key: Any) -> Any:
+            raise TypeError(_not_yet(self, f"item [{key!r}]"))
+
+    def _refusing(explain: Callable[[Any, str], str], symbol: str) -> Callable[..., Any]:
         def refuse(self: Any, *others: Any) -> Any:
-            raise TypeError(_not_here(self, f"operator {symbol}"))
+            raise TypeError(explain(self, f"operator {symbol}"))
 
         return refuse
 
     for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.items():
         assert hasattr(operator, f"__{_name}__")
-        setattr(Elsewhere, f"__{_name}__", _refusing(_symbol))
-        if _name in OPERATORS:
-            setattr(Elsewhere, f"__r{_name}__", _refusing(_symbol))
+        for _kind, _explain in ((Elsewhere, _not_here), (Later, _not_yet)):
+            setattr(_kind, f"__{_name}__", _refusing(_explain, _symbol))
+            if _name in OPERATORS:
+                setattr(_kind, f"__r{_name}__", _refusing(_explain, _symbol))
 
 
-def _not_here(stand_in: Any, what: str) -> str:
-    return (
-        f"{stand_in} is not the value itself: it has no {what}. Use the value where it is, "
-        f"jd.rpc_sync({stand_in.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
-    )
+def needing_arguments(what: str) -> Callable[[F], F]:
+    """Return a decorator of a method that is not called without arguments; the error then says ``what`` it takes."""
+
+    def decorated(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not args and not kwargs:
+                raise TypeError(what)
+            return method(self, *args, **kwargs)
+
+        return call
+
+    return decorated

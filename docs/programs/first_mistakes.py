@@ -33,9 +33,11 @@ MISTAKES = {
         jd.rpc_sync("worker1", double(x))
         jd.rpc_sync("worker1", double, x)
         jd.rpc_sync("worker1", double)
+        jd.rpc_sync("worker1", double, x=x)
         jd.rpc_sync("worker1", double, args=(x,), timeout=0)
         jd.rpc_async("worker1", double, args=(x,)).wait()
         jd.rpc_async("worker1", double, args=(x,)).value()
+        jd.rpc_async("worker1", double, args=(x,)) + 1
         jd.map(double, [1, 2, 3], workers=[])
     """,
     "References": """
@@ -49,11 +51,13 @@ MISTAKES = {
         reference < 1
         reference["w"]
         float(reference)
+        len(reference)
         np.asarray(reference)
         reference.owner()
         reference.local_value()
         jd.by_reference(x)
         pickle.dumps(reference)
+        module.params
     """,
     "Gradients": """
         jd.backward(ctx, [loss])
@@ -75,6 +79,7 @@ MISTAKES = {
         jd.DistributedOptimizer(optax.sgd(0.1), [x])
         optimizer.zero_grad()
         optimizer.state_dict()
+        optimizer.step()
         optimizer.step(closed)
         optimizer.step(x)
         jax.jit(lambda p: optimizer.step(jd.grad(loss_fn)(p)))(reference)
@@ -107,6 +112,7 @@ def main():
         names = {"jd": jd, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "pickle": pickle, "loss_fn": loss_fn}
         names |= {"double": double, "reference": reference, "x": x, "model": double, "loss": loss_fn(x)}
         names["optimizer"] = jd.DistributedOptimizer(optax.sgd(0.1), [reference])
+        names["module"] = jd.RemoteFunction("worker1", reference, double)
         names["dp"] = jd.DataParallel(jd.collectives.Local([0]))
         with jd.context() as closed:
             pass

@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
+from jdistgrad.corrections import Corrected
 from jdistgrad.optim import restoring
 from jdistgrad.rpc import api
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -17,7 +18,7 @@ from jdistgrad.rpc.worker import current_worker
 
 
 @jax.tree_util.register_pytree_node_class
-class RemoteFunction:
+class RemoteFunction(Corrected):
     """A function ``apply(parameters, *args)`` that runs where its parameters live.
 
     Calling it is a remote call: only arguments and results travel. The function is a pytree whose leaf is the reference
@@ -41,6 +42,13 @@ class RemoteFunction:
       ...     loss, gradients = jd.value_and_grad(loss_fn)(encode, x)      # loss_fn calls encode(x)
       ...     jd.DistributedOptimizer(tx, [encode.parameters]).step(ctx)
     """
+
+    corrections: ClassVar = {
+        "to_here": "module.parameters.to_here() returns a copy of its parameters",
+        "params": "module.parameters refers to its parameters, module.parameters.to_here() returns a copy of them",
+        "state_dict": "variables() returns parameters and state",
+        "load_state_dict": "restore(variables) takes what variables() returned",
+    }
 
     parameters: Any
     state: Any

@@ -16,7 +16,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.autograd.operations.uses import use, use_all
-from jdistgrad.corrections import Corrected
+from jdistgrad.corrections import Corrected, needing_arguments
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.rpc import api
@@ -83,6 +83,9 @@ class DistributedOptimizer(Corrected):
         }
         _all([owned.creation() for owned in self._owned.values()])
 
+    @needing_arguments(
+        "optimizer.step takes the context, optimizer.step(ctx), or the gradients that value_and_grad returned"
+    )
     def step(self, gradients: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
 

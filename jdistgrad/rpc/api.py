@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
@@ -45,6 +45,7 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
+    **others: Never,
 ) -> Any:
     """Call a function on another worker and wait for its result.
 
@@ -66,7 +67,7 @@ def rpc_sync(
     Example:
       >>> jd.rpc_sync("worker1", jnp.add, args=(x, 1))
     """
-    return rref.rpc_sync(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return rref.rpc_sync(to, fn, checked(fn, args, others), dict(kwargs or {}), timeout)
 
 
 @overload
@@ -98,6 +99,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
+    **others: Never,
 ) -> CallFuture[Any]:
     """Call a function on another worker without waiting. See ``rpc_sync``.
 
@@ -108,7 +110,7 @@ def rpc_async(
       >>> futures = [jd.rpc_async(peer, work, args=(k,)) for k, peer in enumerate(peers)]
       >>> results = [future.result() for future in futures]
     """
-    future: CallFuture[Any] = rref.rpc_async(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    future: CallFuture[Any] = rref.rpc_async(to, fn, checked(fn, args, others), dict(kwargs or {}), timeout)
     return future
 
 
@@ -141,6 +143,7 @@ def rpc_all(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
+    **others: Never,
 ) -> CallFutures[Any]:
     """Call a function on several workers without waiting. See ``rpc_sync``. The arguments are encoded once.
 
@@ -158,7 +161,7 @@ def rpc_all(
     if isinstance(workers, str):
         raise TypeError(f"rpc_all takes a list of workers: for a single one, [{workers!r}]")
     chosen = current_mailbox().directory.workers if workers is None else tuple(workers)
-    return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args), dict(kwargs or {}), timeout))
+    return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args, others), dict(kwargs or {}), timeout))
 
 
 @overload
@@ -190,6 +193,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
+    **others: Never,
 ) -> RRef[Any]:
     """Call a function on another worker and leave the result there. See ``rpc_sync``.
 
@@ -200,11 +204,16 @@ def remote(
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))
     """
-    return rref.remote(to, fn, checked(fn, args), dict(kwargs or {}), timeout)
+    return rref.remote(to, fn, checked(fn, args, others), dict(kwargs or {}), timeout)
 
 
-def checked(fn: Callable[..., Any], args: Any) -> tuple[Any, ...]:
-    """Return the arguments as a tuple. Raises TypeError if they are neither a tuple nor a list."""
+def checked(fn: Callable[..., Any], args: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments as a tuple. Raises TypeError if they are neither a tuple nor a list, or there are others."""
+    if others:
+        raise TypeError(
+            f"a call takes args, kwargs and timeout, not {next(iter(others))!r}. Keyword arguments of {describe(fn)} "
+            f"go in kwargs: kwargs={others!r:.60}"
+        )
     if isinstance(args, tuple | list):
         return tuple(args)
     raise TypeError(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
-from jdistgrad.corrections import Corrected
+from jdistgrad.corrections import Corrected, Later
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
@@ -31,7 +31,7 @@ class Promise(concurrent.futures.Future[Any]):
             error = None  # the traceback refers to this frame
 
 
-class CallFuture(Corrected, InterruptibleFuture[T]):
+class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
     Unpacking can import modules and copy arrays, and callbacks run users' code: the transport's thread must do

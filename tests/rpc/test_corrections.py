@@ -29,6 +29,56 @@ def test_every_operator_is_refused_from_both_sides(world):
 
 
 @on_worker0
+def test_a_future_has_no_operators_and_says_where_the_value_is(world):
+    future = jd.rpc_async(rank(1), make, args=(3,))
+    for operands in ((future, 1), (1, future), (np.ones(3), future), (future, jnp.ones(3)), (future, future)):
+        for name in (*OPERATORS, *COMPARISONS):
+            with pytest.raises(TypeError, match=r"is not the value itself: it has no operator .*result\(\) waits"):
+                getattr(operator, name)(*operands)
+    for use in (lambda: future[0], lambda: list(future), lambda: -future):
+        with pytest.raises(TypeError, match=r"result\(\) waits and returns the value"):
+            use()
+    assert future == future
+    assert {future: future.result().sum()}[future] == 3
+
+
+@pytest.mark.parametrize("call", [jd.rpc_sync, jd.rpc_async, jd.remote, jd.rpc_all])
+@on_worker0
+def test_keyword_arguments_of_the_function_go_in_kwargs(world, call):
+    to = [rank(1)] if call is jd.rpc_all else rank(1)
+    with pytest.raises(
+        TypeError, match=r"args, kwargs and timeout, not 'n'.*worlds\.make go in kwargs: kwargs=\{'n': 3\}"
+    ):
+        call(to, make, n=3)
+
+
+@on_worker0
+def test_a_reference_has_no_length_and_is_true(world):
+    reference = jd.remote(rank(1), make, args=(0,))
+    with pytest.raises(TypeError, match="is not the value itself: it has no length"):
+        len(reference)
+    assert bool(reference)
+
+
+@on_worker0
+def test_a_module_says_where_its_parameters_are(world):
+    module = jd.RemoteFunction(rank(1), make, operator.add, args=(3,))
+    for name in ("to_here", "params"):
+        with pytest.raises(AttributeError, match=r"module\.parameters\.to_here\(\)"):
+            getattr(module, name)
+    assert not hasattr(module, "weights")
+    again = copy.deepcopy(jax.tree.map(lambda leaf: leaf, module))
+    np.testing.assert_array_equal(again(1.0), np.arange(3) + 1)
+
+
+@on_worker0
+def test_a_step_without_arguments_names_the_context(world):
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [jd.remote(rank(1), make, args=(3,))])
+    with pytest.raises(TypeError, match=r"takes the context, optimizer\.step\(ctx\)"):
+        optimizer.step()
+
+
+@on_worker0
 def test_a_reference_can_still_be_compared_hashed_copied_and_tested(world):
     reference, other = (jd.remote(rank(1), make, args=(3,)) for _ in range(2))
     assert reference == copy.deepcopy(reference) != other
