@@ -95,7 +95,7 @@ class DataParallel(Corrected):
             check_finite=check_finite,
             timeout=timeout,
         )
-        self.collectives = of_this_world() if collectives is None else collectives
+        self.collectives = of_this_world(timeout=timeout) if collectives is None else collectives
         if not isinstance(self.collectives, Collectives):
             raise TypeError(
                 "DataParallel: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not "

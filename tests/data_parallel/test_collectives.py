@@ -1,5 +1,7 @@
 """Collectives among workers: every dtype, traced or not, and their derivatives."""
 
+import collections
+import contextlib
 import functools
 import threading
 import time
@@ -190,6 +192,43 @@ def test_ranks_that_do_not_come_are_named(big_world, rank, size):
     else:
         time.sleep(1.5)
     of_this_world().announce(b"x", "the end")(20)
+
+
+gave_up = collections.Counter()  # by rank: how many others have told it so
+
+
+def one_gave_up():
+    gave_up[jd.rank()] += 1
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@on_every_worker
+def test_ranks_that_do_not_come_to_make_collectives_are_named(big_world, missing, rank, size):
+    made, gave_up[rank] = [], 0  # threads meet on what the others have made
+    of_this_world().barrier()
+    while rank == missing and gave_up[rank] < size - 1:
+        time.sleep(0.01)
+    told = rank != missing or launcher_env.launched()  # a thread that comes late finds that all have come
+    error = pytest.raises(MissingRanksError, match=rf"rank {missing} has not come within 0\.3 s")
+    for _ in range(2):  # the next attempt does not meet what is left of this one
+        with error if told else contextlib.nullcontext():
+            made.append(of_this_world(timeout=0.3))
+            made[-1].barrier()
+    if rank != missing:
+        jd.rpc_sync(missing, one_gave_up)
+    assert of_this_world().allgather_object(rank) == list(range(size))
+    assert of_this_world([1, 2]).allgather_object(rank) == [1, 2] if rank else True
+
+
+@on_every_worker
+def test_ranks_that_make_collectives_in_different_ways_are_told(big_world, rank, size):
+    make = functools.partial(of_this_world, range(size) if rank else None)
+    if not launcher_env.launched():  # for threads it is one way
+        make().barrier()
+        return
+    with pytest.raises(DisagreementError, match=r"rank 0 does new collectives, rank 1 .* of the workers \[0, 1, 2\]"):
+        make()
+    assert of_this_world().allgather_object(rank) == [0, 1, 2]
 
 
 @on_every_worker

@@ -72,6 +72,29 @@ def test_a_rank_that_raises_before_it_shuts_down(mpi_job, wrap):
     assert job.output.count('    raise ValueError("boom")') == 1, job.output
 
 
+ONLY_ON_RANK_0 = """
+import threading
+import jdistgrad as jd
+
+me = jd.init()
+if me.rank == 0:
+    jd.DataParallel(timeout={timeout})
+{then}
+jd.shutdown()
+"""
+
+
+def test_ranks_that_shut_down_while_another_makes_collectives(mpi_job):
+    job = mpi_job(3, ONLY_ON_RANK_0.format(timeout=200, then=""))
+    job.expect("will not come, it is in jdistgrad.shutdown(), at program.py:9, in <module>", status=None)
+
+
+def test_ranks_that_are_stuck_while_another_makes_collectives_are_named(mpi_job):
+    job = mpi_job(3, ONLY_ON_RANK_0.format(timeout=0.3, then="threading.Event().wait()"))
+    job.expect("new collectives: ranks [1, 2] have not come within 0.3 s", status=None)
+    job.expect("rank 1 is at program.py:8, in <module>; rank 2 is at program.py:8, in <module>", status=None)
+
+
 def test_a_rank_that_raises_while_another_waits_for_its_answer(mpi_job):
     job = mpi_job(
         3,

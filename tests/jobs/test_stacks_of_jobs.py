@@ -133,3 +133,25 @@ def test_a_rank_that_stands_still_in_c_shows_its_place(running_job, tmp_path):
     assert job.returncode == 0, output
     assert output == "my own handler\n"  # of the rank that was sent the signal, and of no other
     assert "rank1, process " in stacks(tmp_path, folder)  # the job has ended: its files say why
+
+
+def test_ranks_that_make_collectives_without_another_are_shown(running_job, tmp_path):
+    source = """
+        import threading
+        import jdistgrad as jd
+
+        me = jd.init()
+        if me.rank == 1:
+            threading.Event().wait()
+        jd.DataParallel()
+    """
+    job = running_job(source)
+    shown = ""
+
+    def both_wait():
+        nonlocal shown
+        shown = stacks(tmp_path, job.pid, status=None)
+        return shown.count("-> worker1") == 2
+
+    until(both_wait)
+    assert shown.count("-> worker1: new collectives") == 2, shown

@@ -4,12 +4,20 @@ import collections
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from jdistgrad.data_parallel.collectives.world import lost_among, raise_if_lost, raise_lost
+from jdistgrad.data_parallel.collectives.agreeing import Agreeing
+from jdistgrad.data_parallel.collectives.by_calls import ByCalls
+from jdistgrad.data_parallel.collectives.world import (
+    CollectiveEntry,
+    WatchedBlock,
+    lost_among,
+    raise_if_lost,
+    raise_lost,
+)
 from jdistgrad.errors import CollectiveError
-from jdistgrad.rpc.worker import find_worker
+from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
@@ -55,34 +63,59 @@ def naming_lost(ranks: Sequence[int], what: str = NEW) -> Iterator[None]:
         raise
 
 
-def duplicate(comm: Any, ranks: Sequence[int], timeout: float) -> tuple[Any, bytes]:
+def duplicate(comm: Any, ranks: Sequence[int], timeout: float, group: Hashable = None) -> tuple[Any, bytes]:
     """Return a duplicate of a communicator, and a name for the duplicate that is the same on all ranks.
 
     Arguments:
       ranks: those of the communicator, as the world counts them.
+      group: the communicator's name, if it has one.
     """
-    raise_if_lost(ranks, NEW)
-    with naming_lost(ranks):
+    meet(NEW, ranks, timeout, group)
+    entry = CollectiveEntry(NEW, ("a duplicate", group, tuple(ranks)), 0, may_leave=True)
+    with naming_lost(ranks), WatchedBlock(_worker_of_rank(), entry, ranks, blocking=False) as together:
         twin, request = comm.Idup()
-        _finish(request, ranks, "the communicator could not be duplicated", timeout)
+        _finish(request, ranks, "the communicator could not be duplicated", timeout, together)
         name = bytearray(os.urandom(8))
-        _finish(twin.Ibcast(name), ranks, "the ranks could not name the new communicator", timeout, name)
+        _finish(twin.Ibcast(name), ranks, "the ranks could not name the new communicator", timeout, together, name)
         return twin, bytes(name)
 
 
-def _finish(request: Any, ranks: Sequence[int], failed: str, timeout: float, *memory: Any) -> None:
+def meet(what: str, ranks: Sequence[int], timeout: float, group: Hashable = None) -> None:
+    """Return when all ranks have come to make a communicator, which MPI can no longer give up once one has begun.
+
+    Raises:
+      MissingRanksError: some ranks have not come in time.
+      DisagreementError: ranks make another one.
+      WorkerLostError: a rank is lost, or in shutdown.
+    """
+    raise_if_lost(ranks, NEW)
+    worker = _worker_of_rank()
+    if worker is not None and len(ranks) > 1:
+        Agreeing(ByCalls(worker, ranks, group, timeout), what)(timeout)
+
+
+def _worker_of_rank() -> Worker | None:
+    """Return the worker that is a rank of MPI; None without a world, and in a local one, whose ranks are its own."""
+    worker = find_worker()
+    return None if worker is None or worker.hands_over else worker
+
+
+def _finish(
+    request: Any, ranks: Sequence[int], failed: str, timeout: float, together: WatchedBlock, *memory: Any
+) -> None:
     """Wait for a request, until a rank is lost: MPI may leave a duplicate that comes after a failed one waiting."""
     keep(request, *memory)
-    if not poll(lambda: bool(lost_among(ranks)) or request.Test(), timeout):
+    if not poll(lambda: bool(lost_among(ranks)) or request.Test(), timeout, together.check):
         raise CollectiveError(f"MPI: {failed} within {timeout:g} s")
     raise_if_lost(ranks, NEW)
     let_go(request)
 
 
-def subset(ranks: Sequence[int]) -> Any:
+def subset(ranks: Sequence[int], timeout: float) -> Any:
     """Return a communicator of some ranks of ``MPI.COMM_WORLD``. All of these ranks must call it."""
     from mpi4py import MPI as mpi  # noqa: N811
 
+    meet(f"{NEW} of the workers {list(ranks)}", ranks, timeout)
     whole: Any = mpi.COMM_WORLD
     worker = find_worker()
     others = set(range(whole.size)) - set(ranks)

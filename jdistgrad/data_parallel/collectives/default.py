@@ -11,7 +11,7 @@ from jdistgrad.config import settings
 from jdistgrad.data_parallel.collectives import communicators, world
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing
 from jdistgrad.data_parallel.collectives.devices import Devices
-from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
@@ -22,7 +22,9 @@ from jdistgrad.rpc.worker import find_worker
 log = logging.getLogger("jdistgrad.data_parallel")
 
 
-def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -> HostCollectives:
+def of_this_world(
+    workers: Sequence[Any] | None = None, *, check: bool = True, timeout: float = TIMEOUT
+) -> HostCollectives:
     """Return new collectives of all workers of this world, or of some.
 
     Every one of these workers must call it, in the same order.
@@ -31,32 +33,37 @@ def of_this_world(workers: Sequence[Any] | None = None, *, check: bool = True) -
       workers: their names, infos or ranks in the world, in the order of their ranks in the collectives; default all.
       check: whether ranks meet before each operation in compiled code too. Without the meeting, ranks that run
         different programs get wrong sums, or wait without end.
+      timeout: seconds to wait for the slowest worker, in the making and later (the attribute ``timeout``).
+
+    Raises:
+      MissingRanksError: some workers did not come to make them in time.
 
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
     _require_alive(range(world.seat().size) if chosen is None else chosen)
-    made = Local(chosen) if world.is_local() else _between_processes(chosen and communicators.subset(chosen))
-    made.meets_in_programs = check
+    made = Local(chosen) if world.is_local() else _between_processes(chosen, checked_timeout(timeout))
+    made.meets_in_programs, made.timeout = check, checked_timeout(timeout)
     return made
 
 
-def _between_processes(comm: Any) -> MPI:
+def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
+    comm = None if chosen is None else communicators.subset(chosen, timeout)
     if settings.collectives:
-        named: dict[str, Callable[[Any], MPI]] = {
+        named: dict[str, Callable[..., MPI]] = {
             "devices": Devices,
             "mpi-on-device": functools.partial(MPI, on_device=True),
             "mpi": MPI,
         }
-        return named[settings.collectives](comm)
+        return named[settings.collectives](comm, timeout=timeout)
     if jax.distributed.is_initialized() and jax.default_backend() != "cpu":
         try:
-            return Devices(comm)
+            return Devices(comm, timeout=timeout)
         except UnusableDevicesError as error:  # on all ranks
             log.warning("%s So gradients are averaged over MPI, in host memory.", error)
-    return MPI(comm)
+    return MPI(comm, timeout=timeout)
 
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
@@ -83,11 +90,12 @@ def _require_alive(ranks: Sequence[int]) -> None:
         )
 
 
-def shared() -> HostCollectives:
-    """Return the world's shared collectives, made on first use. Every worker must call it."""
+def shared(timeout: float = TIMEOUT) -> HostCollectives:
+    """Return the world's shared collectives, made on first use, within a timeout. Every worker must call it."""
     found = world.kept("collectives")
     if found is None:
-        found = of_this_world()
+        found = of_this_world(timeout=timeout)
+        found.timeout = TIMEOUT
         world.keep("collectives", found)
     return found
 
@@ -96,13 +104,12 @@ def barrier(*, timeout: float | None = None) -> None:
     """Return when every worker of this world has called ``barrier``.
 
     Arguments:
-      timeout: seconds to wait; by default 300. The first barrier of a world also sets up its channel, which may take
-        longer.
+      timeout: seconds to wait; by default 300.
 
     Raises:
       MissingRanksError: some workers did not come in time; the message names them. This world has no barrier any more,
         since those workers may still come.
       DisagreementError: a worker is in another collective instead.
     """
-    everybody = shared()
-    Agreeing(everybody, "jdistgrad.barrier")(everybody.timeout if timeout is None else checked_timeout(timeout))
+    seconds = TIMEOUT if timeout is None else checked_timeout(timeout)
+    Agreeing(shared(seconds), "jdistgrad.barrier")(seconds)

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, o
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, settings
 from jdistgrad.data_parallel.collectives import rank_devices
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.host import Beside, HostCollectives, described
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, Beside, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -48,13 +48,14 @@ class Devices(MPI):
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
         ``jd.init(devices=True)``.
+      timeout: seconds to wait for the slowest rank, in the making and later.
 
     Example:
       >>> dp = jd.DataParallel(jd.collectives.Devices())
     """
 
-    def __init__(self, comm: Any = None):
-        super().__init__(comm)
+    def __init__(self, comm: Any = None, *, timeout: float = TIMEOUT):
+        super().__init__(comm, timeout=timeout)
         self.agree("new collectives over devices")
         device, place = rank_devices.of_this_rank()
         places = self.gather_objects(place)

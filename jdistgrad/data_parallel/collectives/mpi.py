@@ -17,7 +17,7 @@ from jdistgrad.data_parallel.collectives import communicators
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
-from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, combined
 from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
@@ -47,17 +47,18 @@ class MPI(HostCollectives):
       on_device: reduce arrays where they lie, by mpi4jax in compiled programs, steps of ``DataParallel`` and operations
         called from Python included. On GPUs the MPI must take pointers to their memory: that is tried, in a process of
         its own, and refused with the reason. Otherwise arrays of GPUs go through pinned host memory.
+      timeout: seconds to wait for the slowest rank, in the making and later.
     """
 
     world_ranks: tuple[int, ...]
     kind_on_device: "ClassVar[type[MPI]]"  # set by mpi_on_device, which needs this class
 
-    def __new__(cls, comm: Any = None, *, on_device: bool = False) -> "MPI":
+    def __new__(cls, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT) -> "MPI":
         if cls is MPI and on_device:
             return object.__new__(cls.kind_on_device)
         return object.__new__(WithMpi4jax if cls is MPI and has_mpi4jax() else cls)
 
-    def __init__(self, comm: Any = None, *, on_device: bool = False):
+    def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
         try:
             from mpi4py import MPI as mpi  # noqa: N811
         except ImportError as error:
@@ -67,7 +68,7 @@ class MPI(HostCollectives):
             ) from error
 
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
-        self.rank, self.size = whole.rank, whole.size
+        self.rank, self.size, self.timeout = whole.rank, whole.size, timeout
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
         self.comm, self._name = communicators.duplicate(whole, self.world_ranks, self.timeout)
         with communicators.naming_lost(self.world_ranks):
@@ -77,7 +78,7 @@ class MPI(HostCollectives):
     def duplicate(self) -> "MPI":
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
-        other.comm, other._name = communicators.duplicate(self.comm, self.world_ranks, self.timeout)
+        other.comm, other._name = communicators.duplicate(self.comm, self.world_ranks, self.timeout, self._name)
         other.turn, other.refusal, other._beside = 0, None, None
         return other
 
@@ -234,8 +235,8 @@ class MPI(HostCollectives):
 class WithMpi4jax(MPI):
     """The same, but compiled programs reduce through mpi4jax."""
 
-    def __init__(self, comm: Any = None, *, on_device: bool = False):
-        super().__init__(comm)
+    def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
+        super().__init__(comm, timeout=timeout)
         self._sections, self._met = Sections(self._of_programs), None
 
     def twin(self) -> "MPI":

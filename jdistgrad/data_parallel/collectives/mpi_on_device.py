@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import configured
-from jdistgrad.data_parallel.collectives.host import HostCollectives, described
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mpi import MPI, WithMpi4jax, has_mpi4jax
 from jdistgrad.data_parallel.collectives.rank_devices import default_device
 from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on_several
@@ -40,8 +40,8 @@ class OnDevice(WithMpi4jax):
 
     span = None
 
-    def __init__(self, comm: Any = None, *, on_device: bool = True):
-        super().__init__(comm)
+    def __init__(self, comm: Any = None, *, on_device: bool = True, timeout: float = TIMEOUT):
+        super().__init__(comm, timeout=timeout)
         self._eagerly: dict[Any, Callable[..., Any]] = {}
         self.device = default_device()
         self.agree("new collectives over MPI on devices")

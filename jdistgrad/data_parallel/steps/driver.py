@@ -38,8 +38,8 @@ class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
-        twin = self._channel(collectives)
-        twin.timeout = rules.timeout
+        meets = collectives.meets_in_programs
+        twin = self._channel(collectives.adjusted(timeout=rules.timeout, meets_in_programs=meets))
         self._rules, self._reducer = rules, Reducer(twin, rules)
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
