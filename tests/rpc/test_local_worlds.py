@@ -97,6 +97,17 @@ def test_local_workers_for_a_notebook():
         jd.worker_info()
 
 
+def test_a_worker_of_a_local_world_opens_no_other():
+    def main():
+        for _ in range(2):  # before its world, and after it
+            with pytest.raises(jd.AlreadyInitializedError, match=r"already a worker \(rank [012]\) of a local world"):
+                jd.local_workers(3)
+            jd.init()
+            jd.shutdown()
+
+    jd.spawn(main, 3)
+
+
 def test_local_workers_last_until_they_are_closed():
     local = jd.local_workers(2)
     assert jd.world_size() == 2

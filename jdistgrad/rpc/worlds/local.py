@@ -14,7 +14,7 @@ from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
-from jdistgrad.rpc.worlds.worlds import shutdown, take_seat
+from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import wait_in_slices
 from jdistgrad.wire.local import Hub
@@ -130,12 +130,16 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
     For notebooks and interactive work. The world stays open until ``close()``, ``shutdown()`` or the end of the
     ``with`` block.
 
+    Raises:
+      AlreadyInitializedError: a world is already open here, or this program is a worker of ``jdistgrad run --local``.
+
     Example:
       >>> with jd.local_workers(3):
       ...     print(jd.rpc_sync("worker2", jnp.add, args=(1, 2)))
       3
     """
     refuse_second_world("local_workers")
+    refuse_seat("local_workers")
     return LocalWorkers(checked_size(n), checked_timeout(timeout))
 
 

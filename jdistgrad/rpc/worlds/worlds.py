@@ -37,6 +37,16 @@ def take_seat(hub: Hub, rank: int) -> None:
     _seat.set((hub, rank))
 
 
+def refuse_seat(what: str) -> None:
+    """Raise AlreadyInitializedError in a thread that has a place in a local world, whether it has called ``init``."""
+    seat = _seat.get()
+    if seat is not None:
+        raise errors.AlreadyInitializedError(
+            f"{what}: this program is already a worker (rank {seat[1]}) of a local world, that of `jdistgrad run "
+            "--local` or jdistgrad.spawn. Call jdistgrad.init() here; or run it by plain python, as one program."
+        )
+
+
 def init(
     name: Names = None,
     *,
