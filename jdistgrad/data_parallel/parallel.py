@@ -297,7 +297,8 @@ class DataParallel(Corrected):
 
         A rank that has run out of inputs calls ``finish`` (or leaves the block) and shadows the others with zeros. It
         can shadow only steps and averages that are called from Python. Steps inside ``jax.jit``, and collectives of
-        your own in the loss (``SyncBatchNorm``) or beside it, wait for that rank for ever.
+        your own in the loss (``SyncBatchNorm``) or beside it, wait for that rank until their ``timeout``, and end with
+        an error that names it.
 
         Arguments:
           divide_by_initial_world_size: divide gradients by the number of all ranks, not only of the active ranks. Must
