@@ -98,6 +98,7 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if options.survive:
         raise LauncherError("--survive and --local: the workers are threads of one process, and die together")
     programs.check(program)
+    programs.refuse_pytest(program)
     if options.timeline is None:
         return programs.run_local(options.n, program)
     from jdistgrad.observe.timeline import timeline

@@ -62,6 +62,17 @@ def check(arguments: Sequence[str]) -> None:
         raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}")
 
 
+def refuse_pytest(arguments: Sequence[str]) -> None:
+    """Raise LauncherError if this program is pytest: threads of one process would run the same tests at once."""
+    how, *rest = arguments
+    module = rest[0] if how == "-m" else pathlib.Path(how).name
+    if module in ("pytest", "py.test"):
+        raise LauncherError(
+            "--local and pytest: each worker would run all tests, in one process. The fixture `world` makes local "
+            "worlds itself: run plain pytest; or, as a job, jdistgrad run -n 3 -m pytest."
+        )
+
+
 def find_module(name: str) -> tuple[str, Any]:
     """Return the file and the code of a module, or of a package's ``__main__``."""
     spec = find_spec(name)

@@ -180,6 +180,8 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
         (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
         (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),
         (["--local", "-m"], "-m needs a module behind it"),
+        (["--local", "-n", "3", "-m", "pytest", "--version"], "run plain pytest; or, as a job, jdistgrad run -n 3 -m"),
+        (["--local", str(pathlib.Path(sys.executable).with_name("pytest"))], "run plain pytest"),
         (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
         (["--local", "-n", "1000", "-c", "pass"], "1000 workers are too many for one process: up to 256"),
         (
