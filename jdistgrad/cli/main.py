@@ -1,6 +1,7 @@
 """The command line: ``jdistgrad run``, ``stacks``, ``doctor``, ``bench`` and ``trace``."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -99,12 +100,20 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise LauncherError("--survive and --local: the workers are threads of one process, and die together")
     programs.check(program)
     programs.refuse_pytest(program)
-    if options.timeline is None:
-        return programs.run_local(options.n, program)
+    with recording_to(options.timeline):
+        status = programs.run_local(options.n, program)
+    if status == programs.INTERRUPTED:
+        programs.end_now(status)
+    return status
+
+
+def recording_to(path: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which this process records its timeline, if there is a file for it."""
+    if path is None:
+        return contextlib.nullcontext()
     from jdistgrad.observe.timeline import timeline
 
-    with timeline(options.timeline):
-        return programs.run_local(options.n, program)
+    return timeline(path)
 
 
 def check_restarts(options: argparse.Namespace) -> None:

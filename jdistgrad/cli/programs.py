@@ -4,13 +4,16 @@ Each run has a ``__main__`` of its own, so that several threads can run the same
 a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
 """
 
+import contextlib
 import importlib.util
+import logging
+import os
 import pathlib
 import sys
 import traceback
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jdistgrad.errors import LauncherError
 
@@ -45,6 +48,7 @@ class UserProgram:
                 raise
 
 
+INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
 MOST_THREADS = 256  # workers of one process: each has threads of its own, and all share Python's lock
 
 
@@ -119,10 +123,22 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
     try:
         spawn(program.run, n)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BaseException as error:
         return report(error, program.file)
     return 0
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process without Python's own end, which would abort it: threads of workers still run in XLA.
+
+    XLA calls Python back in such a thread, which Python then ends; and C++ lets no thread end there.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
+            stream.flush()
+    os._exit(status)
 
 
 def report(error: BaseException, file: str) -> int:

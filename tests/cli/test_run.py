@@ -103,6 +103,37 @@ def test_compiled_programs_are_kept_for_the_next_run(jdistgrad, tmp_path):
     assert kept[2] == kept[1], "the third run compiled something again"
 
 
+INTERRUPTS = """
+import os, signal, sys, threading, time
+import jax, jax.numpy as jnp
+import jdistgrad as jd
+
+inside = sys.__dict__.setdefault("inside", threading.Barrier(3))  # each worker has a module of its own
+
+
+def slow(x):
+    inside.wait(30)
+    if jd.rank() == 0:
+        print("all are inside", end="")
+        os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):
+        time.sleep(0.02)
+    return x
+
+
+jd.init()
+jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(slow, x, x))(jnp.ones(3)))
+"""
+
+
+def test_ctrl_c_ends_threads_that_are_in_compiled_code(jdistgrad, tmp_path):
+    (tmp_path / "interrupts.py").write_text(INTERRUPTS)
+    output = jdistgrad("run", "--local", "-n", "3", "--timeline", "trace.json", "interrupts.py", status=130)
+    assert "all are inside" in output
+    assert "atal" not in output
+    assert (tmp_path / "trace.json").exists()
+
+
 STOPS = """
 import os, signal
 import jdistgrad as jd
