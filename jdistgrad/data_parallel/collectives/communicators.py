@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.world import (
     raise_if_lost,
     raise_lost,
 )
-from jdistgrad.errors import CollectiveError
+from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire.polling import poll
 
@@ -90,8 +90,13 @@ def meet(what: str, ranks: Sequence[int], timeout: float, group: Hashable = None
     """
     raise_if_lost(ranks, NEW)
     worker = _worker_of_rank()
-    if worker is not None and len(ranks) > 1:
+    if worker is None or len(ranks) == 1:
+        return
+    try:
         Agreeing(ByCalls(worker, ranks, group, timeout), what)(timeout)
+    except WorkerLostError as error:
+        raise_if_lost(ranks, NEW, error)
+        raise
 
 
 def _worker_of_rank() -> Worker | None:
