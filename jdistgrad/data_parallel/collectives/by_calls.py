@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.board import missing_ranks
-from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock
+from jdistgrad.data_parallel.collectives.world import TOLD_SECONDS, CollectiveEntry, WatchedBlock
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.futures import CallFuture
@@ -35,11 +35,15 @@ class Name(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a meeting has ended: with the words of all ranks, or without those that are missing after some seconds."""
+    """How a meeting has ended: with the words of all ranks, or without those that are missing after some seconds.
+
+    ``cause``: why a rank gave up before its time; empty if the meeting has ended otherwise.
+    """
 
     words: list[Any]
     missing: list[int]
     seconds: float
+    cause: str = ""
 
 
 class Collected:
@@ -57,9 +61,9 @@ class Collected:
             return None
         return self._ended(Outcome([self._words[k] for k in range(self._size)], [], 0.0))
 
-    def give_up(self, seconds: float) -> Outcome | None:
+    def give_up(self, seconds: float, cause: str) -> Outcome | None:
         """Return the outcome, unless there is one already."""
-        return self._ended(Outcome([], sorted(set(range(self._size)) - set(self._words)), seconds))
+        return self._ended(Outcome([], sorted(set(range(self._size)) - set(self._words)), seconds, cause))
 
     def is_full(self) -> bool:
         return len(self._words) == self._size
@@ -91,10 +95,10 @@ class Meetings:
                 del self._collected[name]
             return outcome
 
-    def give_up(self, name: Name, seconds: float) -> Outcome | None:
+    def give_up(self, name: Name, seconds: float, cause: str) -> Outcome | None:
         """Return the outcome, unless all have come meanwhile. Whoever gives up has come."""
         with self._lock:
-            return self._of(name).give_up(seconds) if name in self._collected else None
+            return self._of(name).give_up(seconds, cause) if name in self._collected else None
 
     def _of(self, name: Name) -> Collected:
         return self._collected.setdefault(name, Collected(len(name.ranks)))
@@ -144,19 +148,22 @@ class ByCalls:
             outcome = self._outcome(name, told, timeout, together)
             if not outcome.missing:
                 return outcome.words
+            if outcome.cause:  # the others may have learnt before this rank of a worker that is lost
+                poll(lambda: False, TOLD_SECONDS, together.check)
             places = together.places(outcome.missing)
+            early = f" A rank gave up early: {outcome.cause}." if outcome.cause else ""
             recorded = together.told(f"{what}: ranks {outcome.missing} have not come")
-            raise missing_ranks(what, outcome.missing, outcome.seconds, places, recorded)
+            raise missing_ranks(what, outcome.missing, outcome.seconds, places, early + recorded)
 
     def _outcome(self, name: Name, told: CallFuture[Any], timeout: float, together: WatchedBlock) -> Outcome:
         heard, start = _meetings().heard, time.monotonic()
         try:
             if not poll(lambda: name in heard, timeout, together.check):
                 poll(told.done, GRACE_SECONDS, together.check)  # calls can overtake each other
-                self._tell_first(give_up, name, timeout)
+                self._tell_first(give_up, name, timeout, "")
                 poll(lambda: name in heard, GRACE_SECONDS, together.check)
-        except BaseException:  # Ctrl-C, or a rank that will never come
-            self._tell_first(give_up, name, round(time.monotonic() - start, 1))
+        except BaseException as error:  # Ctrl-C, or a rank that will never come
+            self._tell_first(give_up, name, round(time.monotonic() - start, 1), type(error).__name__)
             raise
         return heard.pop(name, Outcome([], [0], timeout))  # if the first rank's worker does not answer, it is missing
 
@@ -166,9 +173,9 @@ def come(name: Name, place: int, word: Any) -> None:
     _tell_all(name, _meetings().come(name, place, word))
 
 
-def give_up(name: Name, seconds: float) -> None:
+def give_up(name: Name, seconds: float, cause: str) -> None:
     """End a meeting to which not all have come, since a rank waits no longer. Served by the first rank's worker."""
-    _tell_all(name, _meetings().give_up(name, seconds))
+    _tell_all(name, _meetings().give_up(name, seconds, cause))
 
 
 def _tell_all(name: Name, outcome: Outcome | None) -> None:

@@ -21,7 +21,7 @@ from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, c
 from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
-from jdistgrad.errors import CollectiveError
+from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Deferred
 from jdistgrad.rpc import unpickling
@@ -33,6 +33,7 @@ CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by
 SUMMED = 2 << 20  # bytes, see ``sum_blocks``
 HERE_TAG, ROUTE_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
 GRACE_SECONDS = 3.0
+UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
 
@@ -124,8 +125,15 @@ class MPI(HostCollectives):
         raise_lost(error, self.world_ranks, what)
 
     def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
+        def check() -> None:
+            try:
+                together.check()
+            except WorkerLostError:  # perhaps the lost worker has taken part
+                if not poll(has_ended, UNDER_WAY_SECONDS):
+                    raise
+
         with together:
-            if not poll(has_ended, timeout, together.check):
+            if not poll(has_ended, timeout, check):
                 missing = self._missing()
                 places, told = together.places(missing), together.told(f"{what}: ranks {missing} have not come")
                 raise missing_ranks(what, missing, timeout, places, told)

@@ -110,15 +110,15 @@ class Watchdog:
         interrupt: Callable[[], None] | None = None,
         goes_on: bool = False,
     ) -> Participation:
-        """Register a collective with other workers, until ``end``. Raises if one of them is already lost."""
+        """Register a collective with other workers, until ``end``. Raises if it blocks and one of them is lost."""
         one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
         self._engaged[id(one)] = one
         if self._peers.lost:
             for peer, why in list(self._peers.lost.items()):
                 self.lost(peer, why)
-            if one.error is not None:
+            if blocking and one.error is not None:
                 self.end(one)
-            one.check()
+                raise one.error
         return one
 
     def engaged(self) -> list[Participation]:
