@@ -290,10 +290,10 @@ class Run:
         self._pull_parameters(stage, microbatch)
 
     def _pull_inputs(self, stage: int, microbatch: int) -> None:
-        recording = self._recordings[stage, microbatch]
         consumers = self._plan.consumers[stage]
+        each = [self._take(COTANGENT, consumer, stage, microbatch) for consumer in consumers]
+        recording = self._recordings[stage, microbatch]  # not before: an error that ends the wait would keep it
         if consumers:
-            each = [self._take(COTANGENT, consumer, stage, microbatch) for consumer in consumers]
             cotangents = functools.reduce(plus, each)
         else:
             loss = scalar_of(recording.result)
