@@ -82,8 +82,7 @@ def gather_state(
     def whole(part: jax.Array, like: Any) -> jax.Array:
         return _put_together(all_.gather_same(part), (part.size,), (jnp.shape(like),))[0]
 
-    found: Any = optax.tree_map_params(tx, whole, state, params)
-    return found
+    return on_parameters(tx, whole, state, params)
 
 
 def divide_state(
@@ -98,7 +97,24 @@ def divide_state(
       >>> state = divide_state(inner, whole, params)  # on 2
     """
     all_ = _group(collectives)()
-    found: Any = optax.tree_map_params(tx, lambda leaf, _: _slices(leaf, all_), state, params)
+    return on_parameters(tx, lambda leaf, _: _slices(leaf, all_), state, params)
+
+
+def on_parameters(
+    tx: optax.GradientTransformation, function: Callable[[Any, Any], Any], state: Any, params: Any
+) -> Any:
+    """Apply a function to each leaf of a state that belongs to a parameter, and to that parameter.
+
+    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked.
+    """
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def unless_masked(leaf: Any, parameter: Any) -> Any:
+        return leaf if is_masked(leaf) else function(leaf, parameter)
+
+    found: Any = optax.tree_map_params(tx, unless_masked, state, params, is_leaf=is_masked)
     return found
 
 

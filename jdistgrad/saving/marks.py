@@ -11,6 +11,7 @@ import optax
 
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.errors import CheckpointError
+from jdistgrad.optim.sharding import on_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +83,7 @@ def with_slices(mark: Sharded, rank: int, count: int) -> Any:
     if mark.collectives is not None:
         rank, count, group = mark.collectives.rank, mark.collectives.size, mark.collectives.world_ranks
 
-    def slice_of(part: Any, like: Any) -> Any:
-        if isinstance(part, optax.MaskedNode):
-            return part
+    def slice_of(part: Any, like: Any) -> Slice:
         shape = jnp.shape(like)
         if jnp.shape(part) != (length := slice_length(shape, count),):
             raise CheckpointError(
@@ -94,10 +93,7 @@ def with_slices(mark: Sharded, rank: int, count: int) -> Any:
             )
         return Slice(part, shape, rank, count, group)
 
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return optax.tree_map_params(mark.tx, slice_of, mark.state, mark.params, is_leaf=is_masked)
+    return on_parameters(mark.tx, slice_of, mark.state, mark.params)
 
 
 def slice_length(shape: Sequence[int], count: int) -> int:

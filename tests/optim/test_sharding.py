@@ -102,3 +102,23 @@ def test_a_state_that_other_numbers_of_ranks_go_on_with(big_world, rank, size):
     updates, state = steps(tx, jd.divide_state(inner, whole, params), 2)
     assert_close(updates, serial_updates)
     assert_close(jd.gather_state(inner, state, params), serial_state)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+        optax.multi_transform({"fast": optax.adam(0.1), "slow": optax.sgd(0.1, 0.9)}, {"w": "fast", "b": "slow"}),
+    ],
+    ids=["masked", "multi_transform"],
+)
+@on_every_worker
+def test_a_state_that_is_masked_is_gathered_and_divided(world, inner, rank, size):
+    params = {"w": jnp.linspace(-1, 1, 10).reshape(5, 2), "b": jnp.float32(2)}
+    gradients, tx = jax.tree.map(jnp.cos, params), jd.shard_state(inner)
+    _, serial = inner.update(gradients, inner.init(params), params)
+    _, state = tx.update(gradients, tx.init(params), params)
+    whole = jd.gather_state(inner, state, params)
+    assert_close(whole, serial)
+    assert jax.tree.structure(whole) == jax.tree.structure(serial)
+    assert_close(jd.divide_state(inner, whole, params), state)
