@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.autograd.contexts import Context
 from jdistgrad.corrections import Corrected
@@ -341,5 +342,5 @@ class DataParallel(Corrected):
 
 
 def _as_float(number: Any) -> jax.Array:
-    found = jnp.asarray(number)
-    return found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float))
+    found = number if isinstance(number, jax.Array) else np.asarray(number)  # JAX's integers may be too narrow
+    return jnp.asarray(found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float)))

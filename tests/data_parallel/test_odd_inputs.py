@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
@@ -34,6 +35,21 @@ def test_arrays_of_numpy_keep_their_width(big_world, rank, size):
 def test_integers_that_do_not_fit(big_world, number, rank, size):
     with pytest.raises(OverflowError):
         DataParallel().broadcast({"n": number})
+
+
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "shift", "reduce_scatter"])
+@on_every_worker
+def test_integers_of_numpy_that_collectives_would_wrap_around(world, name, rank, size):
+    collective = getattr(of_this_world(), name)
+    with pytest.raises(OverflowError, match=f"{2**40} does not fit into int32"):
+        collective(np.full(size, 2**40))
+    np.testing.assert_array_equal(collective(np.full(size, rank)), collective(jnp.full(size, rank)))
+
+
+@on_every_worker
+def test_means_of_large_integers(world, rank, size):
+    found = DataParallel().mean({"tokens": np.int64(3_000_000_000), "rows": np.array([2**40, 1]), "bytes": 2**35})
+    assert_close(found, {"tokens": np.float32(3e9), "rows": np.float32([2**40, 1]), "bytes": np.float32(2**35)})
 
 
 @on_every_worker

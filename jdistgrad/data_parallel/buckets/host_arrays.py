@@ -48,6 +48,21 @@ def to_host(leaf: Any) -> np.ndarray:
     return memory
 
 
+def to_jax(leaf: Any) -> jax.Array:
+    """Return a leaf as an array of JAX's.
+
+    Raises:
+      OverflowError: an integer does not fit into JAX's dtype. JAX itself refuses Python's, and wraps NumPy's around.
+    """
+    array = jax.numpy.asarray(leaf)
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype != array.dtype:
+        held = np.iinfo(array.dtype)
+        for extreme in (int(leaf.min(initial=0)), int(leaf.max(initial=0))):
+            if not held.min <= extreme <= held.max:
+                raise OverflowError(f"{extreme} does not fit into {array.dtype}: use jax_enable_x64, or floats")
+    return array
+
+
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return new memory; if it is large, memory that was used before, since fresh pages cost more than a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.data_parallel.buckets.dividing import divided
+from jdistgrad.data_parallel.buckets.host_arrays import to_jax
 from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -57,11 +58,11 @@ class Collectives(abc.ABC):
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
         root = self._checked_root(root)
-        return jax.tree.map(lambda x: self.perform("broadcast", jnp.asarray(x), root), tree)
+        return jax.tree.map(lambda x: self.perform("broadcast", to_jax(x), root), tree)
 
     def allgather(self, tree: Any) -> Any:
         """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
-        return jax.tree.map(lambda x: self.perform("allgather", jnp.asarray(x)), tree)
+        return jax.tree.map(lambda x: self.perform("allgather", to_jax(x)), tree)
 
     def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
         """Return the rows of all ranks, one after another. The ranks may have different numbers of rows.
@@ -79,7 +80,7 @@ class Collectives(abc.ABC):
         counts = self._checked_counts([int(count) for count in counts], *next(iter(mine), (0,)))
 
         def gathered(x: Any) -> jax.Array:
-            rows = self.perform("allgather", _padded(jnp.asarray(x), max(counts)))
+            rows = self.perform("allgather", _padded(to_jax(x), max(counts)))
             return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(counts)])
 
         return jax.tree.map(gathered, tree)
@@ -94,9 +95,9 @@ class Collectives(abc.ABC):
             for all ranks: ``splits[sender][receiver]``.
         """
         if splits is None:
-            return jax.tree.map(lambda x: self._exchanged_equally(jnp.asarray(x)), tree)
+            return jax.tree.map(lambda x: self._exchanged_equally(to_jax(x)), tree)
         table = self._split_table(splits)
-        return jax.tree.map(lambda x: self._exchanged(jnp.asarray(x), table), tree)
+        return jax.tree.map(lambda x: self._exchanged(to_jax(x), table), tree)
 
     def _exchanged_equally(self, x: jax.Array) -> jax.Array:
         return self.perform("alltoall", self._blocks(x, "alltoall")).reshape(x.shape)
@@ -133,7 +134,7 @@ class Collectives(abc.ABC):
             raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
         route = shifted(self.size, by, wrap=wrap)
         filling = None if edge is None else jax.tree.map(_edge_of, tree, _like(tree, edge))
-        found = jax.tree.map(lambda x: self.perform("shift", jnp.asarray(x), route), tree)
+        found = jax.tree.map(lambda x: self.perform("shift", to_jax(x), route), tree)
         return found if edge is None else self._filled(found, filling, route)
 
     def _filled(self, tree: Any, filling: Any, route: Route) -> Any:
@@ -154,7 +155,7 @@ class Collectives(abc.ABC):
           >>> everybody.permute(x, [(0, 2)])  # rank 0's x on rank 2
         """
         route = permuted(self.size, pairs)
-        return jax.tree.map(lambda x: self.perform("permute", jnp.asarray(x), route), tree)
+        return jax.tree.map(lambda x: self.perform("permute", to_jax(x), route), tree)
 
     def send(self, tree: Any, to: int, *, after: Any = None, tag: int = 0) -> jax.Array:
         """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
@@ -262,7 +263,7 @@ class Collectives(abc.ABC):
 def _checked(x: Any, op: str) -> jax.Array:
     if op not in get_args(AnyOp):
         raise ValueError(f"allreduce: op must be one of {', '.join(map(repr, get_args(AnyOp)))}, not {op!r}")
-    array = jnp.asarray(x)
+    array = to_jax(x)
     if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
         raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
     return array
@@ -293,7 +294,7 @@ def _like(tree: Any, edge: Any) -> Any:
 
 def _edge_of(leaf: Any, edge: Any) -> jax.Array:
     """Return what a rank gets in place of a leaf. Raises TypeError if the leaf's dtype cannot hold ``edge``."""
-    x = jnp.asarray(leaf)
+    x = to_jax(leaf)
     if not _holds(x, edge):
         kind = jnp.result_type(edge)
         raise TypeError(f"shift: an edge of {kind} for an array of {x.dtype}, which would change it. Cast one of them.")

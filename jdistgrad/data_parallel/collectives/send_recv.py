@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like
+from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like, to_jax
 from jdistgrad.data_parallel.collectives.posts import TAGS, Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
 from jdistgrad.errors import CollectiveError
@@ -112,7 +112,7 @@ def _is_number(given: Any) -> bool:
 def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     by = collectives.pairs()
     peer, anchors, total = by.peer(to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
-    for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
+    for leaf in map(to_jax, jax.tree.leaves(tree)):
         x = _tied(leaf, anchors)
         total += _sent(by, peer, x) if _is_smooth(x) else by.perform("send", x, peer)
     return total
