@@ -41,6 +41,24 @@ def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
     assert len(dp.statistics().bucket_sizes) == 3
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
+@on_every_worker
+def test_results_that_are_constants_or_arguments_are_arrays_of_their_own(big_world, overlap, rank, size):
+    def constant(params, x, n):
+        aux = {"batch": x, "number": n, "constant": jnp.int32(4), "Python": 2.5, "NumPy": np.float32(1)}
+        return (jnp.sum(params["a"]) + jnp.sum(params["b"]), aux), 3.0
+
+    dp, x = DataParallel(bucket_cap_mb=1e-5, overlap=overlap), np.arange(3.0)
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    (_, aux), _ = dp.value_and_grad(lambda *args: constant(*args)[0], has_aux=True)(params, x, rank)
+    expected = jax.jit(lambda *args: constant(*args)[0][1])(params, x, rank)
+    assert jax.tree.map(jax.typeof, aux) == jax.tree.map(jax.typeof, expected)
+    value, _ = dp.value_and_grad(lambda *args: constant(*args)[1])(params, x, rank)
+    assert all(isinstance(one, jax.Array) for one in [value, *jax.tree.leaves(aux)])
+    x[:] = -1  # the next batch, read into the same memory
+    np.testing.assert_array_equal(aux["batch"], np.arange(3.0))
+
+
 @jax.custom_vjp
 def along(a, x):
     """Return a loss; its gradient is the array ``x`` itself, not a computed value."""

@@ -53,7 +53,8 @@ class Segmented:
         values = self.begin(args)
         for number in range(len(self.segments)):
             computed(self.run(number, values))
-        return [jaxprs.read(values, var) for var in self._results]
+        # A result may be a constant or an argument, of JAX's own types for literals or of NumPy's.
+        return [as_jax_array(jaxprs.read(values, var)) for var in self._results]
 
     def begin(self, args: Sequence[Any]) -> dict[Any, Any]:
         """Return the values that the first segment starts from, for ``run``."""
