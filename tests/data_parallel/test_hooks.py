@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import HookError
 from jdistgrad.optim.averaging import average_gradients
 
 
@@ -168,3 +170,20 @@ def test_factors_that_make_no_sense():
     for factor in (0, -1.0, True):
         with pytest.raises(ValueError, match="predivide_factor must be above zero"):
             hooks.average(factor)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
+@on_every_worker
+def test_gradients_in_other_dtypes_than_the_parameters(world, jitted, rank, size):
+    params = {"a": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.bfloat16)}
+    for like in (params, jax.tree.map(jnp.float32, params)):  # in two buckets, and in one
+        other = {"a": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.float32 if like is params else jnp.bfloat16)}
+        for hook in (None, hooks.bfloat16()):
+            tx = average_gradients(hook=hook)
+            state = tx.init(like)
+            found, after = (jax.jit(tx.update) if jitted else tx.update)(other, state)
+            assert_close(found, other)
+            assert jax.tree.structure(after) == jax.tree.structure(state)
+        tx = average_gradients(hook=hooks.int8(block=4))
+        with pytest.raises(HookError, match=r"'int8\(block=4\)' has states for . buckets.*Cast them"):
+            (jax.jit(tx.update) if jitted else tx.update)(other, tx.init(like))

@@ -1,6 +1,6 @@
 """The type of hooks, and the check of their results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,17 @@ def checked(hook: Any) -> Hook | None:
         f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings are called "
         "first: hooks.powersgd(rank=2)."
     )
+
+
+def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket]) -> None:
+    """Raise HookError if a hook's states belong to other buckets. Where there is no state, it belongs to any."""
+    if len(states) != len(buckets) and jax.tree.leaves(states):
+        raise HookError(
+            f"the hook {hook.name!r} has states for {len(states)} buckets, but these gradients are in {len(buckets)}: "
+            "they have other dtypes or shapes than the parameters that init was given. Cast them to the parameters' "
+            "dtypes first.",
+            hook=hook.name,
+        )
 
 
 def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:

@@ -40,14 +40,19 @@ class CompiledAverage:
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
 
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
-        """Return the average of a tree of gradients, and the hook's new states. Every rank must call it."""
+        """Return the average of a tree of gradients, and the hook's new states. Every rank must call it.
+
+        Where the buckets are others than those of ``initial_states``, the hook has no state, and its states stay.
+        """
         if self._driver is not None and self._driver.goes_on:
             _say_what_does_not_go_on()
         leaves, structure = flatten(gradients)
         buckets = self._buckets(gradients)
+        hooks.require_states(self._hook, states, buckets)
+        before = states if len(states) == len(buckets) else [self._hook.init(bucket) for bucket in buckets]
         with self._section(what, buckets) as all_:
-            averaged, after = average_buckets(buckets, leaves, states, self._rules.hook, all_)
-        return jax.tree.unflatten(structure, averaged), after
+            averaged, after = average_buckets(buckets, leaves, before, self._rules.hook, all_)
+        return jax.tree.unflatten(structure, averaged), after if len(after) == len(states) else list(states)
 
     def _section(self, what: str, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
         """Open a section for the whole plan: one agreement on its digest covers all buckets."""

@@ -17,6 +17,7 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.hooks.base import require_states
 from jdistgrad.data_parallel.reducing.agreement import Terms
 from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
@@ -162,6 +163,8 @@ class Driver:
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
         plan = self._plan_for(gradients)
+        if hook is not None:
+            require_states(hook, states, plan.buckets)
 
         def begin() -> Reduction:
             return self._begin(plan, Act.AVERAGE, hook=hook, states=dict(enumerate(states)))

@@ -33,6 +33,7 @@ from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.collectives.several_devices import back, first_faults, on_one, on_several
 from jdistgrad.data_parallel.collectives.spanning import Program, in_one_order
 from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.hooks.base import require_states
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
 from jdistgrad.data_parallel.steps.driver import Driver, as_gradient, kind_of
@@ -161,6 +162,8 @@ class DeviceDriver(Driver):
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         if self._needs_host(gradients):
             return super().average_with(gradients, hook, states)
+        if hook is not None:
+            require_states(hook, states, self.buckets(gradients))
         current = dict(enumerate(states))
         averaged = self._average_given(gradients, hook=hook, states=current)
         return averaged, [current[number] for number in range(len(states))]
