@@ -72,7 +72,9 @@ def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     all parameters share in optax, go on: the bias correction of a parameter that is used late is that of its late step.
 
     Arguments:
-      tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``.
+      tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``. With
+        ``optax.MultiSteps``, name what any step since the last update has used: what the last of them has not used
+        would lose the gradients of those before.
 
     Example:
       >>> tx = keep_unused(optax.adam(1e-3))

@@ -59,13 +59,15 @@ class DistributedOptimizer(Corrected):
 
     def __init__(
         self,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformation | optax.MultiSteps,
         rrefs: Sequence[RRef[Any]],
         *,
         max_global_norm: float | None = None,
         refuse_nan: bool = False,
         **settings: Never,
     ):
+        if isinstance(tx, optax.MultiSteps):
+            tx = tx.gradient_transformation()
         if settings or not isinstance(tx, optax.GradientTransformation):
             raise TypeError(_no_transformation(tx, settings))
         self._rrefs = _checked(rrefs)

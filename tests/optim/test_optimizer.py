@@ -42,8 +42,9 @@ def train(optimizer, refs, steps, loss=distributed_loss):
         optax.adam(1e-2),
         optax.adamw(optax.exponential_decay(1e-2, 2, 0.5), weight_decay=1e-2),
         optax.inject_hyperparams(optax.rmsprop)(learning_rate=1e-2),
+        optax.MultiSteps(optax.adam(1e-2), 2),
     ],
-    ids=["sgd", "adam", "adamw with a schedule", "injected"],
+    ids=["sgd", "adam", "adamw with a schedule", "injected", "every second step"],
 )
 @on_worker0
 def test_equals_the_same_transformation_on_one_worker(world, tx):
