@@ -136,3 +136,26 @@ def test_losses_over_values_that_are_being_differentiated_elsewhere(world, rank,
         jax.grad(outer)(jnp.ones(3))
     through = jax.grad(lambda w: dp.value_and_grad(lambda p, w: (p * w).sum())(jnp.ones(3), w)[0])
     np.testing.assert_array_equal(through(jnp.ones(3)), np.ones(3))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["tree seen before", "new tree"])
+@on_every_worker
+def test_a_loss_that_cannot_be_traced_on_one_rank_is_told_to_the_others(big_world, seen, rank, size):
+    dp = DataParallel(timeout=15)
+    step = dp.value_and_grad(lambda params, x: jnp.sum(x @ params))
+    if seen:
+        step(jnp.ones(3), jnp.ones((2, 3)))
+    error, text = (TypeError, "dot_general") if rank == 1 else (DisagreementError, "failed")
+    with pytest.raises(error, match=text):
+        step(jnp.ones(3), jnp.ones((2, 4 if rank == 1 else 3)))
+    with pytest.raises(DisagreementError, match="come apart"):  # not the average of another step of rank 1's
+        step(jnp.ones(3), jnp.ones((2, 3)))
+
+
+@on_every_worker
+def test_a_loss_that_cannot_be_traced_on_any_rank_can_be_put_right(world, rank, size):
+    step = DataParallel(timeout=15).value_and_grad(lambda params, x: jnp.sum(x @ params))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="dot_general"):
+            step(jnp.ones(3), jnp.ones((2, 4)))
+    np.testing.assert_allclose(step(jnp.ones(3), jnp.full((2, 3), rank))[1], np.full(3, size - 1.0))

@@ -30,6 +30,7 @@ from jdistgrad.data_parallel.steps.program import LossProgram, Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.data_parallel.steps.trace import Trace, readiness
+from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 
 T = TypeVar("T")
@@ -93,7 +94,8 @@ class Driver:
         if tuning is not None and tuning.has_begun:
             self._tune(tuning)
         start, seconds = time.perf_counter(), None
-        program = self._compiled(programs, args, kwargs, overlap=overlap)
+        with self._telling_failures():
+            program = self._compiled(programs, args, kwargs, overlap=overlap)
         try:
             results, averaged = self._taken(program, args, kwargs)
             if tuning is not None:
@@ -103,6 +105,17 @@ class Driver:
             if tuning is not None:
                 tuning.note(program.plan, seconds)
         return results, averaged
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Open a block before a step. If this rank's loss fails there, which only this rank knows, tell the others."""
+        try:
+            yield
+        except (CollectiveError, WorkerLostError):
+            raise  # the ranks have met: the others know
+        except Exception:
+            self.abandon()
+            raise
 
     def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
         """Return the compiled step, which has a ``plan``."""
