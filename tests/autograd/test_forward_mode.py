@@ -127,6 +127,26 @@ def test_a_compiled_derivative_is_the_serial_one(big_world, program, derivative,
     assert_same(program, derivative, stage)
 
 
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        jax.hessian,
+        lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (2.0,))[1]),
+        lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (2.0,)),
+        lambda f: lambda x: jax.linearize(jax.grad(f), x)[1](2.0),
+    ],
+    ids=["hessian", "reverse_over_forward", "forward_over_reverse", "linearize"],
+)
+@on_worker0
+def test_a_derivative_at_a_python_float(big_world, derivative):
+    def program(call, number):
+        return call(1, fast_product, call(2, product, number, 3.0), number) * jnp.sin(number)
+
+    with jd.context():
+        found = derivative(functools.partial(program, sync))(0.5)
+    assert_close(found, derivative(functools.partial(program, serial))(0.5), rtol=1e-4)
+
+
 @on_worker0
 def test_four_derivatives_of_both_kinds(big_world):
     assert_same(diamond, three_ways)

@@ -22,7 +22,7 @@ from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import evaluate, untied, wire_p
+from jdistgrad.autograd.values.primitive import as_array, evaluate, untied, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
@@ -38,8 +38,9 @@ def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backw
     """Give a function a pullback. ``forward`` gets the numbers of the perturbed operands, and the operands."""
 
     def record(*operands: Any) -> Any:
-        perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(one.value))
-        return forward(perturbed, *(one.value for one in operands))
+        values = [as_array(one.value) for one in operands]  # under jvp JAX hands over users' Python floats
+        perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(values[k]))
+        return forward(perturbed, *values)
 
     rule = jax.custom_vjp(primal)
     rule.defvjp(record, backward, symbolic_zeros=True)
@@ -71,8 +72,8 @@ def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
     rule = jax.custom_jvp(lambda *operands: evaluate(operation, operands))
 
     def derivative(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        given = {k: one for k, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
-        outputs, found = _pushed_through(operation, operands, given)
+        given = {k: as_array(one) for k, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
+        outputs, found = _pushed_through(operation, list(map(as_array, operands)), given)
         zeros = [zero_from_primal(one, symbolic_zeros=True) for one in outputs]
         return tuple(outputs), tuple(found.get(k, zero) for k, zero in enumerate(zeros))
 
