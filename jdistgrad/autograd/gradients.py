@@ -17,6 +17,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
 
@@ -45,11 +46,21 @@ class RemoteGradient(Elsewhere):
         return self.rref.owner
 
     def to_here(self, timeout: float | None = None) -> Any:
-        """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays."""
+        """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays.
+
+        Raises:
+          DifferentiationError: JAX traces the gradient (grad, vmap, jit ...): its parts come later, or are of a batch.
+        """
         if self.scope is None:
             raise ContextError(
                 f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`, or in a "
                 "function that is staged. Such a function returns the gradient, and its caller fetches it."
+            )
+        if is_traced(self.marks):
+            raise DifferentiationError(
+                f"the {self} was fetched inside a function that JAX traces (grad, vmap, jax.jit, jd.jit, scan ...): it "
+                "would be zero, a sum over the batch, or without a derivative. Return the gradient from the traced "
+                "function and fetch it outside, or differentiate a copy of the value, rref.to_here()."
             )
         worker = current_worker()
         worker.scopes.find(self.scope.id)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.data import assert_close, sum_squares
-from helpers.programs import fast_layer, layer, parameters, product, serial, sync, vector
+from helpers.programs import fast_layer, layer, parameters, product, serial, still_differentiates, sync, vector
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -172,6 +172,45 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
             gradient.to_here()
     del gradient
     assert_close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        jd.jit,
+        jax.checkpoint,
+        jax.grad,
+        lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
+        lambda f: lambda x: jax.lax.map(f, jnp.stack([x, 2 * x])),
+    ],
+    ids=["jax.jit", "jd.jit", "checkpoint", "grad", "vmap", "map"],
+)
+@on_worker0
+def test_a_gradient_is_not_fetched_where_jax_traces_it(world, transform):
+    # Fetched there it would be zero, or the sum over the batch, or have a derivative of zero: nobody would be told.
+    rref = jd.remote(rank(2), vector, args=(3,))
+
+    def squared_norm(x):
+        gradient = jd.grad(lambda p: jnp.sum(jd.rpc_sync(rank(1), product, args=(p, x))))(rref)
+        return jnp.sum(gradient.to_here() ** 2)
+
+    with jd.context():
+        with pytest.raises(jd.DifferentiationError, match=r"function that JAX traces.*fetch it outside"):
+            transform(squared_norm)(vector(3))
+        still_differentiates()
+
+
+@on_worker0
+def test_a_gradient_of_a_copy_has_derivatives(world):
+    rref = jd.remote(rank(2), vector, args=(3,))
+
+    def squared_norm(call, x):
+        return jnp.sum(jax.grad(lambda p: jnp.sum(call(1, product, p, x)))(rref.to_here()) ** 2)
+
+    with jd.context():
+        found = jax.vmap(jax.grad(lambda x: squared_norm(sync, x)))(jnp.eye(3))
+    assert_close(found, jax.vmap(jax.grad(lambda x: squared_norm(serial, x)))(jnp.eye(3)))
 
 
 def sine_times(a, b):
