@@ -152,6 +152,28 @@ def test_a_batched_cotangent_on_one_recorded_call(big_world):
     assert_close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
 
 
+def chosen(call, params, x):
+    """Make one of two values by a call, as an element of a batch decides."""
+    yes, no = (lambda params, x: call(1, fast_product, params, x)), (lambda params, x: x**3)
+    return jnp.sum(jax.lax.cond(x[0] > 0, yes, no, params, x) ** 2)
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@pytest.mark.parametrize("differentiate", [lambda f: f, jax.grad], ids=["value", "grad"])
+@on_worker0
+def test_a_reference_in_a_branch_that_differs_over_a_batch(world, differentiate, stage):
+    # JAX repeats the reference's handle for each element. The value has as many rows as the batch, but is no batch.
+    params, xs = vector(3), jnp.stack([vector(3), -vector(3), 2 * vector(3)])
+    rref = jd.remote(rank(2), vector, args=(3,))
+
+    def program(call, params, xs):
+        return jnp.sum(jax.vmap(lambda x: chosen(call, params, x))(xs) * jnp.arange(1.0, 4.0))
+
+    with jd.context():
+        found = stage(lambda rref, xs: differentiate(lambda xs: program(sync, rref, xs))(xs))(rref, xs)
+    assert_close(found, differentiate(lambda xs: program(serial, params, xs))(xs), rtol=1e-5)
+
+
 @on_worker0
 def test_a_call_is_transposed_by_its_pullback(world):
     call, x = lambda x: jd.rpc_sync(rank(1), product, args=(2.0, x)), vector(3)

@@ -154,11 +154,13 @@ class Call:
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Batch the call. The callee adds a Lane to operands of a recorded call that are wanted and not batched.
 
-        So each element of the batch has cotangents of its own.
+        So each element of the batch has cotangents of its own. A reference is one value for all elements, also where
+        JAX has repeated its handle, as in a cond whose condition differs over the batch.
         """
         positions, paths = self.arguments.positions, list(trees.paths(self.arguments.tree))
-        given = {positions[k] for k, flag in enumerate(batched) if flag}
-        spread = sorted({positions[k] for order in self.orders for k in {*order} - self.handles()} - given)
+        handles = self.handles()
+        given = {positions[k] for k, flag in enumerate(batched) if flag and k not in handles}
+        spread = sorted({positions[k] for order in self.orders for k in {*order} - handles} - given)
         function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
         behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
         lanes = (*behind, *(Lane(where, 0, size) for where in spread))
