@@ -175,6 +175,20 @@ def test_a_reference_in_a_branch_that_differs_over_a_batch(world, differentiate,
 
 
 @on_worker0
+def test_recordings_that_differ_over_a_batch_are_refused(world):
+    xs, rref = jnp.stack([vector(3), -vector(3), 2 * vector(3)]), jd.remote(rank(2), vector, args=(3,))
+    refused = pytest.raises(DifferentiationError, match=r"branch of jax\.lax\.cond.*choose by jnp\.where")
+    with jd.context():
+        for stage in (lambda f: f, jax.jit, jd.jit):
+            with refused:
+                stage(jax.vmap(jax.grad(lambda x: chosen(sync, x, x))))(xs)
+            with refused:
+                stage(jd.grad(lambda rref, xs: jax.vmap(lambda x: chosen(sync, rref, x))(xs).sum()))(rref, xs)
+        found = jax.grad(lambda xs: jax.vmap(lambda x: chosen(sync, x, x))(xs).sum())(xs)  # as the error says
+    assert_close(found, jax.vmap(jax.grad(lambda x: chosen(serial, x, x)))(xs), rtol=1e-5)
+
+
+@on_worker0
 def test_a_call_is_transposed_by_its_pullback(world):
     call, x = lambda x: jd.rpc_sync(rank(1), product, args=(2.0, x)), vector(3)
     for function in (call, jax.jit(call)):

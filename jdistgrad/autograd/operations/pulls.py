@@ -80,6 +80,7 @@ class Linear:
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Batch the function: the recording is batched if operands are, else the function is mapped over the batch."""
+        self._refuse_differing(batched)
         first = len(batched) - self.inputs
         own = (False, *batched[1:first])
         batches = (*self.batches, (size, own))
@@ -92,6 +93,21 @@ class Linear:
         maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
         operation = dataclasses.replace(self, maps=maps, batches=batches)
         return Batched(operation, lambda count: [True] * count)
+
+    def _refuse_differing(self, batched: Sequence[bool]) -> None:
+        """Raise DifferentiationError for a recording, or a reference, that differs over the batch.
+
+        JAX makes it so in a cond whose condition differs over the batch: elements that do not take the branch have
+        anything in place of the tag, also that of a call in another branch.
+        """
+        references = {1 + k for k in self.call.handles() & {*self.wanted}}
+        if any(batched[k] for k in {0} | references):
+            raise DifferentiationError(
+                f"no derivative is known for {self} in a branch of jax.lax.cond or switch whose condition differs over "
+                "the batch of jax.vmap, if references are differentiated, or if vmap is outside of the derivative. "
+                "JAX runs all branches there: call outside of them, and choose by jnp.where. Without references, "
+                "jax.grad(lambda xs: jax.vmap(f)(xs).sum()) has the gradients of jax.vmap(jax.grad(f)), too."
+            )
 
     def over_batches(self, function: Callable[..., Any], inputs: Sequence[bool], outputs: Sequence[bool]) -> Any:
         """Map a function of the tag, the operands and some inputs over the batches of this one.
