@@ -3,13 +3,11 @@
 import functools
 from typing import Any
 
-import jax
-
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
 from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.values.holes import is_array, split
+from jdistgrad.autograd.values.holes import is_array, leaves_of, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook
@@ -48,7 +46,7 @@ class TracedCalls:
         return staged_reference(peer.rank, results, handle, token)
 
     def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
-        children, structure = jax.tree.flatten(rref)
+        children, structure = leaves_of(rref)
         key: Any = rref._claim.key
         results = Results() if rref.token is None else key.results
         if isinstance(rref._claim, StandIn):

@@ -175,6 +175,20 @@ def test_a_reference_in_a_branch_that_differs_over_a_batch(world, differentiate,
 
 
 @on_worker0
+def test_a_reference_is_not_mapped_over(world):
+    # JAX could do it in batches of five: its handle has five numbers.
+    rref, xs = jd.remote(rank(2), vector, args=((5, 3),)), vector((5, 3))
+    refused = pytest.raises(DifferentiationError, match=r"is mapped over, by jax\.vmap.*in_axes=None")
+    call = lambda rref, x: sync(1, fast_product, rref, x)  # noqa: E731
+    for program in (call, lambda rref, x: rref.to_here() * x):
+        with refused:
+            jax.vmap(program)(rref, xs)
+        with refused:
+            jax.lax.map(lambda both, program=program: program(*both), (rref, xs))
+    assert_close(jax.vmap(call, in_axes=(None, 0))(rref, xs), jax.vmap(fast_product, (None, 0))(rref.to_here(), xs))
+
+
+@on_worker0
 def test_recordings_that_differ_over_a_batch_are_refused(world):
     xs, rref = jnp.stack([vector(3), -vector(3), 2 * vector(3)]), jd.remote(rank(2), vector, args=(3,))
     refused = pytest.raises(DifferentiationError, match=r"branch of jax\.lax\.cond.*choose by jnp\.where")

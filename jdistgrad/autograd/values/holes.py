@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.rref import ByReference, RRef
+from jdistgrad.rpc.references.rref import HANDLE, ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
 
 
@@ -183,11 +184,23 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
 def _dig(leaf: Any) -> tuple[Any, list[Any]]:
     reference, wraps = _unwrapped(leaf)
     if isinstance(reference, RRef):
-        children, structure = jax.tree.flatten(reference)
+        children, structure = leaves_of(reference)
         return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
     if is_key(leaf):
         return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
     return Hole(), [leaf]
+
+
+def leaves_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
+    """Return a reference's leaves and its tree structure. Raises DifferentiationError if JAX maps over it."""
+    children, structure = jax.tree.flatten(reference)
+    if np.ndim(children[0]) < HANDLE.ndim:
+        raise DifferentiationError(
+            f"{reference} is mapped over, by jax.vmap, scan or jax.lax.map: to them a reference is one value without a "
+            "batch dimension. Give vmap in_axes=None for it, and let loops close over it. To map over the first "
+            "dimension of the value, do that in the called function, or map over a copy, rref.to_here()."
+        )
+    return children, structure
 
 
 def _unwrapped(leaf: Any) -> tuple[Any, int]:
