@@ -179,6 +179,13 @@ def done_future(compute: Callable[[], T]) -> CallFuture[T]:
     return future
 
 
+def answer_of(result: Any) -> Any:
+    """Return what a function answers by its result: if that is a future, the future's result, once it has one."""
+    while isinstance(result, concurrent.futures.Future):
+        result = result.result()
+    return result
+
+
 def _called_back(fn: Callable[[Any], object], added_by: int, future: concurrent.futures.Future[Any]) -> None:
     """Call a callback. The base class logs an exception, but lets others, such as SystemExit, end all callbacks."""
     try:

@@ -86,3 +86,26 @@ def test_a_callee_that_makes_references_of_its_own(big_world):
     with jd.context():
         found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), through_remote, args=(x,)))(vector(3))
     assert_close(found, jax.jacrev(through_remote_serially)(vector(3)))
+
+
+def later(x):
+    return jd.rpc_async(rank(2), innermost, args=(jnp.sin(x), x[:2]))
+
+
+def of_its_value(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@on_worker0
+def test_a_function_that_answers_with_a_future(world, stage):
+    serially = lambda x: 2 * innermost(jnp.sin(x), x[:2])  # noqa: E731
+    by_value = lambda x: 2 * jd.rpc_sync(rank(1), later, args=(x,))  # noqa: E731
+    by_reference = lambda x: jd.rpc_sync(rank(2), of_its_value, args=(jd.remote(rank(1), later, args=(x,)),))  # noqa: E731
+    x = vector(3)
+    with jd.context():
+        for program in (by_value, by_reference):
+            assert_close(stage(program)(x), serially(x))
+            assert_close(stage(jax.jacrev(program))(x), jax.jacrev(serially)(x))
+        assert_close(stage(jax.hessian(by_value))(x), jax.hessian(serially)(x), rtol=1e-4, atol=1e-5)
+        assert_close(stage(jax.vmap(by_value))(vector((4, 3))), jax.vmap(serially)(vector((4, 3))))

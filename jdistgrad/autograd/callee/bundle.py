@@ -16,6 +16,7 @@ from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure
 from jdistgrad.autograd.values.uniform import Uniform, made
+from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.serving.arguments import delivered
 
 
@@ -48,7 +49,7 @@ class CallStop:
         args, kwargs = self.arguments.fill(made(items))
         if not self.orders:
             args, kwargs = delivered(args, kwargs)
-        return self.arrays(task(*args, **kwargs))
+        return self.arrays(answer_of(task(*args, **kwargs)))
 
     def recorded(self, function: Any, items: list[Any]) -> Recording:
         """Run the call and return its recording, without keeping it in a tape."""

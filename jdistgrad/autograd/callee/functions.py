@@ -28,6 +28,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.functions import JITTED, ServedFunction, describe
+from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.references.owned import Owned
 from jdistgrad.rpc.references.rref import HANDLE, RRef
 from jdistgrad.rpc.serving.arguments import with_values
@@ -111,7 +112,7 @@ def pulled_back(
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
         args, kwargs = with_values(layout.fill(variables), RRef.to_here)
-        results, result = differentiable_arrays(function(*args, **kwargs))
+        results, result = differentiable_arrays(answer_of(function(*args, **kwargs)))
         _refuse_new_references(result, (args, kwargs), function)
         return results if live is None else [results[k] for k in live], None
 
@@ -160,7 +161,7 @@ class BatchedOf(ServedFunction):
 
         def each(*operands: Any) -> list[Any]:
             args, kwargs = layout.fill(operands)
-            results, arrays = split(self.function(*args, **kwargs), is_array)
+            results, arrays = split(answer_of(self.function(*args, **kwargs)), is_array)
             found.append(results)
             return arrays
 
@@ -204,7 +205,7 @@ class Publishing(ServedFunction):
             promise.set_exception(error)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owned, value = self.owned(), self.function(*args, **kwargs)
+        owned, value = self.owned(), answer_of(self.function(*args, **kwargs))
         if any(is_traced(leaf) for leaf in trees.leaves(value)):
             raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
         owned.value.set_result(value)
@@ -232,7 +233,7 @@ class ShapesOf(ServedFunction):
         def trace(*operands: Any) -> list[Any]:
             args, kwargs = with_values(layout.fill(operands), RRef.to_here)
             args = with_state(self.function, args)
-            result = self.function(*args, **kwargs)
+            result = answer_of(self.function(*args, **kwargs))
             _refuse_new_references(result, (args, kwargs), self.function)
             results, arrays = split(result, is_array)
             found.append(nothing_hidden(results, self.function))

@@ -15,6 +15,7 @@ from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
 from jdistgrad.rpc.functions import Args
+from jdistgrad.rpc.futures import answer_of
 from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"
@@ -79,7 +80,7 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
 
     def primal(*variables: Any) -> tuple[list[Any], Any]:
         args, kwargs = layout.fill(variables)
-        result = function(*args, **kwargs)
+        result = answer_of(function(*args, **kwargs))
         results, arrays = split(result, is_array)
         found.append(nothing_hidden(results, function))
         return differentiable_arrays(result)[0], (arrays, _left(function, args))

@@ -14,6 +14,7 @@ from jdistgrad._compat import weakly_typed
 from jdistgrad.autograd.values.holes import arrays_of, is_key
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.futures import answer_of
 
 WEAK = "weak"
 
@@ -96,4 +97,4 @@ class ArraysOf(ServedFunction):
         return self.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return arrays_of(self.function(*args, **kwargs))
+        return arrays_of(answer_of(self.function(*args, **kwargs)))
