@@ -15,7 +15,7 @@ from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.rref import RRef, optax_looks_inside
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
@@ -76,6 +76,12 @@ def _unflatten(reference: Any, children: Any) -> RemoteGradient:
 
 
 def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
+    if optax_looks_inside(2):  # it would take the marks for the gradient
+        raise TypeError(
+            f"optax cannot work on the {gradient}, only on a copy of it, gradient.to_here(). jd.DistributedOptimizer("
+            "tx, [reference]) runs an optax transformation where the gradient is, and clips by the norm over all "
+            "owners (max_global_norm)."
+        )
     return (gradient.marks,), jax.tree.structure(gradient.rref)
 
 

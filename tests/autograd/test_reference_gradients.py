@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers.data import assert_close, sum_squares
 from helpers.programs import fast_layer, layer, parameters, product, serial, still_differentiates, sync, vector
@@ -172,6 +173,22 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
             gradient.to_here()
     del gradient
     assert_close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+
+
+@on_worker0
+def test_optax_does_not_look_into_a_gradient(world):
+    # It would find the marks of the contributions, and return their norm.
+    rref = jd.remote(rank(2), vector, args=(3,))
+    with jd.context():
+        gradient = jd.grad(lambda p: jnp.sum(p.to_here() ** 2))(rref)
+        for look in (
+            optax.tree.norm,
+            optax.adam(0.1).init,
+            lambda tree: optax.scale(2.0).update(tree, optax.EmptyState()),
+        ):
+            with pytest.raises(TypeError, match=r"optax cannot work on the gradient of RRef.*gradient\.to_here\(\)"):
+                look({"params": gradient, "x": jnp.ones(3)})
+        assert_close(optax.tree.norm(gradient.to_here()), 2 * jnp.linalg.norm(vector(3)))
 
 
 @pytest.mark.parametrize(

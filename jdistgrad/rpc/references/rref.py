@@ -233,15 +233,19 @@ def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
 
 def _refuse_optax(handle: Any) -> None:
     """Raise if optax maps over a reference: it would treat the numbers that stand for the value as parameters."""
-    if isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer):
-        frame = sys._getframe(2)
-        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("jax."):
-            frame = frame.f_back
-        if str(frame.f_globals.get("__name__", "")).startswith("optax."):
-            raise TypeError(
-                "optax cannot work on a reference, only on the value. jd.DistributedOptimizer(tx, [reference]) runs an "
-                "optax transformation where the value is; optax itself takes a copy of the value, reference.to_here()."
-            )
+    if isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer) and optax_looks_inside(3):
+        raise TypeError(
+            "optax cannot work on a reference, only on the value. jd.DistributedOptimizer(tx, [reference]) runs an "
+            "optax transformation where the value is; optax itself takes a copy of the value, reference.to_here()."
+        )
+
+
+def optax_looks_inside(depth: int) -> bool:
+    """Return whether the frame of this depth, or the first above it that is not JAX's, is one of optax."""
+    frame = sys._getframe(depth)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("jax."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith("optax.")
 
 
 def _unflatten(key: Any, children: Any) -> RRef[Any]:
