@@ -175,6 +175,18 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
     assert_close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
 
 
+@pytest.mark.parametrize("jacobian", [jax.jacrev, lambda f: jax.jit(jax.jacrev(f))], ids=["eager", "jit"])
+@on_worker0
+def test_a_jacobian_of_a_gradient_of_a_reference_is_refused(world, jacobian):
+    # Its rows would be marks of contributions that nobody makes, for which the owner waits.
+    rref = jd.remote(rank(2), vector, args=(3,))
+    gradient = jd.grad(lambda p: jnp.sum(p.to_here() ** 2))
+    with jd.context(), pytest.raises(Exception, match=r"no derivative is known for the sum of .*jax\.jacrev"):
+        jacobian(gradient)(rref)
+    with jd.context():
+        assert_close(gradient(rref).to_here(), 2 * vector(3))
+
+
 @on_worker0
 def test_optax_does_not_look_into_a_gradient(world):
     # It would find the marks of the contributions, and return their norm.

@@ -182,7 +182,12 @@ class Take:
 
     def start(self, operands: Sequence[Any]) -> Started:
         (identifier,), taken = from_token(operands[1]), next_number()
-        marks = tuple(np.reshape(operands[0], (-1, *HANDLE.shape))[0].tolist())
+        marks, *others = map(tuple, np.reshape(operands[0], (-1, *HANDLE.shape)).tolist())
+        if any(one != marks for one in others):  # contributions count for all lanes: the owner would wait for ever
+            raise DifferentiationError(
+                f"no derivative is known {self} row by row, as jax.jacrev asks of a function that returns the "
+                "gradient of a reference. Differentiate a copy of the value, rref.to_here()."
+            )
         worker, args = current_worker(), (self.kind, identifier, marks, self.lanes, taken)
         future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
         return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
