@@ -75,20 +75,32 @@ class Desk:
         """Close a meeting to which all have come.
 
         Raises:
-          DisagreementError: a worker elsewhere has been told that it disagrees with this meeting.
+          DisagreementError: a worker elsewhere has been told that it disagrees with this meeting, or a worker here
+            has missed a meeting that failed, and those that were there do not come any more.
         """
         with self._lock:
+            meeting.disagreement = meeting.disagreement or self._missed_by(meeting)
             if meeting.disagreement is not None:
                 raise DisagreementError(meeting.disagreement)
             self._open.pop(meeting.what, None)
             self._failed.pop(meeting.what, None)
+
+    def _missed_by(self, meeting: Meeting) -> str | None:
+        """Say which failed meeting workers of this one have missed, unless all that were there are here; only once."""
+        here, found = set(meeting.said), None
+        for failed, late in self._failed.values():
+            if late & here and not set(failed.said) <= here:
+                both = f"worker {min(late & here)}, which is in {meeting.what}, did not come to {failed.what}"
+                found = f"{both}, where workers {sorted(failed.said)} were. They must make the same calls."
+            late -= here
+        return found
 
     def close_failed(self, meeting: Meeting) -> None:
         """Close a meeting that has failed, and remember who has not been told."""
         with self._lock:
             self._open.pop(meeting.what, None)
             late = set(meeting.missing) - meeting.told
-            meeting.said.clear()
+            meeting.said = dict.fromkeys(meeting.said)  # who was there; what they said may be large
             if late:
                 self._failed[meeting.what] = meeting, late
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import resource
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -409,6 +410,26 @@ def test_ranks_that_do_other_things_are_told(tmp_path):
     jd.spawn(main, 3)
     assert len(said) == 3
     assert all(re.search(r"in save\('.*', 1\), worker", one) or "2), worker" in one for one in said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
+    said, others_are_told = [], threading.Barrier(3, timeout=60)
+
+    def main():
+        me = jd.init()
+        if me.rank == 2:
+            others_are_told.wait()
+        with pytest.raises(jd.DisagreementError) as raised:
+            jd.save(tmp_path, me.rank)
+        said.append(str(raised.value))
+        if me.rank != 2:
+            others_are_told.wait()
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    assert len(said) == 3
+    assert "did not come to save" in said[-1]
     assert not list(tmp_path.iterdir())
 
 

@@ -111,3 +111,26 @@ def test_one_who_comes_late_joins_those_who_have_come_together_again():
         again, first_there = desk.arrive("one thing", 0, None, "again")
         assert first_there
         assert desk.arrive("one thing", 1, None, "late") == (again, False)
+
+
+def test_one_that_missed_a_failed_meeting_holds_none_without_those_that_were_there():
+    desk = Desk()
+    with jd.local_workers(3):
+        hold(desk, disagreeing(desk), 1.0)  # without worker 1
+        alone, _ = desk.arrive("a third thing", 1, None, "alone")
+        with pytest.raises(jd.DisagreementError, match="worker 1, which is in a third thing, did not"):
+            desk.close(alone)
+        desk.close_failed(alone)
+        once_more, _ = desk.arrive("a fourth thing", 1, None, "alone")
+        desk.close(once_more)
+
+
+def test_a_missed_meeting_does_not_count_once_all_have_come_together():
+    desk = Desk()
+    with jd.local_workers(3):
+        hold(desk, disagreeing(desk), 1.0)
+        for rank in range(3):
+            together, _ = desk.arrive("a third thing", rank, None, "here")
+        desk.close(together)
+        alone, _ = desk.arrive("a fourth thing", 1, None, "alone")
+        desk.close(alone)
