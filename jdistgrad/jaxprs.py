@@ -134,9 +134,9 @@ def calls_back(equations: Iterable[Any]) -> bool:
     )
 
 
-def orders_effects(closed: Any) -> bool:
-    """Return whether a closed jaxpr has effects that happen in the program's order."""
-    return any(type(effect).__name__.startswith("Ordered") for effect in closed.effects)
+def ordered_effects(program: Any) -> set[Any]:
+    """Return the effects of a closed jaxpr, or of an equation, that happen in the program's order."""
+    return {effect for effect in program.effects if type(effect).__name__.startswith("Ordered")}
 
 
 class Shared:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
-from helpers.worlds import on_every_worker
+from helpers.worlds import last, on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -123,3 +123,22 @@ def test_a_step_is_not_an_average_of_given_gradients(big_world, rank, size):
         with pytest.raises(TOLD, match=r"rank 0 does compiled (step|average) of \['a'\]"):
             jax.block_until_ready(run(a))
     np.testing.assert_allclose(average(a)["a"], np.mean([1.0 + r for r in range(size)]))
+
+
+@jax.jit
+def scaled(x):
+    return jnp.arange(3.0) * x
+
+
+@on_every_worker
+def test_a_step_in_a_staged_program_keeps_its_order(big_world, rank, size):
+    # jd.jit runs each piece of a program when its answers are there: on one rank at once, on another one late.
+    dp = DataParallel(timeout=20)
+
+    def loss(p, x):
+        return jnp.sum(jd.rpc_sync(last(), scaled, args=(x,)) * p)
+
+    step = jd.jit(dp.value_and_grad(loss))
+    for number in range(20):
+        _, found = step(jnp.ones(3), jnp.float32(rank + number))
+        assert_close(found, jnp.arange(3.0) * (number + (size - 1) / 2))

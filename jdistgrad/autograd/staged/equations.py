@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jdistgrad import jaxprs
@@ -28,9 +29,10 @@ Atom = int | Constant
 class Equation:
     """An equation of the step, over numbered variables.
 
+    ``outputs``: those of ``eqn``; one more, where it has none, if others must follow it: it is known once it runs.
     ``eqn``: JAX's equation, None for a bundle. ``operation``: the operation it performs. ``fills``: inputs that are one
     known number everywhere. ``weaker``: for an input that only lost its weak type, the variable it came from.
-    ``after``: variables that the operation waits for without needing them.
+    ``after``: variables that the equation waits for without needing them.
     """
 
     inputs: list[Atom]
@@ -46,12 +48,16 @@ class Equation:
         return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
     def states(self) -> set[Any]:
-        """Return what identifies the states that the equation may change, also in the body of a loop or a branch."""
+        """Return what identifies the states that the equation may change, also in the body of a loop or a branch.
+
+        What happens in the program's order changes a state that nobody has: its effect.
+        """
         return _states(self.eqn) if self.eqn is not None else set(self.operation.states)
 
     def evaluate(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs of an equation without an operation, as part of a trace if JAX is tracing."""
-        return jaxprs.bind(self.eqn, values)
+        found = jaxprs.bind(self.eqn, values)
+        return [*found, *[np.True_] * (len(self.outputs) - len(found))]
 
 
 def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
@@ -75,6 +81,8 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
             else:
                 made = [next(count) for _ in eqn.outvars]
                 results = list[Atom](made)
+                if not made and jaxprs.ordered_effects(eqn):
+                    made = [next(count)]
                 operation = eqn.params["operation"] if eqn.primitive is wire_p else None
                 inputs = values if operation is None else list(operation.needed(values))
                 equations.append(Equation(inputs, made, eqn, operation))
@@ -100,7 +108,7 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 def _states(eqn: Any) -> set[Any]:
     inner = {state for jaxpr in jaxprs_in_params(eqn.params) for one in jaxpr.eqns for state in _states(one)}
     state = getattr(eqn.params["operation"], "state", None) if eqn.primitive is wire_p else None
-    return inner if state is None else {state, *inner}
+    return inner | jaxprs.ordered_effects(eqn) | ({state} if state is not None else set())
 
 
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:

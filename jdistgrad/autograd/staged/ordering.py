@@ -25,10 +25,11 @@ ADDITIONS = {"add", "add_any"}
 def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
     """Make equations wait for the answers that they would have waited for in the program run line by line.
 
-    What may change a state waits for what may have changed the same state before. A use of gradients may change values,
-    and nobody knows who reads these: it waits for all calls, fetches and effects with a result (such as averages over
-    ranks) before it, but not for those that its gradients come from, which have been served when it runs; all later
-    ones wait for it.
+    What may change a state waits for what may have changed the same state before; so does what has an effect that
+    happens in order (a callback; a reduction, since ranks in different ones wait for each other). A use of gradients
+    may change values, and nobody knows who reads these: it waits for all calls, fetches and effects with a result (such
+    as averages over ranks) before it, but not for those that its gradients come from, which have been served when it
+    runs; all later ones wait for it.
     """
     producers = {output: equation for equation in equations for output in equation.outputs}
     last: dict[Any, int] = {}
@@ -43,7 +44,7 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
             used.append(equation.outputs[-1])
         elif _may_read(equation):
             before += used
-            read += [equation] if equation.outputs else []
+            read += [equation] if equation.eqn.outvars else []
         found.append(dataclasses.replace(equation, after=tuple(dict.fromkeys(before))) if before else equation)
         last.update(dict.fromkeys(states, equation.outputs[-1]) if equation.outputs else {})
     return found

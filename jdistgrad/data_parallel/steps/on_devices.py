@@ -116,7 +116,7 @@ class DeviceDriver(Driver):
 
     def _on_several(self, programs: Programs, found: Trace) -> SpanningStep:
         """Return the step of a loss whose arguments lie on several devices."""
-        if jaxprs.orders_effects(found.closed):
+        if jaxprs.ordered_effects(found.closed):
             raise CollectiveError(
                 "value_and_grad: the loss calls Python, other workers or collectives (SyncBatchNorm, say), which XLA "
                 "cannot do in a program over several devices of one rank. Put the loss's arguments on one device."

@@ -10,12 +10,15 @@ import pytest
 from helpers.data import assert_close
 from helpers.programs import X
 from helpers.worlds import last, on_worker0
+from jax.experimental import io_callback
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import current_scope
 
 pytestmark = pytest.mark.world(1, 3)
+
+ONE = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def held_until_pulled(x):
@@ -137,3 +140,27 @@ def test_a_reference_is_passed_on_before_its_value_is_made(world):
     with jd.context():
         value, gradient = step(X)
     assert_close((value, gradient), ((X * X * (X + 1)).sum(), 3 * X * X + 2 * X))
+
+
+@on_worker0
+def test_ordered_effects_keep_the_programs_order(world):
+    noted = []
+
+    def note(name):
+        noted.append(name)
+        return np.float32(1)
+
+    def program(x):
+        y = jd.rpc_sync(last(), held_until_released, args=(x,)).sum()
+        for _ in range(3):  # the first waits for the answer; the others need nothing
+            y = y * io_callback(lambda _: note("of the answer"), ONE, y, ordered=True)
+            io_callback(lambda: note("no result") and None, None, ordered=True)
+            y = y * io_callback(lambda: note("no argument"), ONE, ordered=True)
+        return y
+
+    step = jd.jit(program)
+    for _ in range(2):
+        noted.clear()
+        assert_close(step(X), (X * X).sum())
+        jax.effects_barrier()
+        assert noted == ["of the answer", "no result", "no argument"] * 3
