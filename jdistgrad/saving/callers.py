@@ -22,7 +22,7 @@ from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving.desk import meet
 from jdistgrad.saving.marks import PerWorker
-from jdistgrad.saving.places import Leaf, leaves_of, replaced
+from jdistgrad.saving.places import Leaf, leaves_of, replaced, require_different
 
 
 @dataclasses.dataclass
@@ -46,7 +46,9 @@ class Job:
         self.leads, self.leader = self.number == 0, self.callers[0]
 
     def leaves(self) -> list[Leaf]:
-        return [*self.leaves_of_trees(), *leaves_of(self.optimizers, "optimizers", self.number, self.count)]
+        found = [*self.leaves_of_trees(), *leaves_of(self.optimizers, "optimizers", self.number, self.count)]
+        require_different(leaf.place for leaf in found)
+        return found
 
     def leaves_of_trees(self) -> list[Leaf]:
         return list(leaves_of(self.trees, "trees", self.number, self.count))

@@ -19,7 +19,7 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders, leaves
 from jdistgrad.saving.leaves import Description
 from jdistgrad.saving.marks import Slice
-from jdistgrad.saving.places import mapped
+from jdistgrad.saving.places import mapped, require_different
 from jdistgrad.saving.states import Name, names_in
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import wait_for_first
@@ -91,7 +91,9 @@ def value_here(identifier: int) -> Any:
 
 def _leaves_of_value(value: Any, place: str = "") -> list[tuple[str, Any]]:
     found = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda node: isinstance(node, RRef))[0]
-    return [(place + jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    placed = [(place + jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    require_different(where for where, _ in placed)
+    return placed
 
 
 def named_leaves(

@@ -1,11 +1,12 @@
 """A tree taken apart for a checkpoint: what each leaf is, and the place by which it will be found again."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
+from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.references.rref import RRef
@@ -40,6 +41,17 @@ def leaves_of(tree: Any, place: str, rank: int, count: int, *, own: bool = False
             yield from leaves_of(inside, where, rank, count, own=own or isinstance(value, PerWorker))
         else:
             yield Leaf(where, value, own or isinstance(value, Slice))
+
+
+def require_different(places: Iterable[str]) -> None:
+    """Raise CheckpointError if two leaves have the same place: a checkpoint would hold one of them."""
+    seen = set[str]()
+    for place in places:
+        if place in seen:
+            raise CheckpointError(
+                f"two leaves have the same place, {place}: keys that are spelled alike (repr). Spell them apart."
+            )
+        seen.add(place)
 
 
 def replaced(tree: Any, rank: int, count: int, found: Iterator[Any]) -> Any:

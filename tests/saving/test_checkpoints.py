@@ -1,6 +1,7 @@
 """Checkpoints of whole jobs: every kind of value comes back bit for bit, on any number of workers; errors."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import resource
@@ -360,11 +361,25 @@ class Odd:
     pass
 
 
+@dataclasses.dataclass(frozen=True, order=True, repr=False)
+class Alike:
+    number: int
+
+    def __repr__(self):
+        return "Alike"
+
+
+def alike():
+    return {Alike(1): jnp.ones(2), Alike(2): jnp.zeros(2)}
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     with jd.local_workers(3):
         for tree, said in {
             "object": ([1, Odd()], r"trees\[1\] is a Odd, which cannot be saved"),
             "inside": ({"r": jd.remote(1, Odd)}, r"trees\['r'\] is a Odd"),
+            "alike": (alike(), r"two leaves have the same place, trees\[Alike\]"),
+            "alike inside": (jd.remote(1, alike), r"two leaves have the same place, \[Alike\]"),
         }.values():
             with pytest.raises(jd.CheckpointError, match=said):
                 jd.save(tmp_path, 1, tree)
