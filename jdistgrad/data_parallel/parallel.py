@@ -49,7 +49,8 @@ class DataParallel(Corrected):
         with the fastest step on the slowest rank (``statistics().trials``). Each size has a compiled program and a
         hook's state of its own.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
-      hook: what to do with a bucket instead of averaging it; see ``hooks``.
+      hook: what to do with a bucket instead of averaging it; see ``hooks``. A state of the hook belongs to all trees of
+        the same paths, shapes and dtypes: two models that are alike in these need a ``DataParallel`` each.
       overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the
         same without. The default is to cut where that pays: on accelerators, between machines, or with a spare core for
         each rank.
