@@ -7,6 +7,7 @@ tells XLA that the program may go on.
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import logging
@@ -144,6 +145,15 @@ _waiting = WaitingPrograms()
 _under_way: set[SiteCall] = set()
 _running = threading.local()
 
+# Calls run in a copy of the context (``contextvars``) of the thread that runs the program, and so does what follows in
+# the program, which goes on where they end. The context of one of XLA's threads says nothing about the caller.
+_by_xla: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_by_xla", default=False)
+
+
+def in_callers_context() -> bool:
+    """Return whether a site's function runs in the context of the Python code that has called the program."""
+    return not _by_xla.get()
+
 
 def any_sites() -> bool:
     """Return whether any compiled program of this process calls Python here."""
@@ -165,8 +175,10 @@ def _handle(address: int) -> int | None:
         whole = functools.partial(site.function, *operands)
         found = whole() if site.quick else Deferred(whole)
         if isinstance(found, Deferred):
-            call = SiteCall(found.rest, results, frame.begin(), holds_thread=_is_xlas())
-            _threads.run(call.run)
+            here, by_xla = contextvars.copy_context(), _is_xlas()
+            here.run(_by_xla.set, by_xla or _by_xla.get())
+            call = SiteCall(found.rest, results, frame.begin(), holds_thread=by_xla)
+            _threads.run(functools.partial(here.run, call.run))
         else:
             _put(found, results)
     except BaseException as error:

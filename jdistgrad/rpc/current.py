@@ -187,13 +187,19 @@ def origin() -> Origin:
 
 
 @contextlib.contextmanager
-def at(origin: Origin) -> Iterator[None]:
-    """Let the block, on any thread, belong to the worker and scope of an origin."""
+def at(origin: Origin, *, called_here: bool = False) -> Iterator[None]:
+    """Let the block, on any thread, belong to the worker and scope of an origin.
+
+    ``called_here``: the block's own scope is that of the code that has called the compiled function. The origin's slot
+    may meanwhile be another's: code in no scope has the first slot too, and a function compiled ahead of time keeps its
+    slot.
+    """
     worker = _of_process if origin.key is None else _workers.get(origin.key)
     if worker is None or worker.severed:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
-    with _setting(_bound, worker), _setting(_scope, worker.slots.at(origin.slot)), _setting(_origin, origin):
+    scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(origin.slot)
+    with _setting(_bound, worker), _setting(_scope, scope), _setting(_origin, origin):
         yield
 
 

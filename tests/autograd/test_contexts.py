@@ -149,3 +149,34 @@ def test_a_thread_started_in_the_block_records_into_its_context(world):
         assert sum(not link.backward for link in ctx.tape.links.all() if link.answers is None) >= 2
         assert ctx.workers() >= {rank(1)}
     assert_close(found, [2 * X, 2 * X])
+
+
+@on_worker0
+def test_compiled_code_belongs_to_the_context_of_whoever_calls_it(world):
+    # Code in no context, and code compiled ahead of time, are known by the first slot, which another context has.
+    loss = lambda p: jd.rpc_sync(rank(1), scaled, args=(p, X)).sum()  # noqa: E731
+    rref, found, nowhere = jd.remote(rank(1), make_weights, args=(2,)), {}, contextvars.copy_context()
+    differentiate, called = jax.jit(jax.grad(loss)), jax.jit(lambda x: relay([rank(1), rank(2)], x))
+    with jd.context():
+        ahead_of_time = jax.jit(jax.grad(loss)).lower(rref).compile()
+        assert_close(called(X), relay([], X))
+
+    def outside():
+        with pytest.raises(Exception, match="differentiated outside any context"):
+            differentiate(rref)
+        assert_close(called(X), relay([], X))
+
+    def inside():
+        with within(None), jd.context() as own:
+            ahead_of_time(rref)
+            found["own"] = len(jd.rpc_sync(rank(1), gradients_here, args=(own.id,)))
+
+    with jd.context() as ctx:
+        first = threading.Thread(target=nowhere.run, args=(outside,))
+        first.start()
+        first.join()
+        assert not ctx.workers()
+        in_thread(inside).join()
+        jd.value_and_grad(loss)(rref)
+        np.testing.assert_array_equal(jd.rpc_sync(rank(1), gradients_here, args=(ctx.id,))[rref.id]["w"], X)
+    assert found == {"own": 1}

@@ -20,7 +20,7 @@ from jdistgrad._compat import shaped, trace_state_clean
 from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.ffi.lowering import lower
-from jdistgrad.ffi.sites import in_words
+from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
 
@@ -97,7 +97,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
     """Lower to a call that frees XLA's thread while the answer is under way."""
     _refuse_in_compiled_code(operation)
     _compiled.set()
-    perform = functools.partial(_perform, operation, current.origin())
+    perform = functools.partial(_perform_here, operation, current.origin())
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
 
 
@@ -121,15 +121,20 @@ def _refuse_in_compiled_code(operation: Any) -> None:
         raise refusal()
 
 
-def _perform(operation: Operation, origin: Any, *operands: np.ndarray) -> list[Any]:
-    with current.at(origin), as_numpy():
+def _perform_here(operation: Operation, origin: Any, *operands: np.ndarray) -> list[Any]:
+    return _perform(operation, origin, operands, called_here=in_callers_context())
+
+
+def _perform(operation: Operation, origin: Any, operands: Sequence[Any], *, called_here: bool) -> list[Any]:
+    with current.at(origin, called_here=called_here), as_numpy():
         return operation.start(operands).outputs()
 
 
 def _called_back(operation: Operation, origin: Any, *operands: Any) -> list[np.ndarray]:
     """Perform an operation on a thread of XLA's, without using JAX, which could deadlock here."""
     try:
-        return [np.asarray(one) for one in _perform(operation, origin, *map(np.asarray, operands))]
+        found = _perform(operation, origin, [*map(np.asarray, operands)], called_here=False)
+        return [np.asarray(one) for one in found]
     except Exception as error:
         raise DifferentiationError(in_words(error)) from error
 
