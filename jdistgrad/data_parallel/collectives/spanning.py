@@ -122,7 +122,7 @@ class Form(NamedTuple):
     def to_rows(self, x: Any) -> jax.Array:
         if self.data is not None and self.data.size == 0:
             return jnp.zeros(1, jnp.int8)
-        data = x if self.impl is None else jax.random.key_data(x)
+        data = jnp.asarray(x) if self.impl is None else jax.random.key_data(x)
         return data if self.data is None else data.reshape(1)
 
     def from_rows(self, x: jax.Array) -> jax.Array:
