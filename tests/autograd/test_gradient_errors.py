@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.programs import X, square, still_differentiates
@@ -159,3 +160,25 @@ def test_a_function_that_would_make_another_reference_when_it_runs_again(big_wor
         with pytest.raises(jd.DifferentiationError, match=r"makes_a_ref\w+ returns a reference that it makes itself"):
             jax.jacrev(jax.grad(loss))(X)
     still_differentiates()
+
+
+def otherwise_when_traced(x, n):
+    return x if isinstance(x, jax.core.Tracer) else (x.sum(), x.astype(np.int32))[n]
+
+
+@pytest.mark.parametrize(("n", "found"), [(0, r"float32\[\]"), (1, r"int32\[3\]")], ids=["shape", "dtype"])
+@pytest.mark.parametrize("jit", [jax.jit, jd.jit], ids=["jax.jit", "jd.jit"])
+@on_worker0
+def test_results_are_those_that_the_trace_has_promised(big_world, jit, n, found):
+    # The number would fill the whole array without an error.
+    call = jit(lambda x: jd.rpc_sync(rank(1), otherwise_when_traced, args=(x, n)))
+    with pytest.raises(Exception, match=rf"returned {found}; when it was traced, .* it returned float32\[3\]"):
+        call(X)
+
+
+@on_worker0
+def test_more_bits_than_the_callee_has_are_refused_in_compiled_code_too(big_world):
+    with jax.enable_x64(True):  # on this thread only
+        x = jnp.arange(3, dtype=jnp.float64)
+        with pytest.raises(Exception, match="a float64 array arrived on a worker whose JAX makes it float32"):
+            jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(x)

@@ -34,6 +34,7 @@ from jdistgrad.rpc.references.rref import HANDLE, RRef
 from jdistgrad.rpc.serving.arguments import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.arrays import check_kept
 
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
@@ -229,6 +230,8 @@ class ShapesOf(ServedFunction):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
         layout, operands = split((args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
         found: list[Layout] = []
+        for one in operands:
+            check_kept(one.dtype, jax.dtypes.canonicalize_dtype(one.dtype))
 
         def trace(*operands: Any) -> list[Any]:
             args, kwargs = with_values(layout.fill(operands), RRef.to_here)

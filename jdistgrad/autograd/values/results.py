@@ -54,9 +54,12 @@ class Results:
         return as_jax(self.counted(arrays))
 
     def counted(self, arrays: list[Any]) -> list[Any]:
-        """Return the arrays. Raises DifferentiationError if their number is not the known one."""
+        """Return the arrays. Raises DifferentiationError if their number, a shape or a dtype is not the known one."""
         if len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
+        for array, shape in zip(arrays, self.shapes, strict=True):
+            if array.shape != shape.shape or not _becomes(array.dtype, shape.dtype):
+                raise changed_array(array, shape)
         return arrays
 
     def rebuild(self, arrays: Any) -> Any:
@@ -91,3 +94,16 @@ def changed_structure(found: int, expected: int) -> DifferentiationError:
         f"a remote function returned {found} arrays; when it was traced, it returned {expected}. A function called "
         "inside jax.jit must return the same structure each time."
     )
+
+
+def changed_array(found: Any, expected: jax.ShapeDtypeStruct) -> DifferentiationError:
+    was, had = (f"{one.dtype}{list(one.shape)}" for one in (found, expected))
+    return DifferentiationError(
+        f"a remote function returned {was}; when it was traced, or called before, it returned {had}. A function called "
+        "inside jax.jit, or differentiated, must return arrays of the same shapes and dtypes each time."
+    )
+
+
+def _becomes(found: np.dtype, expected: np.dtype) -> bool:
+    """Return whether JAX makes an array of the expected dtype: of NumPy's float64 without x64 it makes float32."""
+    return found == expected or jax.dtypes.canonicalize_dtype(found) == expected
