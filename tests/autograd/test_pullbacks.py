@@ -1,12 +1,15 @@
 """Pullbacks on the callee: arguments are not copied, and each order has its own operands."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.callee.pullbacks import differentiate
-from jdistgrad.autograd.values.holes import split
+from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
+from jdistgrad.autograd.values.holes import Hole, Layout, split
 
 
 def differentiated(function, *args):
@@ -59,3 +62,21 @@ def test_each_order_has_a_pullback_of_its_own_operands():
     np.testing.assert_allclose(outer, [3 * a**2 * b * b, a**3 * b], rtol=1e-6)
     np.testing.assert_allclose(found.result, a**3 * b, rtol=1e-6)
     assert len(runs) == 1
+
+
+def test_arguments_that_are_not_compiled_for_are_not_kept():
+    # Of one function there may be millions: the number of a step, or a text.
+    function = jax.jit(lambda x, told: x, static_argnums=1)
+
+    def compiled(number):
+        told = Told()
+        return _compiled_for(function, Layout((Hole(), told), (0,)), ((0,),)) is not None, weakref.ref(told), number
+
+    found = [compiled(number) for number in range(2 * STATICS_COMPILED)]
+    gc.collect()
+    assert [one for one, _, _ in found] == [number < STATICS_COMPILED for _, _, number in found]
+    assert not any(told() for one, told, _ in found if not one)
+
+
+class Told:
+    pass

@@ -182,7 +182,12 @@ class Compiled:
 
 
 _compiled = functools.lru_cache(maxsize=1024)(Compiled)
-_statics: dict[int, set[Hashable]] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _statics(function: Any) -> set[Hashable]:
+    """Return the combinations of non-array arguments that a function has been compiled for."""
+    return set()
 
 
 def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | None:
@@ -190,11 +195,14 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
         kinds = tuple(map(_kind, leaves))
-        seen = _statics.setdefault(id(function), set())
-        seen.add(kinds)
+        seen = _statics(function)
+        if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
+            seen.add(kinds)
+        if kinds not in seen:
+            return None
     except TypeError:  # an argument that cannot be hashed, or a dict with keys that cannot be sorted
         return None
-    return _compiled(function, structure, kinds, orders) if len(seen) <= STATICS_COMPILED else None
+    return _compiled(function, structure, kinds, orders)
 
 
 def _kind(leaf: Any) -> tuple[Any, Any]:
