@@ -280,3 +280,23 @@ def test_what_was_compiled_in_one_world_runs_in_the_next(big_world):
             assert_close(found, differentiate(lambda x: twice_of(twice_of(x)).sum())(x))
 
         big_world.drive(body)
+
+
+@jax.jit
+def compiled_relay(reference, x):
+    return jd.rpc_sync(rank(2), sine_times, args=(x, reference))
+
+
+@on_worker0
+def test_a_second_derivative_through_a_reference_in_the_callees_compiled_code(big_world):
+    # The callee's program asks for the shapes of a pullback whose reference is known there by the shape of its handle.
+
+    def relayed(x):
+        reference = jd.remote(rank(2), twice_of, args=(x,))
+        return jd.rpc_sync(rank(1), compiled_relay, args=(jd.by_reference(reference), x)).sum()
+
+    x = jnp.arange(3.0) / 3
+    second = lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())  # noqa: E731
+    with jd.context():
+        found = second(relayed)(x)
+    assert_close(found, second(lambda x: sine_times(x, twice_of(x)).sum())(x))

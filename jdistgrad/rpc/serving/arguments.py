@@ -40,10 +40,13 @@ def with_values(tree: Any, value_of: Callable[[RRef[Any]], Any]) -> Any:
 
 
 def replace_unmade(leaf: Any) -> Any:
-    """Replace a reference whose value does not exist yet by a stand-in, in a call that only requests shapes."""
+    """Replace a reference whose value does not exist yet by a stand-in, in a call that only requests shapes.
+
+    Other references get the handle with which they would arrive in another process: theirs is only a shape here.
+    """
     if isinstance(leaf, ByReference):
         return ByReference(replace_unmade(leaf.rref))
     if isinstance(leaf, RRef) and leaf.token is not None:
         key: Any = leaf._claim.key
         return RRef._of(StandIn(key.owner, *key.results.known))
-    return leaf
+    return RRef._of(leaf._claim) if isinstance(leaf, RRef) else leaf
