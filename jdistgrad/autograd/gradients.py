@@ -11,7 +11,7 @@ from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.autograd.values.holes import has_gradient, is_array, split
 from jdistgrad.corrections import Elsewhere
-from jdistgrad.errors import ContextError, DifferentiationError
+from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
@@ -66,6 +66,12 @@ class RemoteGradient(Elsewhere):
         worker.scopes.find(self.scope.id)
         with within(self.scope):
             return worker.rpc_sync(self.owner, gradient_of, (self.rref.id,), {}, timeout)
+
+    def __reduce__(self) -> Any:
+        raise EncodingError(
+            f"the {self} stays on its owner, in its context. Send a copy of it, gradient.to_here(), or let its owner use "
+            "it: jd.DistributedOptimizer, or jd.get_gradients(ctx) in a function that runs there."
+        )
 
     def __repr__(self) -> str:
         return f"gradient of {self.rref}"

@@ -18,7 +18,7 @@ from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_flo
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc.closures import WithClosures
-from jdistgrad.rpc.functions import ServedFunction
+from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker, current_worker
 
@@ -131,6 +131,7 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
 # The functions that the optimizer calls on owners. The optimizer holds a reference to the parameters: an id is enough.
 
 
+@shown_as("the start of an optimizer on an owner")
 def own_parameters(transformation: WithClosures, rrefs: Sequence[Any]) -> OwnedParameters:
     return OwnedParameters(transformation.value, rrefs)
 
@@ -146,16 +147,19 @@ def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
     return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
+@shown_as("an inspection of gradients")
 def inspect(identifier: int) -> Any:
     owned = _known(identifier)
     return owned.inspect(owned.gradients())
 
 
+@shown_as("the wait for gradients")
 def require_gradients(identifier: int) -> None:
     """Raise if a gradient is missing, or if its computation has failed."""
     jax.block_until_ready(_known(identifier).gradients())
 
 
+@shown_as("an optimizer's step")
 def step(identifier: int, scale: float) -> None:
     owned = _known(identifier)
     owned.step(owned.gradients(), scale)
@@ -203,13 +207,16 @@ def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
         raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
 
 
+@shown_as("the fetch of an optimizer's state")
 def state(identifier: int) -> tuple[list[Any], Any]:
     return _known(identifier).state()
 
 
+@shown_as("the check of an optimizer's saved state")
 def prepare(identifier: int, saved: Saved) -> Saved:
     return _known(identifier).prepare(saved)
 
 
+@shown_as("the return of an optimizer's saved state")
 def put_back(identifier: int, prepared: int) -> None:
     _known(identifier).put_back(current_worker().references.owned.value(prepared).result())

@@ -18,9 +18,11 @@ Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
 
 F = TypeVar("F", bound=Callable[..., Any] | types.ModuleType)
+C = TypeVar("C", bound=Callable[..., Any])
 
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
+_shown: dict[int, str] = {}
 
 
 class ServedFunction:
@@ -63,6 +65,16 @@ class ServedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def shown_as(what: str) -> Callable[[C], C]:
+    """Say what calls of one of jdistgrad's own functions do, for messages: its name says nothing to users."""
+
+    def note(function: C) -> C:
+        _shown[id(function)] = what
+        return function
+
+    return note
 
 
 def register(function: F, name: str | None = None) -> F:
@@ -118,9 +130,11 @@ def qualified_name(function: Any) -> str | None:
 
 
 def describe(function: Any) -> str:
-    """Return a function's name for messages: module and qualified name, or the label of a ``ServedFunction``."""
+    """Return a function's name for messages: module and qualified name, or what one of jdistgrad's own is shown as."""
     if isinstance(function, ServedFunction):
         return function.label
+    if id(function) in _shown:
+        return _shown[id(function)]
     try:
         name = qualified_name(function)
         if name is not None:

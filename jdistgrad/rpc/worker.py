@@ -53,7 +53,7 @@ class Worker(Mailbox):
     def _check(self, call: Pending) -> None:
         """Raise if a call cannot be made."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # else it would grow each time it is raised
         if self.closed:
             raise errors.NotInitializedError(f"{call}: this world has been shut down. Call jdistgrad.init() again.")
         self.peers.check(call)

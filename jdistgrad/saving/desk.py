@@ -14,6 +14,7 @@ from typing import Any
 from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import api
+from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
@@ -152,6 +153,7 @@ def _living() -> list[int]:
     return [rank for rank in range(worker.size) if rank not in worker.peers.lost]
 
 
+@shown_as("a meeting of workers")
 def _arrived(what: str, rank: int, workers: Sequence[int] | None, said: Any, seconds: float) -> Any:
     meeting, first = _desk().arrive(what, rank, workers, said)
     if first:

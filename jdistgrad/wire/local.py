@@ -40,7 +40,7 @@ class Hub:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
 
     def fail(self, error: BaseException) -> None:
         """End the waits of all workers with this error."""

@@ -1,6 +1,7 @@
 """Gradients of the values of references: they stay with the owners, and pass from one owner to the next."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,15 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
             gradient.to_here()
     del gradient
     assert_close(jd.grad(lambda p: p.to_here().sum())(rref).to_here(), jnp.ones(3))
+
+
+@on_worker0
+def test_a_gradient_of_a_reference_is_not_sent(world):
+    rref = jd.remote(rank(2), vector, args=(3,))
+    with jd.context():
+        gradient = jd.grad(lambda p: p.to_here().sum())(rref)
+        with pytest.raises(jd.EncodingError, match=r"stays on its owner, in its context. Send a copy of it"):
+            pickle.dumps([gradient])
 
 
 @pytest.mark.parametrize("jacobian", [jax.jacrev, lambda f: jax.jit(jax.jacrev(f))], ids=["eager", "jit"])

@@ -159,3 +159,27 @@ def test_a_loss_that_cannot_be_traced_on_any_rank_can_be_put_right(world, rank, 
         with pytest.raises(TypeError, match="dot_general"):
             step(jnp.ones(3), jnp.ones((2, 4)))
     np.testing.assert_allclose(step(jnp.ones(3), jnp.full((2, 3), rank))[1], np.full(3, size - 1.0))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["tree seen before", "new tree"])
+@on_every_worker
+def test_an_average_of_something_else_on_one_rank_is_told_to_the_others(big_world, seen, rank, size):
+    dp, good = DataParallel(timeout=15), {"w": jnp.ones(3), "b": jnp.ones(2)}
+    if seen:
+        dp.average(good)
+    error, text = (LeafError, r"\['b'\] is a object") if rank == 1 else (DisagreementError, "rank 1 has failed")
+    with pytest.raises(error, match=text):
+        dp.average(good | {"b": object()} if rank == 1 else good)
+
+
+@on_every_worker
+def test_an_error_does_not_grow_with_each_use(big_world, rank, size):
+    dp = DataParallel(timeout=15)
+    with pytest.raises(DisagreementError):
+        dp.average(jnp.ones(3)) if rank == 1 else dp.value_and_grad(lambda p: p.sum())(jnp.ones(3))
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(DisagreementError) as found:
+            dp.average(jnp.ones(3))
+        lengths.add(len(found.traceback))
+    assert len(lengths) == 1

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jdistgrad.autograd.tape.ledger import Contribution, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
+from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -54,6 +55,7 @@ def take(
     return summed
 
 
+@shown_as("the fetch of a reference's gradient")
 def gradient_of(identifier: int) -> Any:
     """Return the gradient, in the current context, of a value owned here: zero where nothing was contributed."""
     return gradient_tree(identifier, current_tape(lambda: "a gradient").gradient(identifier))

@@ -175,7 +175,7 @@ def seat() -> Seat:
 
     def check() -> None:
         if worker.failure is not None:
-            raise worker.failure
+            raise worker.failure.with_traceback(None)
         if worker.closed:
             raise errors.WorldClosedError(
                 f"collectives of {worker.info}: their world has been shut down. Make new ones in this one.",

@@ -69,7 +69,7 @@ class Reducer:
     def _breaking(self) -> Iterator[None]:
         """Refuse all later meetings once ranks came apart or did not come: reductions would no longer match."""
         if self.broken is not None:
-            raise self.broken
+            raise self.broken.with_traceback(None)  # else the error would grow each time it is raised
         try:
             yield
         except (DisagreementError, MissingRanksError, WorkerLostError) as error:

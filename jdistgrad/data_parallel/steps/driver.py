@@ -108,7 +108,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _telling_failures(self) -> Iterator[None]:
-        """Open a block before a step. If this rank's loss fails there, which only this rank knows, tell the others."""
+        """Open a block before a step. If this rank fails there, by its loss or a leaf, tell the others, who do not know."""
         try:
             yield
         except (CollectiveError, WorkerLostError):
@@ -247,11 +247,12 @@ class Driver:
         return self._agree(like, readiness(traced.closed, traced.gradients.num_leaves), traced.static)
 
     def _plan_for(self, tree: Any) -> BucketPlan:
-        leaves, structure = flatten(tree)
-        key = kind_of(leaves, structure)
-        if key not in self._plans:
-            self._plans[key] = self._agree(tree, None)
-        return self._plans[key]
+        with self._telling_failures():
+            leaves, structure = flatten(tree)
+            key = kind_of(leaves, structure)
+            if key not in self._plans:
+                self._plans[key] = self._agree(tree, None)
+            return self._plans[key]
 
     def _agree(self, tree: Any, order: Sequence[int] | None, static: tuple[str, ...] | None = None) -> BucketPlan:
         plan = self._thread.run(self._reducer.agree, self._rules.terms(tree, static), order)

@@ -7,7 +7,7 @@ from typing import Any
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
 from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key
@@ -198,11 +198,13 @@ class References:
 # Functions that every worker serves for the references of other workers.
 
 
+@shown_as("the fetch of a reference's value")
 def value_of(identifier: int) -> concurrent.futures.Future[Any]:
     """Return the future of a reference's value."""
     return current_part(References).owned.value(identifier)
 
 
+@shown_as("the wait for a reference's value to be made")
 def creation_of(identifier: int) -> concurrent.futures.Future[Any]:
     """Return a future, with the result None, that is done when the value has been made."""
     made: concurrent.futures.Future[Any] = concurrent.futures.Future()
