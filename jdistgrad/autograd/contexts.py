@@ -10,7 +10,7 @@ from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.corrections import Corrected
-from jdistgrad.errors import ContextError
+from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
@@ -126,10 +126,17 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
 
     Raises:
       ContextError: the context is closed, or no call in it has reached this worker.
+      DifferentiationError: JAX traces this code (grad, vmap, jit ...), to which the gradients would be constants.
 
     Example:
       >>> jd.rpc_sync("worker1", lambda c: jd.get_gradients(c), args=(ctx.id,))
     """
+    if not trace_state_clean():
+        raise DifferentiationError(
+            "get_gradients inside a function that JAX traces (grad, vmap, jax.jit, scan ...): its result would be a "
+            "constant there, without a derivative. Call it outside; for derivatives of gradients, differentiate copies "
+            "of the values, rref.to_here()."
+        )
     found, worker = find_context(ctx), current_worker()
     gradients = found.tape.gradients()
     claims = {identifier: worker.references.share(identifier) for identifier in gradients}

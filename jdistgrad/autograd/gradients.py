@@ -69,8 +69,8 @@ class RemoteGradient(Elsewhere):
 
     def __reduce__(self) -> Any:
         raise EncodingError(
-            f"the {self} stays on its owner, in its context. Send a copy of it, gradient.to_here(), or let its owner use "
-            "it: jd.DistributedOptimizer, or jd.get_gradients(ctx) in a function that runs there."
+            f"the {self} stays on its owner, in its context. Send a copy of it, gradient.to_here(), or let its owner "
+            "use it: jd.DistributedOptimizer, or jd.get_gradients(ctx) in a function that runs there."
         )
 
     def __repr__(self) -> str:

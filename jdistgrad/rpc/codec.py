@@ -162,7 +162,7 @@ class PickleCodec:
         try:
             with decoding(parcel.attached):
                 return self._loads(parcel.stream, buffers=parcel.buffers)
-        except DistgradError:
+        except (DistgradError, FloatingPointError):  # the latter from arrays, where jax_debug_nans is set
             raise
         except (AttributeError, ImportError) as error:
             raise FunctionError(

@@ -106,8 +106,8 @@ def current_resident() -> Resident:
         raise NotInitializedError(
             _left_behind
             or "there is no world here: jdistgrad.init() was not called, or shutdown() was. Call init() first; in a "
-            "thread started inside spawn's main, run its target with contextvars.copy_context().run; for jitted functions "
-            "see docs/sharp-bits.md."
+            "thread started inside spawn's main, run its target with contextvars.copy_context().run; for jitted "
+            "functions see docs/sharp-bits.md."
         )
     return worker
 

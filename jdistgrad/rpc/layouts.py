@@ -88,7 +88,7 @@ class Layouts:
                 if form == LAID_OUT:
                     return key, _together(self._layout(bytes(rest)), parcel.buffers)
                 return key, self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
-        except DistgradError:
+        except (DistgradError, FloatingPointError):  # the latter from arrays, where jax_debug_nans is set
             raise
         except Exception as error:
             raise EncodingError(f"a pushed value could not be rebuilt: {type(error).__name__}") from error

@@ -177,6 +177,21 @@ def test_a_gradient_of_jaxs_own_has_no_value(world):
 
 
 @on_worker0
+def test_gradients_of_a_context_inside_an_outer_derivative_are_refused(world):
+    # The owner is the caller. They would be constants there, and the derivative zero.
+    rref = jd.remote(0, vector, args=(3,))
+    with jd.context() as ctx:
+
+        def outer(x):
+            jd.grad(lambda p: jd.rpc_sync(rank(1), product, args=(p, x)).sum())(rref)
+            return sum(jnp.sum(one) for one in jd.get_gradients(ctx).values())
+
+        for trace in (jax.grad(outer), jax.jit(outer)):
+            with pytest.raises(jd.DifferentiationError, match=r"get_gradients inside a function that JAX traces"):
+                trace(vector(3))
+
+
+@on_worker0
 def test_a_gradient_of_a_reference_is_not_sent(world):
     rref = jd.remote(rank(2), vector, args=(3,))
     with jd.context():

@@ -1,5 +1,7 @@
 """The codec: snapshots, copies, and values that are decoded only once."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,3 +48,10 @@ def test_what_is_frozen_is_decoded_once():
     first, second = (codec.decode(codec.encode(value, snapshot=True)) for _ in range(2))
     assert first is second
     assert first.value == value.value
+
+
+def test_a_nan_that_jax_looks_for_is_found_in_what_arrives():
+    codec = PickleCodec(allow_code=False)
+    parcel = codec.encode(jnp.array([1.0, jnp.nan]), snapshot=True)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        codec.decode(parcel)

@@ -108,7 +108,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _telling_failures(self) -> Iterator[None]:
-        """Open a block before a step. If this rank fails there, by its loss or a leaf, tell the others, who do not know."""
+        """Open a block before a step. If this rank fails there, alone, by its loss or a leaf, tell the others."""
         try:
             yield
         except (CollectiveError, WorkerLostError):
