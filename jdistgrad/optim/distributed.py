@@ -74,7 +74,7 @@ class DistributedOptimizer(Corrected):
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
         self._max_norm, self._refuse_nan = max_global_norm, refuse_nan
-        transformation = WithClosures(tx)
+        self._takes_extra, transformation = isinstance(tx, optax.GradientTransformationExtraArgs), WithClosures(tx)
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
@@ -88,12 +88,14 @@ class DistributedOptimizer(Corrected):
     @needing_arguments(
         "optimizer.step takes the context, optimizer.step(ctx), or the gradients that value_and_grad returned"
     )
-    def step(self, gradients: Any) -> None:
+    def step(self, gradients: Any, **extra: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
 
         Arguments:
           gradients: a context or its id, for all that has been added up there; or what ``grad``, ``value_and_grad`` or
             ``backward`` returned: a RemoteGradient, or a tree of them. Those of other references are ignored.
+          extra: numbers and arrays that the transformation takes besides, on every owner: ``value=loss`` for
+            ``optax.contrib.reduce_on_plateau``.
 
         In a function staged by ``jit``, every owner steps as soon as its gradients are complete; ``max_global_norm``
         and ``refuse_nan`` still let no owner step before all have looked at theirs. Gradients add up in a context, and
@@ -104,8 +106,9 @@ class DistributedOptimizer(Corrected):
             value turns out to have none only while a staged step runs: then other owners may have stepped).
           ContextError: the context is closed, or unknown here.
         """
+        arrays = self._checked_extra(extra)
         if not isinstance(gradients, Context | int):
-            self._step_with(gradients)
+            self._step_with(gradients, arrays)
             return
         if not trace_state_clean():
             raise DifferentiationError(
@@ -114,7 +117,7 @@ class DistributedOptimizer(Corrected):
             )
         with within(find_context(gradients).scope):
             scale = self._scale()
-            self._everywhere(owner.step, scale)
+            self._everywhere(owner.step, scale, arrays)
 
     def state(self) -> dict[str, Any]:
         """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``."""
@@ -149,7 +152,20 @@ class DistributedOptimizer(Corrected):
         each = enumerate(zip(self._numbers.values(), states, strict=True))
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
 
-    def _step_with(self, gradients: Any) -> None:
+    def _checked_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a transformation takes besides gradients, as arrays."""
+        for name, value in extra.items():
+            if not self._takes_extra:
+                raise TypeError(f"optimizer.step: this transformation takes nothing but gradients, but got {name}=")
+            if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex):
+                raise TypeError(
+                    f"optimizer.step: {name}= is {value!r:.60}, expected an array or a number, which goes to every "
+                    "owner. A function of all parameters (of a line search, as in optax.lbfgs) cannot be called by one "
+                    "owner."
+                )
+        return {name: jnp.asarray(value) for name, value in extra.items()}
+
+    def _step_with(self, gradients: Any, extra: dict[str, Any]) -> None:
         """Update every value with its RemoteGradient among these."""
         found = _by_reference(gradients)
         missing = [str(rref) for rref in self._rrefs if rref.id not in found]
@@ -162,16 +178,17 @@ class DistributedOptimizer(Corrected):
         chosen = {rref.id: found[rref.id] for rref in self._rrefs}
         with within(_scope_of([one for each in chosen.values() for one in each])):
             marks = {number: [one.marks for one in each] for number, each in chosen.items()}
-            self._update_with({number: functools.reduce(operator.add, each) for number, each in marks.items()})
+            self._update_with({number: functools.reduce(operator.add, each) for number, each in marks.items()}, extra)
 
-    def _update_with(self, marks: dict[int, Any]) -> None:
+    def _update_with(self, marks: dict[int, Any], extra: dict[str, Any]) -> None:
         """Update every value with the gradient that these marks, by the references' ids, identify."""
         others = []
         if self._looks_first:
             inspected = jnp.stack(self._use(owner.Inspect, marks, []))
             others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
         owners = self._owners if self._refuse_nan else ()
-        self._use(functools.partial(owner.Step, owners=owners), marks, others)
+        function = functools.partial(owner.Step, owners=owners, extra=tuple(extra))
+        self._use(function, marks, [*extra.values(), *others])
 
     def _use(self, function: Callable[..., Any], marks: dict[int, Any], others: Sequence[Any]) -> list[Any]:
         """Let all owners use their gradients; return the array that each use returns."""

@@ -56,10 +56,12 @@ class OwnedParameters:
         values = [Value.of(rref.local_value()) for rref in rrefs]
         self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
-        def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any) -> tuple[Any, Any]:
+        def update(
+            trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: dict[str, Any]
+        ) -> tuple[Any, Any]:
             scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), _unflattened(trees, gradients))
             parameters = _unflattened(trees, parameters)
-            updates, state = transformation.update(scaled, state, parameters)
+            updates, state = transformation.update(scaled, state, parameters, **extra)
             return [jax.tree.leaves(one) for one in optax.apply_updates(parameters, updates)], state
 
         self._update = jax.jit(update, static_argnums=0)
@@ -69,14 +71,14 @@ class OwnedParameters:
         found = _inspected([leaf for one in gradients for leaf in one if leaf is not None])
         return np.array(found, jax.dtypes.canonicalize_dtype(np.float64))
 
-    def step(self, gradients: Sequence[Gradient], scale: Any) -> None:
-        """Update the values with gradients."""
+    def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
+        """Update the values with gradients. ``extra``: what the transformation takes besides, such as the loss."""
         with self._lock:
             values = self._current()
             parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
             each = zip(gradients, parameters, strict=True)
             whole = [[or_zero(*both) for both in zip(mine, leaves, strict=True)] for mine, leaves in each]
-            found, self._state = self._update(trees, whole, self._state, parameters, np.float32(scale))
+            found, self._state = self._update(trees, whole, self._state, parameters, np.float32(scale), extra)
             for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
                 self._owned.replace(rref.id, value.layout.fill(leaves))
 
@@ -160,9 +162,9 @@ def require_gradients(identifier: int) -> None:
 
 
 @shown_as("an optimizer's step")
-def step(identifier: int, scale: float) -> None:
+def step(identifier: int, scale: float, extra: dict[str, Any]) -> None:
     owned = _known(identifier)
-    owned.step(owned.gradients(), scale)
+    owned.step(owned.gradients(), scale, extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,19 +187,23 @@ class Inspect(ServedFunction):
 class Step(ServedFunction):
     """A step with gradients that are given. It is refused if an owner has found some that are not finite.
 
-    ``owners``: those whose findings come with the gradients.
+    ``owners``: those whose findings come with the gradients. ``extra``: the names of what the transformation takes
+    besides.
     """
 
     identifier: int
     owners: tuple[str, ...]
+    extra: tuple[str, ...]
     label = "an optimizer's step"
     result = jax.ShapeDtypeStruct((), np.bool_)
     changes = True
 
-    def __call__(self, gradients: Sequence[Gradient], scale: Any = 1.0, finite: Any = ()) -> Any:
+    def __call__(self, gradients: Sequence[Gradient], *others: Any) -> Any:
+        count = len(self.extra)
+        scale, finite = others[count:] or (1.0, ())
         if self.owners:
             require_finite(self.owners, finite)
-        _known(self.identifier).step(gradients, scale)
+        _known(self.identifier).step(gradients, scale, dict(zip(self.extra, others, strict=False)))
         return np.ones(self.result.shape, self.result.dtype)
 
 

@@ -22,8 +22,8 @@ def trained_serially(tx, steps):
     params = (make_params(1), make_params(2))
     state = tx.init(params)
     for k in range(steps):
-        gradients = jax.grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
-        updates, state = tx.update(gradients, state, params)
+        value, gradients = jax.value_and_grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
+        updates, state = optax.with_extra_args_support(tx).update(gradients, state, params, value=value)
         params = optax.apply_updates(params, updates)
     return params
 

@@ -67,3 +67,14 @@ def test_what_cannot_be_optimized_is_refused(world):
         jd.DistributedOptimizer(optax.sgd(0.1), [ref, ref])
     with pytest.raises(ValueError, match="max_global_norm must be positive"):
         jd.DistributedOptimizer(optax.sgd(0.1), [ref], max_global_norm=0)
+
+
+@on_worker0
+def test_what_no_owner_can_use_is_refused(world):
+    refs = references()
+    line_search, plain = (jd.DistributedOptimizer(tx, refs) for tx in (optax.lbfgs(), optax.identity()))
+    with jd.context() as ctx:
+        with pytest.raises(TypeError, match=r"value_fn= is <.*affine.*cannot be called by one owner"):
+            line_search.step(ctx, value_fn=affine)
+        with pytest.raises(TypeError, match=r"takes nothing but gradients, but got value="):
+            plain.step(ctx, value=0.5)

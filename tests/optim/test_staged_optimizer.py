@@ -60,6 +60,28 @@ def test_equals_optax_on_one_worker(world, loss, staged):
     assert_close(values(refs), trained_serially(optax.adam(1e-2), 4))
 
 
+@pytest.mark.parametrize("how", ["context", "from Python", "staged"])
+@pytest.mark.parametrize("norm", [None, 0.5], ids=["unclipped", "clipped"])
+@on_worker0
+def test_a_transformation_that_takes_the_loss_too(world, how, norm):
+    # This loss grows from step to step, so the rate is halved.
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    refs, tx = references(), optax.chain(optax.sgd(0.05), plateau)
+    optimizer = jd.DistributedOptimizer(tx, refs, max_global_norm=norm)
+
+    def step(first, second, x):
+        value, gradients = jd.value_and_grad(distributed_loss, argnums=(0, 1))(first, second, x, Y)
+        optimizer.step(ctx if how == "context" else gradients, value=value)
+        return value
+
+    run = jd.jit(step) if how == "staged" else step
+    for k in range(5):
+        with jd.context() as ctx:
+            run(*refs, X + k)
+    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
+    assert_close(values(refs), trained_serially(optax.chain(clip, tx), 5))
+
+
 @on_worker0
 def test_clipping_by_the_norm_over_all_owners(world):
     refs = references()
