@@ -137,13 +137,13 @@ def difference(saved: Mapping[str, Description], ours: Mapping[str, Description]
     for place, expected in ours.items():
         if place not in saved:
             return f"{place} is missing, expected {spelled(expected)}"
-        if not _fits(saved[place], expected):
+        if not fits(saved[place], expected):
             return f"{place} is {spelled(saved[place])}, expected {spelled(expected)}"
     extra = next((place for place in saved if place not in ours), None)
     return None if extra is None else f"{extra} is not expected; it is {spelled(saved[extra])}"
 
 
-def _fits(saved: Description, expected: Description) -> bool:
+def fits(saved: Description, expected: Description) -> bool:
     """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
     kinds = saved["kind"], expected["kind"]
     if any(kind in NUMBERS for kind in kinds):

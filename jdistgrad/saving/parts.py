@@ -11,6 +11,7 @@ from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import DisagreementError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.saving.alike import Look, Looks, looks_at
 from jdistgrad.saving.callers import Job
 from jdistgrad.saving.owners import SHARED, HeldWork, OptimizerWork, ValueWork, Work, own_part
 from jdistgrad.saving.places import Leaf
@@ -19,25 +20,35 @@ Asked = dict[int, list[Work]]  # by the rank of the worker that does it
 
 
 class Plan(NamedTuple):
-    """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner."""
+    """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner.
+
+    ``looks``: at the leaves that are to be saved, and that all callers are said to have alike.
+    """
 
     places: list[str]
     asked: Asked
+    looks: Looks
 
 
 def plan_of(job: Job, *, hold: bool = False) -> Plan:
     """Return the plan of this caller; if asked, hold its leaves for those who will write them."""
     asked: Asked = {}
-    leaves = job.leaves()
+    leaves, looks = job.leaves(), dict[str, Look]()
     if hold:
+        looks = looks_at((leaf.place, leaf.value) for leaf in leaves if not (leaf.own or _is_owned(leaf)))
         _hold(job, leaves)
     for leaf in leaves:
-        if isinstance(leaf.value, RRef | DistributedOptimizer):
+        if _is_owned(leaf):
             for rank, work in works_for(leaf, job.rank):
                 asked.setdefault(rank, []).append(work)
     held = [own_part(job.rank), *([SHARED] if job.leads else [])]
     asked.setdefault(job.rank, []).extend(HeldWork(part, job.what) for part in held)
-    return Plan([leaf.place for leaf in leaves], asked)
+    return Plan([leaf.place for leaf in leaves], asked, looks)
+
+
+def _is_owned(leaf: Leaf) -> bool:
+    """Return whether owners write a leaf, not the caller."""
+    return isinstance(leaf.value, RRef | DistributedOptimizer)
 
 
 def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWork]]:
@@ -55,9 +66,9 @@ def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWor
 def of_all(plans: Mapping[int, Plan], leader: int) -> Asked:
     """Return all the work that a checkpoint is. Raises DisagreementError if callers have different trees."""
     found: Asked = {}
-    for caller, (places, asked) in plans.items():
-        _check_places(plans[leader].places, places, leader, caller)
-        for rank, works in asked.items():
+    for caller, plan in plans.items():
+        _check_places(plans[leader].places, plan.places, leader, caller)
+        for rank, works in plan.asked.items():
             mine = [work for work in works if work.own or caller == leader]
             found.setdefault(rank, []).extend(mine)
     return {rank: works for rank, works in found.items() if works}
@@ -74,7 +85,7 @@ def _hold(job: Job, leaves: Sequence[Leaf]) -> None:
     """Keep this caller's leaves for the calls that will ask for them."""
     held: dict[str, dict[str, Any]] = {own_part(job.rank): {}, SHARED: {}}
     for leaf in leaves:
-        if not isinstance(leaf.value, RRef | DistributedOptimizer):
+        if not _is_owned(leaf):
             held[own_part(job.rank) if leaf.own else SHARED][leaf.place] = leaf.value
     world.keep(f"held for {job.what}", held)
 

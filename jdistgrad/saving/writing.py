@@ -11,6 +11,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders
+from jdistgrad.saving.alike import compare
 from jdistgrad.saving.callers import Job, call_each
 from jdistgrad.saving.owners import write_works
 from jdistgrad.saving.parts import Plan, of_all
@@ -22,6 +23,7 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
     asked = of_all(plans, job.leader)
+    compare({rank: plan.looks for rank, plan in plans.items()}, job.leader)
     try:
         folder = folders.begin(path, step)
         try:

@@ -411,6 +411,51 @@ def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def saved_by_three(folder, tree_of):
+    """Save the tree of each rank; return what was raised, by rank."""
+    raised = {}
+
+    def main():
+        me = jd.init()
+        try:
+            jd.save(folder, 1, tree_of(me.rank))
+        except jd.DistgradError as error:
+            raised[me.rank] = error
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    return raised
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_what_ranks_have_for_themselves_without_a_mark_is_named(tmp_path, caplog, large):
+    # Restored, all ranks would have the slices of the first, without an error.
+    weights = jnp.linspace(-1, 1, 400_000 if large else 30)
+    params = {"a": weights, "w": weights}
+
+    def tree_of(rank):
+        sharding = jd.shard_state(optax.adam(0.1))
+        return params, sharding.update(params, sharding.init(params), params)[1]
+
+    assert not saved_by_three(tmp_path, tree_of)
+    (record,) = caplog.records
+    assert re.search(r"\.mu\['a'\] is not the same on ranks 0, 1, 2. What worker0 \(rank 0\) has", record.getMessage())
+
+
+def test_what_ranks_have_alike_is_saved_without_a_warning(tmp_path, caplog):
+    assert not saved_by_three(tmp_path, lambda rank: (values(5), jd.per_worker(values(rank + 1))))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("other", [jnp.ones(4), np.ones(3), "text"], ids=["shape", "dtype", "kind"])
+def test_leaves_of_other_kinds_are_refused(tmp_path, other):
+    raised = saved_by_three(tmp_path, lambda rank: {"x": other if rank == 2 else jnp.ones(3)})
+    text = r"\['x'\] is float32\[3\] on worker0 .*(4|float64\[3\]|str).* on worker2 .*Mark what is not the same"
+    assert len(raised) == 3
+    assert all(re.search(text, str(error)) for error in raised.values())
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_that_do_other_things_are_told(tmp_path):
     said = []
 
