@@ -26,7 +26,7 @@ RATE = 0.25  # of the updates: a power of two, so that sums are exact
 WRONG = "WRONG:"
 
 ONCE = ("init", "shutdown")
-PHASES = (*ONCE, "call", "served", "recording", "pullback", "average", "compiled average", "update", "idle")
+PHASES = (*ONCE, "call", "served", "recording", "pullback", "average", "compiled average", "update", "pipeline", "idle")
 
 
 class Lost(BaseException):
@@ -99,6 +99,18 @@ def weigh(params, x):
     return params * x
 
 
+def make_offset(rank):
+    return jnp.float32(rank)
+
+
+def shift(offset, x):
+    return x + offset
+
+
+def mean_difference(output, target):
+    return jnp.mean(output - target)
+
+
 def right(what: str, found: object, expected: object) -> None:
     if not np.array_equal(np.asarray(found), np.asarray(expected)):
         print(f"{WRONG} {what}: {found}, not {expected}", file=sys.stderr, flush=True)
@@ -112,6 +124,9 @@ class Load:
         self.params = jd.remote(self.peer, make_params, args=(rank,))
         self.optimizer = jd.DistributedOptimizer(optax.sgd(RATE), [self.params])
         self.parallel = jd.DataParallel(timeout=timeout)
+        offsets = [jd.remote(one, make_offset, args=(one,)) for one in range(size)]
+        stages = [(shift, offset) for offset in offsets]
+        self.pipeline = jd.Pipeline(stages, jd.pipeline.one_f_one_b(size, 4), loss=mean_difference, timeout=timeout)
         self.averages = {"average": self.parallel.average, "compiled average": jax.jit(self.parallel.average)}
 
     def round(self, number: int) -> None:
@@ -124,8 +139,15 @@ class Load:
             self.average(phase, average, number)
         striker.enters("update", number)
         self.optimizer.step(gradient)
+        self.step_in_stages(number)
         striker.enters("idle", number)
         time.sleep(0.02)
+
+    def step_in_stages(self, number):
+        striker.enters("pipeline", number)
+        x = np.full((8, 2), number, np.float32)
+        with jd.context():
+            right("pipeline", self.pipeline.step(x, targets=0 * x), number + self.size * (self.size - 1) / 2)
 
     def differentiate(self, x, number):
         def loss(params):

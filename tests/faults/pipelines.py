@@ -1,5 +1,6 @@
 """Pipelines with a stage that raises, stands still or gives a shape that does not fit, and contexts that are closed."""
 
+import functools
 import random
 import threading
 import time
@@ -58,6 +59,30 @@ def raises_backwards(params, x):
     return broken_backwards(multiply(params, x))
 
 
+def raise_for(rows, gradient):
+    if rows == BAD_ROWS:
+        raise RuntimeError("a stage broke")
+    return gradient
+
+
+@jax.custom_vjp
+def broken_weights(params, x):
+    return params
+
+
+def _weights_rule(rows, cotangent):
+    like = jax.ShapeDtypeStruct(cotangent.shape, cotangent.dtype)
+    return jax.pure_callback(functools.partial(raise_for, len(rows)), like, cotangent), jnp.zeros_like(rows)
+
+
+broken_weights.defvjp(lambda params, x: (params, x), _weights_rule)
+
+
+def raises_in_weights(params, x):
+    """Raise while the second half of the backward pass runs, which computes the gradients of parameters."""
+    return multiply(broken_weights(params, x), x)
+
+
 def stands_still(params, x):
     if len(x) == BAD_ROWS:
         _go_on.wait(60)
@@ -73,7 +98,13 @@ def go_on(free):
     (_go_on.set if free else _go_on.clear)()
 
 
-FAULTS = {raises: "a stage broke", raises_backwards: "a stage broke", misfits: "", stands_still: "not answered within"}
+FAULTS = {
+    raises: "a stage broke",
+    raises_backwards: "a stage broke",
+    raises_in_weights: "a stage broke",
+    misfits: "",
+    stands_still: "not answered within",
+}
 
 
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:

@@ -58,6 +58,10 @@ def weigh(params, x):
     return params * x
 
 
+def mean_difference(output, target):
+    return jnp.mean(output - target)
+
+
 def keep(reference):
     """Keep a reference that another worker owns, as long as this one's load runs, and let go of the oldest."""
     kept.append(reference)
@@ -99,7 +103,7 @@ class Load:
         jd.on_lost(lambda worker, why: self.report.known.setdefault(str(worker.rank), time.time()))
 
         self.acts = [self.call, self.slow_call, self.relayed, self.fetch, self.pass_on, self.differentiate]
-        self.acts += [self.call, self.train]
+        self.acts += [self.call, self.train, self.in_stages]
 
     def warm_up(self) -> None:
         """Do everything once, so that nothing needs to be compiled later."""
@@ -186,6 +190,15 @@ class Load:
         optimizer.step(gradients)
         for worker, param in zip((first, second), params, strict=True):
             self.right("trained", param.to_here(), np.arange(3.0 + worker % 2) - 1)
+
+    def in_stages(self, first: int, second: int) -> None:
+        params = [*(jd.remote(worker, make, args=(4,)) for worker in (first, second)), jd.RRef(make(4))]
+        stages = [(weigh, one) for one in params]
+        pipeline = jd.Pipeline(stages, jd.pipeline.one_f_one_b(3, 2), loss=mean_difference)
+        with jd.context() as ctx:
+            x = np.ones((4, 4), np.float32)
+            self.right("loss of stages", pipeline.step(x, targets=0 * x), 9.0)
+            self.right("gradient of a stage", jd.get_gradients(ctx)[params[2]], np.arange(4.0) ** 2 / 4)
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
