@@ -1,12 +1,13 @@
 """Application of a module on the owner of its parameters: one compiled function for each module."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
 from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
+from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.references.rref import RRef
@@ -56,9 +57,9 @@ class Apply(ServedFunction):
             return self._applied(parameters, state, tuple(rest), kwargs)
 
     def _applied(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Apply the module, compiled for each value of arguments that are bools, ints or strings (``train=True``)."""
+        """Apply the module, compiled for each value of arguments that are no arrays: ``train=True``, ``method=f``."""
         leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple((type(leaf), leaf) if isinstance(leaf, bool | int | str) else None for leaf in leaves)
+        fixed = tuple((type(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
         result, changed = self._compiled(structure, fixed)(parameters, {} if value is None else value, arrays)
@@ -89,6 +90,11 @@ class Apply(ServedFunction):
 
     def __reduce__(self) -> Any:
         return apply_of, (type(self), self.blueprint, self.stateful, self.mode)
+
+
+def _is_fixed(leaf: Any) -> bool:
+    """Return whether an argument is a part of the compiled program."""
+    return not isinstance(leaf, float | complex) and not is_array(leaf) and isinstance(leaf, Hashable)
 
 
 @functools.cache

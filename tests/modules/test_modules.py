@@ -88,6 +88,17 @@ def test_arguments_that_are_no_arrays(big_world):
     assert_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
 
 
+@pytest.mark.parametrize("method", ["halved", Encoder.halved], ids=["name", "function"])
+@on_worker0
+def test_other_methods_of_a_linen_module(big_world, method):
+    module = Encoder(2)
+    params, apply = serial(module, X)
+    remote = RemoteModule(last(), module, (X,), rng=3)
+    found = jd.value_and_grad(lambda m: squares(functools.partial(m, method=method), X))(remote)
+    expected = jax.value_and_grad(lambda p: squares(lambda x: apply(p, x, method=method), X))(params)
+    assert_close((found[0], found[1].parameters.to_here()), expected)
+
+
 @on_worker0
 def test_random_generators_travel_with_the_call(big_world):
     remote = RemoteModule(last(), Normalized(), (X,))
