@@ -1,6 +1,7 @@
 """The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them."""
 
 import dataclasses
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -46,6 +47,42 @@ class Value(NamedTuple):
         return cls(leaves, jax.tree.structure(only_floats(whole)), layout)
 
 
+class Form:
+    """What the values of one reference have in common from step to step, so that each is taken apart quickly.
+
+    Holds no array that has a gradient: others may replace a value, or change its contents, and the old one goes.
+    """
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._kinds: list[tuple[bool, Any]] = []  # whether each leaf has a gradient; its dtype, or else the leaf
+        self._tree: Any = None
+        self._layout: Any = None
+
+    def take_apart(self, whole: Any) -> Value:
+        leaves, structure = jax.tree.flatten(whole)
+        known = self._structure is not None and structure == self._structure
+        if known and all(map(_is_of_kind, leaves, self._kinds)):
+            chosen = [leaf for leaf, (has, _) in zip(leaves, self._kinds, strict=True) if has]
+            return Value(chosen, self._tree, self._layout)
+        found = Value.of(whole)
+        self._learn(leaves, structure, found)
+        return found
+
+    def _learn(self, leaves: list[Any], structure: Any, found: Value) -> None:
+        has = [has_gradient(leaf) for leaf in leaves]
+        chosen = [leaf for leaf, one in zip(leaves, has, strict=True) if one]
+        same = len(chosen) == len(found.leaves) and all(map(operator.is_, chosen, found.leaves))
+        self._structure = structure if same else None  # JAX takes apart what holds references in another way
+        self._kinds = [(one, leaf.dtype if one else leaf) for leaf, one in zip(leaves, has, strict=True)]
+        self._tree, self._layout = found.tree, found.layout
+
+
+def _is_of_kind(leaf: Any, kind: tuple[bool, Any]) -> bool:
+    has, what = kind
+    return isinstance(leaf, jax.Array) and leaf.dtype == what if has else leaf is what
+
+
 class OwnedParameters:
     """The values of some references on their owner, and an optax transformation's state for these values."""
 
@@ -53,6 +90,7 @@ class OwnedParameters:
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = _locks.setdefault(current_worker(), threading.Lock())
         self.transformation = transformation
+        self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
         self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
@@ -110,7 +148,8 @@ class OwnedParameters:
 
     def _current(self) -> list[Value]:
         """Return the current values, taken apart: others may have replaced them, or changed their contents."""
-        return [Value.of(self._owned.value(rref.id).result()) for rref in self._rrefs]
+        each = zip(self._forms, self._rrefs, strict=True)
+        return [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
 
     def gradients(self) -> list[Gradient]:
         """Return the gradients of the values in the current context. Raise if one is missing."""

@@ -2,7 +2,9 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
@@ -12,6 +14,7 @@ from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
+from jdistgrad.optim.owner import Form, Value
 
 
 def make_mixed(seed):
@@ -151,3 +154,34 @@ def fit(params, optimizer, steps):
         with jd.context() as ctx:
             jd.value_and_grad(lambda p: ((jd.rpc_sync(last(), affine, args=(p, X)) - Y) ** 2).sum())(params)
             optimizer.step(ctx)
+
+
+def changing_values():
+    """Yield values of one reference, one after the other, with what a step must leave of each beside float arrays."""
+    one = {"w": jnp.ones(3), "steps": 1, "name": "a", "table": np.arange(3), "none": None}
+    yield one
+    yield one | {"w": jnp.zeros(3)}
+    yield one | {"w": jnp.zeros(3, jnp.bfloat16)}
+    yield one | {"w": np.ones(3)}
+    yield one | {"steps": 2, "table": np.arange(3)}
+    yield one | {"w": 3, "steps": jnp.ones(2)}
+    yield {"w": [jnp.ones(3), jnp.ones(2)]}
+    yield {"w": jnp.ones(3), "inner": jd.RRef(jnp.ones(2))}
+    yield {"w": jnp.zeros(3), "inner": jd.RRef(jnp.zeros(2))}
+    yield (jnp.ones(()),)
+    yield jnp.ones(2)
+    yield jnp.zeros(2)
+
+
+@pytest.mark.one_process
+def test_values_are_taken_apart_alike_whatever_came_before():
+    with jd.local_workers(1):
+        form = Form()
+        for value in changing_values():
+            for _ in range(2):
+                found, expected = form.take_apart(value), Value.of(value)
+                assert len(found.leaves) == len(expected.leaves)
+                assert all(a is b for a, b in zip(found.leaves, expected.leaves, strict=True))
+                assert found.tree == expected.tree
+                whole = found.layout.fill(found.leaves)
+                assert all(a is b for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(value), strict=True))
