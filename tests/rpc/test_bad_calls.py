@@ -33,6 +33,17 @@ def test_what_is_no_function(world):
         jd.rpc_sync(0, "add", args=(1, 2))
 
 
+async def waits(x):
+    return x
+
+
+@on_worker0
+def test_async_functions_are_refused(world):
+    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
+        with pytest.raises(jd.FunctionError, match=r"waits is an async function, .*asyncio\.run"):
+            call(last(), waits, args=(1,))
+
+
 @needs_pickling
 @on_worker0
 def test_lambdas_and_closures_are_refused_by_name(wire_world):

@@ -1,6 +1,7 @@
 """The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
+import inspect
 import logging
 import math
 import threading
@@ -194,6 +195,12 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
         raise errors.FunctionError(
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
+        )
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_COROUTINE:
+        raise errors.FunctionError(
+            f"{describe(function)} is an async function, whose coroutine nobody would await on {peer}. Call a function "
+            "that runs it: asyncio.run(...)."
         )
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
