@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdistgrad.cli import arrivals, copier, leash
+from jdistgrad.cli.job_input import job_input
 from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError, TimelineError
@@ -76,8 +77,8 @@ def is_open_mpi(mpirun: str) -> bool:
     return "Open MPI" in shown.stdout + shown.stderr
 
 
-def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
-    """Return the flags that mpirun needs beyond the number of ranks.
+def flags(n: int, *, open_mpi: bool, root: bool, cores: int, forwarded: bool = True) -> list[str]:
+    """Return the flags that mpirun needs beyond the number of ranks. ``forwarded``: whether it passes on its input.
 
     Open MPI needs a flag to run as root, and a flag to run more ranks than cores. By default it binds each rank to one
     core, which all threads of JAX would then share: another flag turns that off.
@@ -89,7 +90,7 @@ def flags(n: int, *, open_mpi: bool, root: bool, cores: int) -> list[str]:
         needed.append("--allow-run-as-root")
     if n > cores:
         needed.append("--oversubscribe")
-    return needed
+    return needed if forwarded else [*needed, "--stdin", "none"]
 
 
 def surviving(mpirun: str) -> list[str]:
@@ -116,13 +117,17 @@ def check_size(n: int, cores: int) -> None:
         )
 
 
-def mpirun(n: int, *, survive: bool = False) -> list[str]:
-    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
+def mpirun(n: int, *, survive: bool = False, forwarded: bool = True) -> list[str]:
+    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program.
+
+    ``forwarded``: whether mpirun passes on its standard input.
+    """
     cores = len(os.sched_getaffinity(0))
     check_size(n, cores)
     check_mpi4py()
     found = find_mpirun()
-    told = flags(n, open_mpi=is_open_mpi(found), root=os.geteuid() == 0, cores=cores)
+    open_mpi, root = is_open_mpi(found), os.geteuid() == 0
+    told = flags(n, open_mpi=open_mpi, root=root, cores=cores, forwarded=forwarded)
     return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
 
 
@@ -185,7 +190,9 @@ def run(
       survive: go on without ranks that die.
     """
     check(program)
-    start = mpirun(n, survive=survive)
+    given = job_input()
+    start = mpirun(n, survive=survive, forwarded=given.forwarded)
+    stdin = None if given.forwarded else subprocess.DEVNULL
 
     def attempt(number: int) -> tuple[int, bool]:
         prepare()
@@ -193,10 +200,10 @@ def run(
             told = (SURVIVING if survive else {}) | environment(n)
             with copier.error_output(n) as (errors, to_its_pipe):
                 as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
-                command = [*start, *to_its_pipe, *as_killed, sys.executable, *program]
+                command = [*start, *to_its_pipe, *given.command, *as_killed, sys.executable, *program]
                 ranks = arrivals.Arrivals(n, notes)
                 told |= {RESTART: str(number), launcher_env.NOTES: notes}
-                job = attend(command, beside=ranks.watched, env=told, stderr=errors)
+                job = attend(command, beside=ranks.watched, env=told, stdin=stdin, stderr=errors)
             if job.returncode and not job.ended:
                 ranks.report()
             failed = survive and not job.ended and arrivals.has_failed(n, notes)

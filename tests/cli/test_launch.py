@@ -23,6 +23,10 @@ def test_open_mpi_is_told_what_it_needs_to_know(n, root, cores, expected):
     assert launch.flags(n, open_mpi=True, root=root, cores=cores) == expected
 
 
+def test_open_mpi_is_told_not_to_read_what_the_first_rank_reads():
+    assert launch.flags(2, open_mpi=True, root=False, cores=2, forwarded=False)[-2:] == ["--stdin", "none"]
+
+
 def test_other_mpis_are_told_nothing():
     assert launch.flags(5, open_mpi=False, root=True, cores=1) == []
 
