@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jdistgrad import errors
 from jdistgrad.threads import IDLE_SECONDS, join_soon, started
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
@@ -66,6 +67,7 @@ class Progress:
         self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
         self._rest, self._rung = sleep, rung
         self._baton, self._primary = threading.Lock(), threading.Lock()
+        self._looking = 0  # the thread that has the baton
         self._standby, self._sleepers = threading.Semaphore(0), Sleepers()
         self._count = itertools.count()
         self._free = self._parked = self._busy = 0
@@ -102,7 +104,7 @@ class Progress:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with put_off_interrupt() as interrupt:
             while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
-                if self._baton.acquire(blocking=False):
+                if self._take_baton():
                     self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
                     try:
                         self._look_until(done, deadline, interrupt)
@@ -110,12 +112,13 @@ class Progress:
                         self._last_wait = time.monotonic()
                         self._give_back()
                 else:
+                    self._refuse_to_wait_for_itself()
                     self._sleep(futures, deadline)
 
     def look(self) -> None:
         """Look once, unless another thread does. Whoever looks between computations will look again soon."""
         with put_off_interrupt():
-            if not self._stopped and self._baton.acquire(blocking=False):
+            if not self._stopped and self._take_baton():
                 try:
                     _, task = self._look_safely()
                 finally:
@@ -131,11 +134,27 @@ class Progress:
             self._sleepers.sleep(number, futures, deadline)
         self._sleepers.leave(number)
 
+    def _take_baton(self) -> bool:
+        taken = self._baton.acquire(blocking=False)
+        if taken:
+            self._looking = threading.get_ident()
+        return taken
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        """Raise if this thread has the baton: what waits has interrupted the look, and nobody else may look."""
+        if self._looking == threading.get_ident():
+            raise errors.DistgradError(
+                f"{self._name}: a signal handler or a __del__ waits for another worker, and has interrupted this"
+                " thread while it was looking for messages itself, so the answer could not arrive. Start a thread in"
+                " the handler, or set a flag there, and make the call outside."
+            )
+
     def _give_back(self) -> bool:
         """Stop looking, and wake a sleeper to look; return whether there was a sleeper.
 
         If that sleeper has its answer by now, the primary will wake the next.
         """
+        self._looking = 0
         self._baton.release()
         return self._sleepers.wake()
 
@@ -212,7 +231,7 @@ class Progress:
         return time.monotonic() - self._last_wait < LONGEST
 
     def _look_once(self) -> Task | None:
-        if not self._baton.acquire(blocking=False):
+        if not self._take_baton():
             pause(LONGEST)
             return None
         try:

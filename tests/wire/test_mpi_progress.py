@@ -11,6 +11,7 @@ import time
 import pytest
 from helpers.starving import no_more_threads
 
+from jdistgrad import errors
 from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.mpi_progress import Progress
 
@@ -362,3 +363,29 @@ def test_nobody_looks_after_the_end():
     future = box.future()
     threading.Event().wait(0.05)
     assert not future.done()
+
+
+def test_a_signal_handler_that_waits_in_a_look_is_refused_at_once(mailbox):
+    """The interrupted thread has the baton: nobody would look for the handler's answer."""
+    refusals = []
+
+    def handler(*_):
+        try:
+            mailbox.progress.wait_for([concurrent.futures.Future()], 5)
+        except errors.DistgradError as error:
+            refusals.append(str(error))
+        answer.set_result(None)
+
+    answer = concurrent.futures.Future()
+    previous = signal.signal(signal.SIGUSR2, handler)
+    try:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+        mailbox.progress.wait_for([answer], 10)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert len(refusals) == 1
+    assert "a signal handler or a __del__ waits" in refusals[0]
+    later = concurrent.futures.Future()
+    mailbox.tasks.put(lambda: later.set_result(None))
+    mailbox.progress.wait_for([later], 10)
+    assert later.done()
