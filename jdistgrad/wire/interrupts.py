@@ -1,10 +1,11 @@
-"""Blocks that put off Ctrl-C to their end, and waits that it ends.
+"""Blocks that put off signals, Ctrl-C among them, to their end, and waits that signals end.
 
-Python raises KeyboardInterrupt between any two bytecodes of the main thread. Between finding and receiving a message,
-or between sending two parts of a message, the exception would lose that message.
+Python runs a program's signal handlers between any two bytecodes of the main thread, and Ctrl-C's raises
+KeyboardInterrupt. Between finding and receiving a message, or between sending two parts of a message, an exception
+would lose that message; and a handler that waits for another worker would wait while its own thread cannot look.
 
-Entering a block must cost next to nothing, so the handler that puts off interrupts stays installed around the handler
-it found. It is installed again when other code (a notebook, for every cell) has installed a handler of its own.
+Entering a block must cost next to nothing, so the handlers that put off signals stay installed around the handlers
+they found. They are installed again when other code (a notebook, for every cell) has installed handlers of its own.
 """
 
 import concurrent.futures
@@ -25,6 +26,11 @@ SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slic
 
 _main = threading.main_thread().ident
 _blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in, innermost last
+_pending: dict[int, "Handler"] = {}  # of the signals that have come in these blocks
+
+# The signals for which programs have handlers.
+NAMES = "INT", "TERM", "HUP", "QUIT", "ALRM", "VTALRM", "PROF", "USR1", "USR2", "CHLD", "CONT", "TSTP", "WINCH"
+PUT_OFF = [int(getattr(signal, f"SIG{name}")) for name in NAMES if hasattr(signal, f"SIG{name}")]
 
 
 class Handler:
@@ -37,21 +43,23 @@ class Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _blocks:
+            _pending[number] = self
             _blocks[0].seen = _blocks[-1].seen = True
         else:
             self.previous(number, frame)
 
 
-def _install() -> Handler | None:
-    """Install our handler if need be, and return it; None if the program ignores SIGINT or lets it end the process."""
-    current = getsignal(signal.SIGINT)
-    if isinstance(current, Handler):
-        return current
-    if not callable(current):
-        return None
-    handler = Handler(current)
-    signal.signal(signal.SIGINT, handler)
-    return handler
+def _install() -> None:
+    """Install our handlers around those of the program. Signals for which it has none are let be."""
+    for number in PUT_OFF:
+        current = getsignal(number)
+        if type(current) is not Handler and callable(current):
+            signal.signal(number, Handler(current))
+
+
+def is_put_off() -> bool:
+    """Return whether the main thread is in a block that puts off signals."""
+    return bool(_blocks)
 
 
 def _in_child() -> None:
@@ -60,38 +68,39 @@ def _in_child() -> None:
     if threading.get_ident() != _main:
         _main = threading.get_ident()
         _blocks.clear()
+        _pending.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
-    """A block that Ctrl-C does not interrupt. ``seen`` tells that it was pressed; it takes effect when the block ends.
+    """A block that signals do not interrupt. ``seen`` tells that one has come; it takes effect when the block ends.
 
     In nested blocks it takes effect when the outermost block ends. Python interrupts only the main thread, so on other
     threads a block does nothing.
     """
 
-    __slots__ = ("_handler", "seen")
+    __slots__ = ("_on_main", "seen")
 
     def __init__(self) -> None:
-        self.seen = False
-        self._handler: Handler | None = None
+        self.seen = self._on_main = False
 
     def __enter__(self) -> "put_off_interrupt":
         if threading.get_ident() == _main:
-            self._handler = _install()
-            if self._handler is not None:
-                _blocks.append(self)
+            _install()
+            self._on_main = True
+            _blocks.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._handler is not None:
+        if self._on_main:
             _blocks.pop()
-            if self.seen and not _blocks:
-                self._handler.previous(signal.SIGINT, None)
+            while _pending and not _blocks:
+                number, handler = _pending.popitem()
+                handler.previous(number, None)
 
 
 def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None = None) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.threads import IDLE_SECONDS, join_soon, started
-from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.interrupts import is_put_off, put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
 from jdistgrad.wire.transport import Task
@@ -102,18 +102,31 @@ class Progress:
         if done():
             return
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        with put_off_interrupt() as interrupt:
-            while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
-                if self._take_baton():
-                    self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
-                    try:
-                        self._look_until(done, deadline, interrupt)
-                    finally:
-                        self._last_wait = time.monotonic()
-                        self._give_back()
-                else:
-                    self._refuse_to_wait_for_itself()
-                    self._sleep(futures, deadline)
+        while True:
+            with put_off_interrupt() as interrupt:
+                self._wait(futures, done, deadline, interrupt)
+            if not interrupt.seen or is_put_off():
+                return
+
+    def _wait(
+        self,
+        futures: Sequence[concurrent.futures.Future[Any]],
+        done: Callable[[], bool],
+        deadline: float,
+        interrupt: put_off_interrupt,
+    ) -> None:
+        """Return when one of the futures is done, the deadline has passed, or a signal has come."""
+        while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
+            if self._take_baton():
+                self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
+                try:
+                    self._look_until(done, deadline, interrupt)
+                finally:
+                    self._last_wait = time.monotonic()
+                    self._give_back()
+            else:
+                self._refuse_to_wait_for_itself()
+                self._sleep(futures, deadline)
 
     def look(self) -> None:
         """Look once, unless another thread does. Whoever looks between computations will look again soon."""
@@ -144,9 +157,9 @@ class Progress:
         """Raise if this thread has the baton: what waits has interrupted the look, and nobody else may look."""
         if self._looking == threading.get_ident():
             raise errors.DistgradError(
-                f"{self._name}: a signal handler or a __del__ waits for another worker, and has interrupted this"
-                " thread while it was looking for messages itself, so the answer could not arrive. Start a thread in"
-                " the handler, or set a flag there, and make the call outside."
+                f"{self._name}: a __del__ waits for another worker, and has interrupted this thread while it was "
+                "looking for messages, so the answer could not arrive. Start a thread in the __del__ that makes the "
+                "call."
             )
 
     def _give_back(self) -> bool:

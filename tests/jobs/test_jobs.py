@@ -357,3 +357,39 @@ def test_collectives_that_ctrl_c_has_ended_on_one_rank_are_not_used_any_more(mpi
     job = mpi_job(3, INTERRUPTED.replace("HOW", repr(how)), JDISTGRAD_SILENCE="2", JDISTGRAD_HEARTBEAT="0.3")
     job.expect("0 0 interrupted", "these collectives are not used any more, since", "Ctrl-C has ended", status=None)
     job.expect("worker0 (rank 0) entered this collective and is elsewhere now", "ending the job", status=None)
+
+
+def test_signal_handlers_that_raise_leave_nothing_behind(mpi_job):
+    # They interrupt waits, sends and receives at many moments.
+    job = mpi_job(
+        3,
+        """
+        import operator, signal
+        import jdistgrad as jd
+
+        class TooLong(Exception):
+            pass
+
+        def handler(*_):
+            raise TooLong("the limit")
+
+        raised, me = 0, jd.init()
+        if me.rank == 0:
+            signal.signal(signal.SIGALRM, handler)
+            for number in range(200):
+                signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0001 * (number % 37))
+                try:
+                    while True:
+                        assert jd.rpc_sync(1 + number % 2, operator.neg, args=(number,)) == -number
+                except TooLong:
+                    raised += 1
+                except jd.EncodingError as error:  # it was raised while a result was decoded
+                    assert "the limit" in str(error)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert raised > 100
+        left = jd.shutdown()
+        print(f"left: {left}")
+        """,
+    )
+    job.expect("left: []")

@@ -146,3 +146,36 @@ def test_a_future_that_was_cancelled_is_done():
     wait_for_first([future])
     with pytest.raises(concurrent.futures.CancelledError):
         future.exception()
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
+def test_other_signals_are_put_off_too(number):
+    came = []
+    before = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        with put_off_interrupt() as interrupt:
+            os.kill(os.getpid(), number)
+            assert came == []
+            assert interrupt.seen
+        assert came == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_each_signal_takes_effect_even_if_another_handler_raises():
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+
+    def block():
+        with put_off_interrupt():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            press()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        with put_off_interrupt():
+            pass
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

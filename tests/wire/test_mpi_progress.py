@@ -365,27 +365,75 @@ def test_nobody_looks_after_the_end():
     assert not future.done()
 
 
-def test_a_signal_handler_that_waits_in_a_look_is_refused_at_once(mailbox):
-    """The interrupted thread has the baton: nobody would look for the handler's answer."""
-    refusals = []
+@pytest.fixture
+def on_signal():
+    """Return a function that sets a handler of a signal, and sends that signal a moment later."""
+    previous = signal.getsignal(signal.SIGUSR2)
 
-    def handler(*_):
-        try:
-            mailbox.progress.wait_for([concurrent.futures.Future()], 5)
-        except errors.DistgradError as error:
-            refusals.append(str(error))
+    def set_and_send(handler):
+        signal.signal(signal.SIGUSR2, lambda *_: handler())
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+
+    yield set_and_send
+    signal.signal(signal.SIGUSR2, previous)
+
+
+def test_a_signal_handler_waits_in_a_wait(mailbox, on_signal):
+    # Nobody else would look for its answer, if it interrupted the look itself.
+    answer, order = concurrent.futures.Future(), []
+
+    def handler():
+        mailbox.progress.wait_for([mailbox.future()], 10)
+        order.append("handler")
         answer.set_result(None)
 
-    answer = concurrent.futures.Future()
-    previous = signal.signal(signal.SIGUSR2, handler)
-    try:
-        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
-        mailbox.progress.wait_for([answer], 10)
-    finally:
-        signal.signal(signal.SIGUSR2, previous)
+    on_signal(handler)
+    mailbox.progress.wait_for([answer], 10)
+    assert order == ["handler"]
+    assert answer.done()
+
+
+def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(mailbox, on_signal):
+    class TooLongError(Exception):
+        pass
+
+    def handler():
+        raise TooLongError
+
+    for _ in range(3):
+        on_signal(handler)
+        with pytest.raises(TooLongError):
+            mailbox.progress.wait_for([concurrent.futures.Future()], 10)
+        later = mailbox.future()
+        mailbox.progress.wait_for([later], 10)
+        assert later.done()
+    assert not mailbox.failures
+
+
+def test_a_wait_goes_on_after_a_signal_handler(mailbox, on_signal):
+    answer, handled = concurrent.futures.Future(), []
+    on_signal(lambda: handled.append(threading.Timer(0.1, answer.set_result, [None]).start()))
+    mailbox.progress.wait_for([answer], 10)
+    assert handled
+    assert answer.done()
+
+
+def test_a_wait_inside_a_look_is_refused_at_once(mailbox):
+    # Python may run a __del__ there. Its thread looks, so nobody would look for its answer.
+    refusals, look = [], mailbox.look
+
+    def with_del():
+        if not refusals and threading.current_thread() is threading.main_thread():
+            with pytest.raises(errors.DistgradError, match="a __del__ waits for another worker") as raised:
+                mailbox.progress.wait_for([concurrent.futures.Future()], 5)
+            refusals.append(raised.value)
+        return look()
+
+    mailbox.progress._look = with_del
+    future = concurrent.futures.Future()
+    threading.Timer(0.3, future.set_result, [None]).start()
+    mailbox.progress.wait_for([future], 10)
     assert len(refusals) == 1
-    assert "a signal handler or a __del__ waits" in refusals[0]
-    later = concurrent.futures.Future()
-    mailbox.tasks.put(lambda: later.set_result(None))
+    later = mailbox.future()
     mailbox.progress.wait_for([later], 10)
     assert later.done()

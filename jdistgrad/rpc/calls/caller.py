@@ -22,6 +22,7 @@ from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 LOOKED_AT = 16  # of the calls that room is waited for, the oldest
@@ -110,6 +111,10 @@ class Caller:
         return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
+        with put_off_interrupt():  # or a call that was not sent might stay in the table
+            self._open_and_send(kind, pending, body, snapshot=snapshot)
+
+    def _open_and_send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
         self._calls.open(pending)
         try:
