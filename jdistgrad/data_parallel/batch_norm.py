@@ -28,17 +28,23 @@ def batch_statistics(
       axes: the axes to reduce; default all but the last.
 
     Returns:
-      The mean and the (biased) variance of each feature, in float32 or wider.
+      The mean and the (biased) variance of each feature, in float32 or wider. The variance of complex numbers is real,
+      as in ``jnp.var``.
     """
     over = tuple(range(x.ndim - 1)) if axes is None else tuple(axis % x.ndim for axis in axes)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     total = wide.sum(over)
     count = jnp.full(total.shape, math.prod(x.shape[axis] for axis in over), wide.dtype)
     count, total = collectives.allreduce(jnp.stack([count, total]))
-    mean = total / jnp.maximum(count, 1)
+    count = jnp.maximum(count.real, 1)
+    mean = total / count
     shape = [1 if k in over else d for k, d in enumerate(x.shape)]
-    squares = collectives.allreduce(jnp.square(wide - mean.reshape(shape)).sum(over))
-    return mean, squares / jnp.maximum(count, 1)
+    squares = collectives.allreduce(_squared(wide - mean.reshape(shape)).sum(over))
+    return mean, squares / count
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 class SyncBatchNorm(nn.Module):

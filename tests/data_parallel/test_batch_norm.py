@@ -56,6 +56,17 @@ def of_nnx(norm, x):
     return y, {"mean": layer.mean[...], "var": layer.var[...]}, layer(x, use_running_average=True)
 
 
+@on_every_worker
+def test_the_variance_of_complex_numbers_is_real(big_world, rank, size):
+    c, rng = of_this_world(), np.random.default_rng(0)
+    whole = jnp.asarray(rng.normal(size=(3 * size, 2)) + 1j * rng.normal(1, 2, size=(3 * size, 2)), "complex64")
+    mine = whole[3 * rank : 3 * rank + 3]
+    assert_close(batch_statistics(mine, c), (whole.mean(0), whole.var(0)))
+    spread = lambda x, c: batch_statistics(x, c)[1].sum() / size  # noqa: E731 every rank counts it
+    found = jax.grad(spread)(mine, c)
+    assert_close(found, jax.grad(lambda x: x.var(0).sum())(whole)[3 * rank : 3 * rank + 3])
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
 @on_every_worker
