@@ -6,6 +6,7 @@ class travel instead. Blueprints can be compared and hashed, so each worker buil
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ class Blueprint:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> Any:
-        return self.make(*map(_built, self.args), **{name: _built(value) for name, value in self.kwargs})
+        return _built(self, [])
 
     @property
     def label(self) -> str:
@@ -29,28 +30,59 @@ class Blueprint:
         return getattr(made, "__qualname__", None) or type(made).__name__
 
 
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """The same object as one that the blueprint has made before: flax shares the parameters of a module used twice.
+
+    Attributes:
+      number: how many objects were made before that one.
+    """
+
+    number: int
+
+
 def blueprint(value: Any, take_apart: Callable[[Any], Blueprint | None]) -> Any:
     """Replace by blueprints all parts of a value that ``take_apart`` or this function knows how to make."""
+    count = itertools.count()
+    numbers: dict[int, int] = {}
 
     def inner(value: Any) -> Any:
-        return blueprint(value, take_apart)
+        if id(value) in numbers:
+            return Again(numbers[id(value)])
+        known = take_apart(value)
+        call = _call_for(value) if known is None else known
+        if call is None:
+            return value
+        args = tuple(map(inner, call.args))  # before the others, as they are made
+        made = Blueprint(call.make, args, tuple((name, inner(part)) for name, part in call.kwargs))
+        number = next(count)
+        if known is not None:
+            numbers[id(value)] = number
+        return made
 
-    known = take_apart(value)
-    if known is not None:
-        kwargs = tuple((name, inner(part)) for name, part in known.kwargs)
-        return Blueprint(known.make, tuple(map(inner, known.args)), kwargs)
+    return inner(value)
+
+
+def _call_for(value: Any) -> Blueprint | None:
+    """Return the call that makes a value of Python's own types, whose parts may have blueprints. None for others."""
     if isinstance(value, functools.partial):
-        kwargs = tuple((name, inner(part)) for name, part in sorted(value.keywords.items()))
-        return Blueprint(functools.partial, (value.func, *map(inner, value.args)), kwargs)
+        return Blueprint(functools.partial, (value.func, *value.args), tuple(sorted(value.keywords.items())))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return Blueprint(list_of if isinstance(value, list) else tuple_of, tuple(map(inner, value)))
+        return Blueprint(list_of if isinstance(value, list) else tuple_of, tuple(value))
     if isinstance(value, Mapping):
-        return Blueprint(dict_of, (tuple_of(*value), *map(inner, value.values())))
-    return value
+        return Blueprint(dict_of, (tuple(value), *value.values()))
+    return None
 
 
-def _built(part: Any) -> Any:
-    return part.build() if isinstance(part, Blueprint) else part
+def _built(part: Any, made: list[Any]) -> Any:
+    """Return an object, made or found again; add what was made to ``made``, in the order of ``Again.number``."""
+    if isinstance(part, Again):
+        return made[part.number]
+    if not isinstance(part, Blueprint):
+        return part
+    args = [_built(one, made) for one in part.args]
+    made.append(part.make(*args, **{name: _built(one, made) for name, one in part.kwargs}))
+    return made[-1]
 
 
 def list_of(*items: Any) -> list[Any]:

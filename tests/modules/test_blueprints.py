@@ -2,9 +2,11 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
+from helpers.data import assert_close
 from helpers.models import Both, Encoder, X, init_line, line
 from helpers.worlds import last, on_worker0
 
@@ -35,6 +37,39 @@ def test_a_blueprint_builds_an_equal_module(layers):
     assert made == linen.blueprint_of(module)
     assert made != linen.blueprint_of(Encoder(3, layers))
     assert made.build() == module
+
+
+SHARED = nn.Dense(4)
+
+
+class Twice(nn.Module):
+    """A module that applies two others, which may be one and the same."""
+
+    first: nn.Module
+    second: nn.Module
+
+    def __call__(self, x):
+        return self.second(nn.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Twice(SHARED, SHARED),
+        Twice(nn.Sequential([SHARED, nn.tanh]), nn.Sequential([nn.Dense(4), SHARED])),
+        Twice(nn.Sequential([SHARED, nn.relu, SHARED]), nn.Dense(4)),
+    ],
+    ids=["fields", "nested", "list"],
+)
+@on_worker0
+def test_a_module_used_twice_is_one_module_on_its_owner_too(big_world, module):
+    variables, remote = module.init(jax.random.key(3), X), RemoteModule(last(), module, (X,), rng=3)
+    assert_close(remote.parameters.to_here(), variables["params"])
+    assert_close(remote(X), module.apply(variables, X))
+
+
+def test_modules_that_share_a_part_are_not_those_that_have_equal_parts():
+    assert linen.blueprint_of(Twice(SHARED, SHARED)) != linen.blueprint_of(Twice(nn.Dense(4), nn.Dense(4)))
 
 
 def test_only_what_was_given_is_in_a_blueprint():
