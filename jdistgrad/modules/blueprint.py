@@ -13,9 +13,12 @@ from typing import Any
 from jdistgrad.rpc.functions import Args
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A call that makes an object. Arguments may be blueprints themselves."""
+    """A call that makes an object. Arguments may be blueprints themselves.
+
+    Equal arguments of different types make different objects: ``Power(2)`` returns integers, ``Power(2.0)`` floats.
+    """
 
     make: Callable[..., Any]
     args: Args = ()
@@ -23,6 +26,17 @@ class Blueprint:
 
     def build(self) -> Any:
         return _built(self, [])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blueprint) and self._typed == other._typed
+
+    def __hash__(self) -> int:
+        return hash(self._typed)
+
+    @property
+    def _typed(self) -> tuple[Any, ...]:
+        values = *self.args, *(value for _, value in self.kwargs)
+        return self.make, self.args, self.kwargs, tuple(map(type, values))
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
@@ -70,6 +71,22 @@ def test_a_module_used_twice_is_one_module_on_its_owner_too(big_world, module):
 
 def test_modules_that_share_a_part_are_not_those_that_have_equal_parts():
     assert linen.blueprint_of(Twice(SHARED, SHARED)) != linen.blueprint_of(Twice(nn.Dense(4), nn.Dense(4)))
+
+
+class Power(nn.Module):
+    exponent: float
+
+    def __call__(self, x):
+        return x**self.exponent
+
+
+@on_worker0
+def test_modules_whose_settings_differ_in_type_are_different_modules(big_world):
+    numbers = jnp.arange(4)
+    for exponent in (2, 2.0):
+        found, expected = RemoteModule(last(), Power(exponent), (numbers,))(numbers), numbers**exponent
+        assert_close(found, expected)
+        assert found.dtype == expected.dtype
 
 
 def test_only_what_was_given_is_in_a_blueprint():
