@@ -131,9 +131,6 @@ class Encoder(nn.Module):
         y = nn.tanh(nn.Dense(self.width)(x))
         return 2 * y if double else y
 
-    def halved(self, x):
-        return self(x) / 2
-
 
 def take_traces(rank):
     found = list(traced)

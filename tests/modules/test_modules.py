@@ -88,15 +88,37 @@ def test_arguments_that_are_no_arrays(big_world):
     assert_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
 
 
-@pytest.mark.parametrize("method", ["halved", Encoder.halved], ids=["name", "function"])
+class Adaptable(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(3)
+
+    def __call__(self, x, activation=nn.tanh, dtype=jnp.float32):
+        return activation(self.dense(x)).astype(dtype)
+
+    def linear(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation": nn.relu},
+        {"activation": jnp.sin},
+        {"method": Adaptable.linear},
+        {"method": "linear"},
+        {"dtype": jnp.bfloat16},
+        {"dtype": np.dtype("float16")},
+    ],
+    ids=["custom_jvp", "jitted", "method", "name", "scalar type", "dtype"],
+)
 @on_worker0
-def test_other_methods_of_a_linen_module(big_world, method):
-    module = Encoder(2)
-    params, apply = serial(module, X)
-    remote = RemoteModule(last(), module, (X,), rng=3)
-    found = jd.value_and_grad(lambda m: squares(functools.partial(m, method=method), X))(remote)
-    expected = jax.value_and_grad(lambda p: squares(lambda x: apply(p, x, method=method), X))(params)
-    assert_close((found[0], found[1].parameters.to_here()), expected)
+def test_functions_and_dtypes_are_settings_of_a_call(big_world, settings):
+    params, apply = serial(Adaptable(), X)
+    remote = RemoteModule(last(), Adaptable(), (X,), rng=3)
+    with jd.context():
+        loss, by_module = jd.value_and_grad(lambda m: jnp.sum(m(X, **settings)))(remote)
+        found = loss, by_module.parameters.to_here()
+    assert_close(found, jax.value_and_grad(lambda p: jnp.sum(apply(p, X, **settings)))(params), atol=1e-4)
 
 
 @on_worker0
