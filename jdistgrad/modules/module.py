@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdistgrad.modules.applying import Apply, apply_of, make
 from jdistgrad.modules.function import RemoteFunction
@@ -60,6 +61,7 @@ class RemoteModule(RemoteFunction):
     ):
         args = tuple(example_args)
         apply = _apply_for(module, args)
+        rng = int(rng) if isinstance(rng, np.integer) else rng
         parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
         self._consist_of(parameters, state, apply.like(stateful=state is not None), timeout)
 

@@ -88,6 +88,13 @@ def test_arguments_that_are_no_arrays(big_world):
     assert_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
 
 
+@on_worker0
+def test_a_seed_may_be_a_number_of_numpy(big_world):
+    for module, args in ((nn.Dense(3), (X,)), (Line, ())):
+        found, expected = (RemoteModule(last(), module, args, rng=seed)(X) for seed in (np.int64(3), 3))
+        assert_close(found, expected)
+
+
 class Adaptable(nn.Module):
     def setup(self):
         self.dense = nn.Dense(3)
