@@ -93,6 +93,21 @@ def test_derivatives_along_an_axis_of_a_mesh(typed):
     compare(along(x, direction), serially(IN_ONE_PIECE[8], x, direction))
 
 
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("axes", [("long", "short"), ("short", "long")])
+def test_several_axes_are_numbered_in_the_order_of_their_names(axes, typed):
+    here, (x, direction) = program(Mesh(axes), 8), inputs(8)
+    mesh = jax.make_mesh((4, 2), ("long", "short"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def on_rows(x, direction):
+        return [found[None] for found in here(x[0], direction[0])]
+
+    rows = P(axes)
+    along = jax.jit(jax.shard_map(on_rows, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=typed))
+    compare(along(x, direction), serially(IN_ONE_PIECE[8], x, direction))
+
+
 @on_every_worker
 def test_ranks_may_leave_what_they_get_unused(big_world, rank, size):
     c, x = of_this_world(), jnp.arange(3.0) + rank

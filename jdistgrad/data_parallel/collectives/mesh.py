@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdistgrad.data_parallel.collectives.base import Collectives
@@ -74,8 +75,18 @@ class Mesh(Collectives):
         if name == "scatter":
             return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
         if name in ("shift", "permute"):
-            return lax.ppermute(x, self.axis_name, how.pairs)
+            return lax.ppermute(x, self.axis_name, self._numbered_by_mesh(how.pairs))
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+
+    def _numbered_by_mesh(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return pairs of ranks as ``ppermute`` numbers them: in the mesh's order of axes, not in that of the name."""
+        axes, known = self._axes(), jax.sharding.get_abstract_mesh().axis_names
+        if not set(axes) <= set(known):
+            return list(pairs)
+        ranks = np.arange(self.size).reshape([lax.axis_size(axis) for axis in axes])
+        by_mesh = ranks.transpose(sorted(range(len(axes)), key=lambda k: known.index(axes[k]))).ravel()
+        number = np.argsort(by_mesh).tolist()
+        return [(number[sender], number[receiver]) for sender, receiver in pairs]
 
     def gather_same(self, x: jax.Array) -> jax.Array:
         """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
