@@ -256,3 +256,14 @@ def test_a_compiled_step_holds_a_rank_s_part_of_the_gradients_and_few_buckets():
     mapped = jax.shard_map(train, mesh=mesh, in_specs=P(), out_specs=(P(), P("batch")), check_vma=False)
     compiled = jax.jit(mapped, donate_argnums=0).lower(params, jnp.ones((2, width))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < whole / RANKS + 5 * one
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("shape", [(0, 3), (RANKS, 0)], ids=["no rows", "empty rows"])
+def test_the_blocks_of_empty_arrays_are_empty(shape, typed):
+    def scattered(x):
+        return Mesh("batch").reduce_scatter(x[0])[None]
+
+    x = jnp.zeros((RANKS, *shape))
+    found = on_mesh(scattered, x, in_specs=P("batch"), out_specs=P("batch"), typed=typed)
+    assert found.shape == (RANKS, shape[0] // RANKS, shape[1])
