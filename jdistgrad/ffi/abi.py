@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 VERSION = 0, 1
@@ -149,6 +150,16 @@ class AsyncResult:
         error = _error(self._interface, message, code)
         arguments = _FutureArguments(struct_size=ctypes.sizeof(_FutureArguments), future=self._future, error=error)
         _function(self._interface.set_error)(ctypes.addressof(arguments))
+
+
+def carrier(dtype: Any) -> np.dtype:
+    """Return the dtype in which a call gets and gives arrays of a dtype: XLA packs elements of less than a byte."""
+    kind = np.dtype(dtype)
+    if jax.numpy.issubdtype(kind, np.integer) and jax.numpy.iinfo(kind).bits < 8:
+        return np.dtype(np.int8 if jax.numpy.issubdtype(kind, np.signedinteger) else np.uint8)
+    if jax.numpy.issubdtype(kind, np.floating) and jax.numpy.finfo(kind).bits < 8:
+        return np.dtype(np.float32)
+    return kind
 
 
 def handler(function: Callable[[int], int | None]) -> Any:

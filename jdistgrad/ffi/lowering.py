@@ -1,5 +1,6 @@
 """Calls of Python functions as parts of JAX programs."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jdistgrad._compat import abstract_token
+from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import TARGET, Deferred, Function, Site, cancel_all
 
@@ -22,7 +24,10 @@ def lower(
       quick: as for ``call_in_order``.
     """
     site = _site(context, function, avals, context.avals_out, quick=quick)
-    return _rule(context.replace(avals_in=list(avals)), *operands, number=site.number)
+    given, operands = _converted(context, operands, avals, list(map(_carried, avals)))
+    made = list(map(_carried, context.avals_out))
+    values = _rule(context.replace(avals_in=given, avals_out=made), *operands, number=site.number)
+    return _converted(context, values, made, context.avals_out)[1]
 
 
 def on_cpus() -> bool:
@@ -60,11 +65,34 @@ def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
     site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
-    behind = [abstract_token()]
-    with_token = context.replace(avals_in=[*context.avals_in, *behind], avals_out=[*context.avals_out, *behind])
+    given, operands = _converted(context, operands, context.avals_in, list(map(_carried, context.avals_in)))
+    made, behind = list(map(_carried, context.avals_out)), [abstract_token()]
+    with_token = context.replace(avals_in=[*given, *behind], avals_out=[*made, *behind])
     *values, token = _effectful_rule(with_token, *operands, context.tokens_in.get(effect), number=site.number)
     context.set_tokens_out(mlir.TokenSet({effect: token}))
-    return values
+    return _converted(context, values, made, context.avals_out)[1]
+
+
+def _carried(aval: Any) -> Any:
+    dtype = carrier(aval.dtype)
+    return aval if dtype == aval.dtype else aval.update(dtype=dtype)
+
+
+def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> Any:
+    """Return the types after the conversion of a program's values, and the values."""
+    found = [
+        value if old.dtype == new.dtype else _convert(context, value, old, new)
+        for value, old, new in zip(values, before, after, strict=True)
+    ]
+    return list(after), found
+
+
+def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:
+    cast = functools.partial(jax.lax.convert_element_type, new_dtype=after.dtype)
+    rule = mlir.lower_fun(cast, multiple_results=False)
+    alone = context.replace(avals_in=[before], avals_out=[after], tokens_in=mlir.TokenSet(), tokens_out=None)
+    (found,) = rule(alone, value)
+    return found
 
 
 def _site(context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False) -> Site:

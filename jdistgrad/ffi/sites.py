@@ -67,6 +67,7 @@ class Site:
     def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool):
         self.function, self.quick = function, quick
         self.operands, self.results = _described(operands), _described(results)
+        self.dtypes = [np.dtype(one.dtype) for one in operands]
         self.number = np.uint64(next(_numbers))
         _sites[int(self.number)] = self
 
@@ -161,7 +162,7 @@ def any_sites() -> bool:
 
 
 def _described(arrays: Sequence[Any]) -> list[Array]:
-    return [(tuple(one.shape), np.dtype(one.dtype)) for one in arrays]
+    return [(tuple(one.shape), abi.carrier(one.dtype)) for one in arrays]
 
 
 def _handle(address: int) -> int | None:
@@ -170,7 +171,8 @@ def _handle(address: int) -> int | None:
         return None
     try:
         site = _sites[frame.number()]
-        operands = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        copies = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
         results = [frame.result(k, *one) for k, one in enumerate(site.results)]
         whole = functools.partial(site.function, *operands)
         found = whole() if site.quick else Deferred(whole)

@@ -25,12 +25,23 @@ class NnxApply(Apply):
     def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         graph, *templates = self._parts
         filled = [_filled(one, values) for one, values in zip(templates, (parameters, state), strict=True)]
-        module = nnx.merge(graph, *filled)
+        before, module = _arrays(filled[0]), nnx.merge(graph, *filled)
         if self.mode:
             method, attributes = self.mode
             getattr(module, method)(**dict(attributes))
         result = module(*args, **kwargs)
+        self._require_same(before, nnx.state(module, nnx.Param))
         return result, _taken(templates[1], nnx.state(module, nnx.Not(nnx.Param)))
+
+    def _require_same(self, before: Any, after: Any) -> None:
+        """Raise if a call has replaced a parameter: that is the optimizer's business."""
+        for (path, known), found in zip(before, _arrays(after), strict=True):
+            if known is not found[1]:
+                raise ValueError(
+                    f"{self.label} changes its parameter {jax.tree_util.keystr(path)} in a call, as nnx.SpectralNorm("
+                    "update_stats=True) does. Only an optimizer changes the parameters of a RemoteModule: make what "
+                    "calls change a variable of another type than nnx.Param."
+                )
 
     @functools.cached_property
     def _parts(self) -> Any:
@@ -39,6 +50,10 @@ class NnxApply(Apply):
 
     def _make(self, rng: Any) -> Any:
         return self.blueprint.build()(rngs=nnx.Rngs(rng))
+
+
+def _arrays(state: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
 
 
 def _filled(template: Any, values: Any) -> Any:

@@ -39,6 +39,20 @@ def test_sums_of_every_dtype_and_shape(world, rank, size):
                 np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@on_every_worker
+def test_integers_of_less_than_a_byte(world, dtype, rank, size):
+    c = of_this_world()
+    x = jnp.full((3, 2), rank + 1, dtype)
+    for wrap in (lambda f: f, jax.jit):
+        found = wrap(lambda x: (c.allreduce(x), c.allreduce(x, "max"), c.broadcast(x, size - 1), c.allgather(x)))(x)
+        expected = sum(range(1, size + 1)), size, size, np.arange(1, size + 1).reshape(-1, 1, 1)
+        for got, each in zip(found, expected, strict=True):
+            assert got.dtype == x.dtype
+            around = (each + 8) % 16 - 8 if dtype == "int4" else each  # the sum of four ranks is 10
+            np.testing.assert_array_equal(np.asarray(got).astype("int32"), np.broadcast_to(around, got.shape))
+
+
 @on_every_worker
 def test_maximum_broadcast_and_gather(world, rank, size):
     c = of_this_world()

@@ -383,6 +383,8 @@ def _carrier(dtype: Any) -> Any:
     """Return the dtype that carries another exactly through mpi4jax."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     return jnp.int8 if jnp.dtype(dtype) == jnp.bool else dtype
 
 
