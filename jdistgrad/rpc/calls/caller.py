@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -201,8 +202,7 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
         )
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_flags & inspect.CO_COROUTINE:
+    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
         raise errors.FunctionError(
             f"{describe(function)} is an async function, whose coroutine nobody would await on {peer}. Call a function "
             "that runs it: asyncio.run(...)."
