@@ -246,6 +246,18 @@ def test_ranks_that_make_collectives_in_different_ways_are_told(big_world, rank,
 
 
 @on_every_worker
+def test_an_object_that_cannot_be_pickled_is_the_error_of_all(world, rank, size):
+    # The others, which were inside MPI by then, waited for it for ever.
+    c, last = of_this_world(), size - 1
+    given = threading.Lock() if rank == last else rank
+    error = pytest.raises(CollectiveError, match=rf"that of rank {last} cannot be pickled: TypeError: .*lock")
+    for gather in (c.allgather_object, lambda value: c.broadcast_object(value, last)):
+        with error if launcher_env.launched() else contextlib.nullcontext():  # threads hand objects over
+            gather(given)
+    assert c.allgather_object(rank) == list(range(size))
+
+
+@on_every_worker
 def test_wrong_arguments_are_refused(world, rank, size):
     c = of_this_world()
     with pytest.raises(ValueError, match="op must be one of 'sum', 'max', 'min', 'mean', 'prod', not 'median'"):

@@ -25,6 +25,7 @@ from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Deferred
 from jdistgrad.rpc import unpickling
+from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM
 from jdistgrad.wire.polling import poll
@@ -234,9 +235,13 @@ class MPI(HostCollectives):
     def gather_objects(self, value: Any) -> list[Any]:
         from jdistgrad.wire import mpi_pieces
 
-        pieces = in_pieces(value)
+        pieces = in_pieces_or_words(value)  # the others wait for something in any case
         with self._together("a gather of objects"):
             found = mpi_pieces.allgather(self.comm, OBJECTS_TAG, pieces)
+        for rank, (stream, *rest) in enumerate(found):
+            if not stream:
+                why = str(rest[0], "utf8")
+                raise CollectiveError(f"a gather of objects: that of rank {rank} cannot be pickled: {why}")
         return [unpickling.loads(stream, buffers) for stream, *buffers in found]
 
 
@@ -363,6 +368,14 @@ def _in_order() -> Any:
 
     (effect,) = jax.make_jaxpr(lambda x: mpi4jax.allreduce(x, op=mpi.SUM, comm=mpi.COMM_SELF))(0.0).effects
     return effect
+
+
+def in_pieces_or_words(value: Any) -> list[Any]:
+    """Pickle an object; if that fails, return an empty pickle, and the reason in words."""
+    try:
+        return in_pieces(value)
+    except Exception as error:
+        return [b"", in_short(error).encode()]
 
 
 def in_pieces(value: Any) -> list[Any]:
