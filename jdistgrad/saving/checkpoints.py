@@ -1,5 +1,6 @@
 """``save`` and ``restore``: the checkpoint of a whole job."""
 
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def save(
     trees: Any = None,
     optimizers: Any = None,
     *,
-    keep: int = 3,
+    keep: float = 3,
     workers: Sequence[int] | None = None,
 ) -> None:
     """Write a checkpoint of the whole job: ``path/step``, which appears there when it is complete.
@@ -38,6 +39,7 @@ def save(
       trees: any tree of arrays, random keys, numbers, strings, references, remote modules and marks.
       optimizers: any tree of ``DistributedOptimizer``. It need not be in ``trees`` what they optimize.
       keep: how many steps' checkpoints to keep, those saved last, whatever their steps; the others are removed.
+        ``math.inf``: all steps'.
       workers: the ranks of the workers that save together, if they are not those that have not called ``shutdown``.
 
     Raises:
@@ -57,8 +59,8 @@ def save(
     """
     if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
         raise ValueError(f"save: step must be a number of steps, 0 or more, not {step!r}")
-    if keep < 1:
-        raise ValueError(f"save: keep must be 1 or more, not {keep!r}")
+    if keep != math.inf and (not hasattr(keep, "__index__") or int(keep) < 1):
+        raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder, number = pathlib.Path(path).resolve(), int(step)
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         try:

@@ -78,7 +78,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
     return found
 
 
-def remove_all_but(path: Folder, keep: int) -> None:
+def remove_all_but(path: Folder, keep: float) -> None:
     """Remove all complete checkpoints but those published last; of one step, the last counts.
 
     Each is renamed first: half of one must not look whole.
@@ -86,7 +86,7 @@ def remove_all_but(path: Folder, keep: int) -> None:
     found = complete(path)
     last = dict(found)
     latest = [one for step, one in reversed(found) if one == last[step]]
-    kept = set(latest[:keep])
+    kept = set(latest[: int(min(keep, len(latest)))])
     for _, one in found:
         if one not in kept:
             hidden = one.with_name(f"{REMOVING}{one.name}")

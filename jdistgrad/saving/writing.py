@@ -19,7 +19,7 @@ from jdistgrad.saving.parts import Plan, of_all
 FORMAT = 1
 
 
-def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, keep: int) -> None:
+def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
     asked = of_all(plans, job.leader)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import resource
 import threading
@@ -211,6 +212,9 @@ def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path
         for step in (10, 20, 30, 100):
             jd.save(tmp_path, step, jnp.float32(step), keep=2)
         assert sorted(one.name for one in tmp_path.iterdir()) == ["100", "30"]
+        for keep in (0, 2.5, None, -math.inf):
+            with pytest.raises(ValueError, match=r"keep must be a number of checkpoints, 1 or more"):
+                jd.save(tmp_path, 200, jnp.float32(200), keep=keep)
         (tmp_path / "100").rename(tmp_path / ".saving-100-torn")
         (tmp_path / "200").mkdir()  # has no manifest
         assert jd.restore(tmp_path, jnp.float32(0)) == (30, 30)
@@ -221,6 +225,13 @@ def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path
         assert jd.restore(tmp_path, jnp.float32(0), step=30) == (30, 31)
         with pytest.raises(jd.CheckpointError, match=r"no complete checkpoint of step 7 in .*there are: 30, 40"):
             jd.restore(tmp_path, jnp.float32(0), step=7)
+
+
+def test_all_checkpoints_are_kept_on_request(tmp_path):
+    with jd.local_workers(3):
+        for step in (5, 1, 2, 3, 4, 4):
+            jd.save(tmp_path, step, jnp.float32(step), keep=math.inf)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2", "3", "4-1", "5"]
 
 
 def test_a_job_that_goes_back_goes_on_from_what_it_saved_last(tmp_path):
