@@ -10,7 +10,7 @@ import numpy as np
 
 from jdistgrad.errors import CheckpointError, DisagreementError
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving.leaves import Description, data, described, fits, spelled
+from jdistgrad.saving.leaves import Description, data, described, fits, is_number, spelled
 
 LOOKED_AT = 1 << 20  # bytes of a leaf: what a rank has for itself differs nearly everywhere
 
@@ -40,6 +40,9 @@ def looks_at(leaves: Iterable[tuple[str, Any]]) -> dict[str, Look]:
 
 
 def _checksum(leaf: Any, description: Description) -> int:
+    if is_number(description):
+        number = leaf if "value" in description else np.asarray(leaf).item()
+        return hash(number) if number == number else 1  # equal for equal numbers of all types; not a NaN's
     if "value" in description:
         return zlib.crc32(repr(description["value"]).encode())
     if not hasattr(leaf, "nbytes") or not (leaf.nbytes <= LOOKED_AT or _is_in_host_memory(leaf)):

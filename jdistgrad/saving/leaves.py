@@ -147,15 +147,17 @@ def fits(saved: Description, expected: Description) -> bool:
     """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
     kinds = saved["kind"], expected["kind"]
     if any(kind in NUMBERS for kind in kinds):
-        return all(one["kind"] in NUMBERS or _is_one_number(one) for one in (saved, expected))
+        return is_number(saved) and is_number(expected)
     if all(kind in ARRAYS for kind in kinds):
         return bool(saved["dtype"] == expected["dtype"] and saved["shape"] == expected["shape"])
     same = kinds[0] == kinds[1]
     return same and all(saved.get(part) == expected.get(part) for part in ("dtype", "shape"))
 
 
-def _is_one_number(description: Description) -> bool:
-    return description["kind"] in ARRAYS and not description["shape"]
+def is_number(description: Description) -> bool:
+    """Return whether a leaf is one number: Python's, or an array without dimensions."""
+    kind = description["kind"]
+    return kind in NUMBERS or (kind in ARRAYS and not description["shape"])
 
 
 def spelled(description: Mapping[str, Any]) -> str:

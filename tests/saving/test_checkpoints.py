@@ -458,6 +458,14 @@ def test_what_ranks_have_alike_is_saved_without_a_warning(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_equal_numbers_of_other_types_are_the_same(tmp_path, caplog):
+    numbers = {0: (3, 0.5, math.nan, True), 1: (np.int64(3), jnp.bfloat16(0.5), np.float32("nan"), 1)}
+    assert not saved_by_three(tmp_path, lambda rank: numbers.get(rank, (jnp.int8(3), 0.5 + 0j, math.nan, 1.0)))
+    assert not caplog.records
+    assert not saved_by_three(tmp_path, lambda rank: 3 if rank < 2 else np.int64(4))
+    assert "trees is not the same on ranks 0, 2" in caplog.text
+
+
 @pytest.mark.parametrize("other", [jnp.ones(4), np.ones(3), "text"], ids=["shape", "dtype", "kind"])
 def test_leaves_of_other_kinds_are_refused(tmp_path, other):
     raised = saved_by_three(tmp_path, lambda rank: {"x": other if rank == 2 else jnp.ones(3)})
