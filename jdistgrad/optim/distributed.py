@@ -67,7 +67,7 @@ class DistributedOptimizer(Corrected):
         **settings: Never,
     ):
         if isinstance(tx, optax.MultiSteps):
-            tx = tx.gradient_transformation()
+            tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)  # gradient_transformation() hides the latter
         if settings or not isinstance(tx, optax.GradientTransformation):
             raise TypeError(_no_transformation(tx, settings))
         self._rrefs = _checked(rrefs)

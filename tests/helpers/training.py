@@ -21,9 +21,10 @@ def trained_serially(tx, steps):
     """Return what the values of ``references()`` are after this many steps, step k with X + k."""
     params = (make_params(1), make_params(2))
     state = tx.init(params)
+    taking_more = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
     for k in range(steps):
         value, gradients = jax.value_and_grad(serial_loss, argnums=(0, 1))(*params, X + k, Y)
-        updates, state = optax.with_extra_args_support(tx).update(gradients, state, params, value=value)
+        updates, state = taking_more.update(gradients, state, params, value=value)
         params = optax.apply_updates(params, updates)
     return params
 

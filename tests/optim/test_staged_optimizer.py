@@ -82,6 +82,17 @@ def test_a_transformation_that_takes_the_loss_too(world, how, norm):
     assert_close(values(refs), trained_serially(optax.chain(clip, tx), 5))
 
 
+@pytest.mark.parametrize("inner", [optax.contrib.reduce_on_plateau(factor=0.5, patience=1), optax.identity()])
+@on_worker0
+def test_every_second_step_takes_the_loss_too(world, inner):
+    refs, tx = references(), optax.MultiSteps(optax.chain(optax.sgd(0.05), inner), 2)
+    optimizer = jd.DistributedOptimizer(tx, refs)
+    for k in range(6):
+        value, gradients = jd.value_and_grad(distributed_loss, argnums=(0, 1))(*refs, X + k, Y)
+        optimizer.step(gradients, value=value)
+    assert_close(values(refs), trained_serially(tx, 6))
+
+
 @on_worker0
 def test_clipping_by_the_norm_over_all_owners(world):
     refs = references()
