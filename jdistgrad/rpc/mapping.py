@@ -14,6 +14,7 @@ from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
+from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import handler_for, refuse_traced
 from jdistgrad.wire.interrupts import wait_in_slices
@@ -38,7 +39,7 @@ def map(
     Arguments:
       fn: a function as for ``rpc_sync``, of as many arguments as there are iterables.
       iterables: the items. The shortest iterable ends the map.
-      workers: the workers that take part; defaults to all others, or to this worker if it is alone.
+      workers: the workers that take part; defaults to all others that are not lost, or to this worker if it is alone.
       in_order: whether results come in the order of the items, or else in the order in which they are ready.
       return_exceptions: whether an exception stands in the place of its result, or else ends the iteration.
       progress: whether to show a progress bar, or the text beside it.
@@ -74,8 +75,9 @@ def map(
 
 
 def others(here: Mailbox) -> Sequence[WorkerInfo]:
-    """Return all workers but this one; if this worker is alone, this one."""
-    return [worker for worker in here.directory.workers if worker.rank != here.rank] or [here.info]
+    """Return all workers but this one and those that are lost; if this worker is alone, this one."""
+    left_out = {here.rank, *here.part(Peers).lost}
+    return [worker for worker in here.directory.workers if worker.rank not in left_out] or [here.info]
 
 
 class Feed:

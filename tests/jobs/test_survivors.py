@@ -255,6 +255,31 @@ def test_a_callback_for_the_lost_cannot_end_the_world_that_waits_for_it(survivin
     ).expect("worker0 {1: 'it was killed or ended'} []", "worker2 {1: 'it was killed or ended'} []")
 
 
+def test_a_map_goes_to_the_workers_that_are_left(surviving_job):
+    job = surviving_job(
+        3,
+        """
+        def rank_of(item):
+            return jd.rank()
+
+        lost = []
+        me = jd.init()
+        jd.on_lost(lambda worker, why: lost.append(worker.rank))
+        for victim, left in ((1, {2}), (2, {0})):
+            if me.rank == victim:
+                until(lambda: kept)
+                die()
+            if me.rank == 0:
+                jd.rpc_async(victim, keep, (0,))
+                until(lambda: victim in lost)
+                assert set(jd.map(rank_of, range(4))) == left, left
+                print(f"without {victim}", flush=True)
+        jd.shutdown()
+        """,
+    )
+    job.expect("without 1", "without 2")
+
+
 def test_survivors_save_and_restore_whoever_is_lost(surviving_job, tmp_path):
     """First worker 0 is lost, at whose desk all had met, then another one; only some know of it when they save."""
     job = surviving_job(
