@@ -34,7 +34,7 @@ def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
       The timeline, with ``.events``, ``.save(path)`` and ``.plot()``.
 
     Raises:
-      TimelineError: this process is recording a timeline already.
+      TimelineError: this process is recording a timeline already, or the file cannot be written.
 
     Example:
       >>> with jd.local_workers(3), jd.timeline() as recorded:
@@ -57,6 +57,8 @@ class Timeline:
         global _recording
         if _recording:
             raise TimelineError("a timeline is being recorded in this process already; end that block first")
+        if self._path is not None:
+            chrome.check_writable(in_this_rank(self._path))
         self._waiters = concurrent.futures.ThreadPoolExecutor(WAITERS, "jdistgrad-timeline")
         _recording = True
         events.listen(self._record)

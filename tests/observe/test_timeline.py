@@ -153,3 +153,12 @@ def test_nothing_is_recorded_outside(world):
 def test_two_at_once_are_refused():
     with jd.timeline(), pytest.raises(jd.TimelineError, match="being recorded in this process already"):
         jd.timeline().__enter__()
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path):
+    done = []
+    with pytest.raises(jd.TimelineError, match="there is no folder"), jd.timeline(tmp_path / "missing" / "trace.json"):
+        done.append("work")
+    assert not done
+    with jd.timeline():  # nothing is being recorded after the refusal
+        pass
