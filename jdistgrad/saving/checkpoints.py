@@ -62,6 +62,8 @@ def save(
     if keep != math.inf and (not hasattr(keep, "__index__") or int(keep) < 1):
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder, number = pathlib.Path(path).resolve(), int(step)
+    if "\\" in str(folder) and os.sep != "\\":
+        raise ValueError(f"save: {folder} has a backslash, which the files' format takes for a slash")
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         try:
             plans = job.agree(lambda: plan_of(job, hold=True), everybody=True)

@@ -64,6 +64,8 @@ def _check_numpy(leaf: Any, where: str) -> None:
 
 
 def _described_jax(leaf: jax.Array, where: str) -> Description:
+    if leaf.is_deleted():
+        raise CheckpointError(f"{where} has been deleted, perhaps by a function that it was donated to")
     if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         raise CheckpointError(
             f"{where} is spread over several processes ({leaf.sharding}). Save the part that each holds, "

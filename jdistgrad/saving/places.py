@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 
+from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.saving.marks import PerWorker, Sharded, Slice, with_slices
 
-WHOLE = RRef, DistributedOptimizer, PerWorker, Sharded, Slice
+WHOLE = RRef, RemoteGradient, DistributedOptimizer, PerWorker, Sharded, Slice
 
 
 @dataclasses.dataclass(frozen=True)

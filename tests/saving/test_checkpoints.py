@@ -384,6 +384,16 @@ def alike():
     return {Alike(1): jnp.ones(2), Alike(2): jnp.zeros(2)}
 
 
+def deleted():
+    array = jnp.arange(3.0)
+    array.delete()
+    return array
+
+
+def gradient_of_a_reference():
+    return jd.grad(lambda p: p.to_here().sum())(jd.remote(1, jnp.ones, args=(3,)))
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     with jd.local_workers(3):
         for tree, said in {
@@ -391,6 +401,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
             "inside": ({"r": jd.remote(1, Odd)}, r"trees\['r'\] is a Odd"),
             "alike": (alike(), r"two leaves have the same place, trees\[Alike\]"),
             "alike inside": (jd.remote(1, alike), r"two leaves have the same place, \[Alike\]"),
+            "deleted": ({"gone": deleted()}, r"trees\['gone'\] has been deleted"),
+            "gradient": ({"g": gradient_of_a_reference()}, r"trees\['g'\] is a RemoteGradient, which cannot be saved"),
         }.values():
             with pytest.raises(jd.CheckpointError, match=said):
                 jd.save(tmp_path, 1, tree)
@@ -398,6 +410,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
             jd.save(tmp_path, 1, None, optax.adam(0.1).init(jnp.ones(3)))
         with pytest.raises(ValueError, match="step must be a number of steps"):
             jd.save(tmp_path, 1.5)
+        with pytest.raises(ValueError, match="has a backslash"):
+            jd.save(tmp_path / "a\\b", 1)
         assert not list(tmp_path.iterdir())
 
 
