@@ -77,18 +77,18 @@ class Mesh(Collectives):
         if name == "scatter":
             return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
         if name in ("shift", "permute"):
-            return lax.ppermute(x, self.axis_name, self._numbered_by_mesh(how.pairs))
+            return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
 
-    def _numbered_by_mesh(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return pairs of ranks as ``ppermute`` numbers them: in the mesh's order of axes, not in that of the name."""
+    def _in_order_of_mesh(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, list[tuple[int, int]]]:
+        """Return the axes in the mesh's order, by which ``ppermute`` numbers ranks, and pairs of ranks numbered so."""
         axes, known = self._axes(), jax.sharding.get_abstract_mesh().axis_names
         if not set(axes) <= set(known):
-            return list(pairs)
+            return self.axis_name, list(pairs)
+        order = sorted(range(len(axes)), key=lambda k: known.index(axes[k]))
         ranks = np.arange(self.size).reshape([lax.axis_size(axis) for axis in axes])
-        by_mesh = ranks.transpose(sorted(range(len(axes)), key=lambda k: known.index(axes[k]))).ravel()
-        number = np.argsort(by_mesh).tolist()
-        return [(number[sender], number[receiver]) for sender, receiver in pairs]
+        number = np.argsort(ranks.transpose(order).ravel()).tolist()
+        return tuple(axes[k] for k in order), [(number[sender], number[receiver]) for sender, receiver in pairs]
 
     def gather_same(self, x: jax.Array) -> jax.Array:
         """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
