@@ -24,10 +24,10 @@ def lower(
       quick: as for ``call_in_order``.
     """
     site = _site(context, function, avals, context.avals_out, quick=quick)
-    given, operands = _converted(context, operands, avals, list(map(_carried, avals)))
-    made = list(map(_carried, context.avals_out))
-    values = _rule(context.replace(avals_in=given, avals_out=made), *operands, number=site.number)
-    return _converted(context, values, made, context.avals_out)[1]
+    given, made = list(map(_carried, avals)), list(map(_carried, context.avals_out))
+    carried = _converted(context, operands, avals, given)
+    values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
+    return _converted(context, values, made, context.avals_out)
 
 
 def on_cpus() -> bool:
@@ -65,12 +65,12 @@ def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
     site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
-    given, operands = _converted(context, operands, context.avals_in, list(map(_carried, context.avals_in)))
-    made, behind = list(map(_carried, context.avals_out)), [abstract_token()]
+    given, made = list(map(_carried, context.avals_in)), list(map(_carried, context.avals_out))
+    carried, behind = _converted(context, operands, context.avals_in, given), [abstract_token()]
     with_token = context.replace(avals_in=[*given, *behind], avals_out=[*made, *behind])
-    *values, token = _effectful_rule(with_token, *operands, context.tokens_in.get(effect), number=site.number)
+    *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
     context.set_tokens_out(mlir.TokenSet({effect: token}))
-    return _converted(context, values, made, context.avals_out)[1]
+    return _converted(context, values, made, context.avals_out)
 
 
 def _carried(aval: Any) -> Any:
@@ -78,13 +78,12 @@ def _carried(aval: Any) -> Any:
     return aval if dtype == aval.dtype else aval.update(dtype=dtype)
 
 
-def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> Any:
-    """Return the types after the conversion of a program's values, and the values."""
-    found = [
+def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """Return values of a program of one list of types as those of another."""
+    return [
         value if old.dtype == new.dtype else _convert(context, value, old, new)
         for value, old, new in zip(values, before, after, strict=True)
     ]
-    return list(after), found
 
 
 def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:

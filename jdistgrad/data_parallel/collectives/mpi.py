@@ -22,6 +22,7 @@ from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
 from jdistgrad.errors import CollectiveError, WorkerLostError
+from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.ffi.sites import Deferred
 from jdistgrad.rpc import unpickling
@@ -396,9 +397,7 @@ def _carrier(dtype: Any) -> Any:
     """Return the dtype that carries another exactly through mpi4jax."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
-    return jnp.int8 if jnp.dtype(dtype) == jnp.bool else dtype
+    return jnp.int8 if jnp.dtype(dtype) == jnp.bool else carrier(dtype)
 
 
 def _checked(comm: Any) -> Any:
