@@ -43,7 +43,7 @@ def number_pieces(
 
 
 def label(axes: Any, rows: list[str], kinds: set[str]) -> None:
-    axes.set_yticks(range(len(rows)), rows)
+    axes.set_yticks(range(len(rows)), rows, parse_math=False)  # a worker's name may have dollar signs
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     shown = [kind for kind in COLOURS if kind in kinds]

@@ -294,6 +294,9 @@ def test_groups_that_are_none_are_refused(world, rank, size):
     for workers in ([], [rank, rank], [rank, size], [(rank + 1) % size] if size > 1 else [1]):
         with pytest.raises(CollectiveError, match=f"made by worker {rank} of {size}: expected ranks of this world"):
             of_this_world(workers)
+    for alone in (f"worker{rank}", rank):
+        with pytest.raises(CollectiveError, match=rf"of_this_world\({alone!r}\): expected a sequence of workers"):
+            of_this_world(alone)
 
 
 def test_collectives_of_a_closed_world_are_refused():

@@ -73,3 +73,11 @@ def test_the_plot_has_a_row_for_each_track_and_says_where_nothing_is(tmp_path):
     assert rows == ["worker0 calls", "worker0 calls (2)", "worker1 served"]
     with pytest.raises(TimelineError, match="nothing was recorded"):
         plot.plot(chrome.to_trace([], host="a", epoch=0.0))
+
+
+def test_the_plot_shows_a_name_with_dollar_signs_as_it_stands(tmp_path):
+    trace = chrome.to_trace([event()], host="a", epoch=0.0)
+    trace["traceEvents"][0]["args"]["name"] = "$a_{$"
+    axes = plot.plot(trace)
+    axes.figure.savefig(tmp_path / "plot.png")
+    assert axes.get_yticklabels()[0].get_text() == "$a_{$ calls"

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,10 @@ def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
     here, worker = world.seat(), find_worker()
+    if isinstance(workers, str | int) or not isinstance(workers, Iterable):
+        raise CollectiveError(
+            f"of_this_world({workers!r}): expected a sequence of workers, such as range({here.size}) or [{here.rank}]."
+        )
     chosen = tuple(one if isinstance(one, int) or not worker else worker.directory.find(one).rank for one in workers)
     if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
         raise CollectiveError(
