@@ -5,6 +5,7 @@ a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -24,28 +25,39 @@ class UserProgram:
     def __init__(self, arguments: Sequence[str]):
         check(arguments)
         how, *rest = arguments
+        self._spec: importlib.machinery.ModuleSpec | None = None
+        folder = ""
         if how == "-m":
-            self.file, self._code = find_module(rest[0])
+            self._spec, self._code = find_module(rest[0])
+            self.file = str(self._spec.origin)
             sys.argv[:] = [self.file, *rest[1:]]
         elif how == "-c":
             self.file, self._code = "<string>", compile(rest[0], "<string>", "exec")
             sys.argv[:] = ["-c", *rest[1:]]
         else:
-            self.file, self._code = how, compile(pathlib.Path(how).read_bytes(), how, "exec")
+            self.file = os.path.abspath(how)
+            self._code = compile(pathlib.Path(how).read_bytes(), self.file, "exec")
             sys.argv[:] = list(arguments)
-        folder = str(pathlib.Path(how).resolve().parent) if how == self.file else ""
+            folder = str(pathlib.Path(how).resolve().parent)
         sys.path.insert(0, folder)
 
     def run(self) -> None:
         """Run the program to its end, as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
         module = types.ModuleType("__main__")
-        module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
+        module.__dict__.update(__file__=self.file, __builtins__=__builtins__, **self._place())
         sys.modules["__main__"] = module  # lookups by name find the latest run's module, which is equal
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+
+    def _place(self) -> dict[str, Any]:
+        """Return what says where a module stands among others, for its relative imports; a script stands nowhere."""
+        spec = self._spec
+        if spec is None:
+            return {"__cached__": None}
+        return {"__spec__": spec, "__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached}
 
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
@@ -77,14 +89,14 @@ def refuse_pytest(arguments: Sequence[str]) -> None:
         )
 
 
-def find_module(name: str) -> tuple[str, Any]:
-    """Return the file and the code of a module, or of a package's ``__main__``."""
+def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
+    """Return the spec and the code of a module, or of a package's ``__main__``."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
     if spec is None or spec.loader is None:
         raise no_module(name)
-    return str(spec.origin), spec.loader.get_code(spec.name)
+    return spec, spec.loader.get_code(spec.name)
 
 
 def find_spec(name: str) -> Any:

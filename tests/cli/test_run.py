@@ -91,6 +91,40 @@ def test_a_program_as_it_stands_is_every_worker(jdistgrad, local, program, tmp_p
     assert all(calls[one]["ts"] < served[one]["ts"] for one in calls)
 
 
+KNOWS_ITS_PLACE = """
+import os
+import jdistgrad as jd
+from .part import told
+
+os.chdir("/")
+me = jd.init()
+answer = jd.rpc_sync((me.rank + 1) % 3, told, args=(me.rank,))
+print(f"{answer}, {__spec__.name} {os.path.exists(__file__)}\\n", end="", flush=True)
+jd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("how", [("--local",), ("--timeline", "trace.json")], ids=["threads", "recorded"])
+@pytest.mark.parametrize("module", ["package.training", "package"])
+def test_a_module_finds_its_neighbours(jdistgrad, how, module, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text("def told(rank):\n    return f'part called by {rank}'\n")
+    (package / "training.py").write_text(KNOWS_ITS_PLACE)
+    (package / "__main__.py").write_text(KNOWS_ITS_PLACE)
+    output = jdistgrad("run", *how, "-n", "3", "-m", module)
+    name = "package.__main__" if module == "package" else module
+    for rank in range(3):
+        assert f"part called by {rank}, {name} True\n" in output
+
+
+@pytest.mark.parametrize("how", [("--local",), ("--timeline", "trace.json")], ids=["threads", "recorded"])
+def test_a_script_finds_its_file_from_everywhere(jdistgrad, how, tmp_path):
+    (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\nprint(open(__file__).readline(), end='')\n")
+    assert jdistgrad("run", *how, "-n", "1", "moves.py").startswith("import os\n")
+
+
 def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
     output = jdistgrad("run", "-n", "3", "fails.py", status=None)
     assert output.startswith("Traceback")
@@ -192,7 +226,7 @@ def test_a_rank_that_is_stopped_while_mpi_starts_is_named(jdistgrad, tmp_path):
 
 def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
     output = jdistgrad("run", "--local", "-n", "3", "fails.py", status=1)
-    assert re.match(r'Traceback .*\n  File "fails.py", line 6, in <module>\n', output)
+    assert re.match(r'Traceback .*\n  File ".*/fails.py", line 6, in <module>\n', output)
     assert "raised by the main of rank 1" in output
     assert output.count("Traceback") == 1
 
