@@ -100,11 +100,13 @@ def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
 
 
 def find_spec(name: str) -> Any:
-    """Return the spec of a module for a program that runs in this folder, or None."""
+    """Return the spec of a module for a program that runs in this folder, or None. This imports the packages above."""
     sys.path.insert(0, "")
     try:
         return importlib.util.find_spec(name)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # a package above was found, and misses another module
+            raise
         return None
     finally:
         del sys.path[0]

@@ -265,6 +265,21 @@ def test_what_makes_no_sense_is_refused(arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("initial", "error"),
+    [
+        ("import missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
+        ("from os import missing_name", "ImportError: cannot import name 'missing_name'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_says_why(jdistgrad, initial, error, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text(initial)
+    (tmp_path / "package" / "training.py").touch()
+    output = jdistgrad("run", "--local", "-n", "3", "-m", "package.training", status=1)
+    assert error in output
+
+
 SLEEPS = """
 import os, pathlib, time
 for process in (os.getpid(), os.getppid()):
