@@ -16,6 +16,7 @@ import numpy as np
 
 import jdistgrad as jd
 from jdistgrad.cli import launch
+from jdistgrad.cli.programs import check_workers
 from jdistgrad.cli.reference import JOB, LOCAL, MACHINE
 from jdistgrad.errors import LauncherError
 
@@ -151,6 +152,7 @@ def warn_if_busy() -> None:
 
 def main(n: int) -> int:
     """Measure a local world, and an MPI job if there is an MPI. Return the exit status."""
+    check_workers(n)
     warn_if_busy()
     print(table(f"{n} threads of one process", jd.spawn(measure, n)[0], LOCAL), flush=True)
     try:

@@ -118,10 +118,9 @@ def no_module(name: str) -> LauncherError:
     )
 
 
-def run_local(n: int, arguments: Sequence[str]) -> int:
-    """Run a program as ``n`` workers that are threads of this process, and return the exit status."""
-    from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
-    from jdistgrad.rpc.worlds.local import checked_size, spawn
+def check_workers(n: int) -> None:
+    """Raise LauncherError if one process should not have ``n`` workers."""
+    from jdistgrad.rpc.worlds.local import checked_size
 
     try:
         checked_size(n)
@@ -132,6 +131,14 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
             f"{n} workers are too many for one process: up to {MOST_THREADS} are started. More need processes, on "
             "machines enough: your cluster's launcher."
         )
+
+
+def run_local(n: int, arguments: Sequence[str]) -> int:
+    """Run a program as ``n`` workers that are threads of this process, and return the exit status."""
+    from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
+    from jdistgrad.rpc.worlds.local import spawn
+
+    check_workers(n)
     run_programs_where_they_are_called()
     program = UserProgram(arguments)
     try:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jdistgrad.cli import bench, reference
+from jdistgrad.cli.main import main
 
 
 def test_the_table_has_every_number_beside_the_reference():
@@ -28,6 +29,12 @@ def test_a_machine_without_mpi_gets_the_other_half(monkeypatch, capsys):
     told = capsys.readouterr()
     assert "gradient, jd.jit" in told.out
     assert "no job was measured: there is no mpirun" in told.err
+
+
+@pytest.mark.parametrize(("n", "said"), [("0", "a world has from 1 to"), ("1000", "1000 workers are too many")])
+def test_no_possible_size_is_refused(n, said, capsys):
+    assert main(["bench", "-n", n]) == 2
+    assert said in capsys.readouterr().err
 
 
 BEFORE = "cpu  100 0 100 800 0 0 0 0 0 0\ncpu0 50 0 50 400 0 0 0 0 0 0\n"
