@@ -92,6 +92,8 @@ def read(path: str | os.PathLike[str]) -> TraceFile:
         assert "ranks" in trace["otherData"]["jdistgrad"]
     except FileNotFoundError as error:
         raise TimelineError(f"there is no file {os.fspath(path)!r} in {pathlib.Path.cwd()}") from error
+    except OSError as error:
+        raise TimelineError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, AssertionError) as error:
         raise TimelineError(
             f"{os.fspath(path)} is no timeline of jdistgrad's. `jdistgrad run --timeline FILE` and "

@@ -66,6 +66,11 @@ def test_a_file_that_is_none(text, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_is_no_file(tmp_path, capsys):
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 2
+    assert f"{tmp_path} cannot be read: Is a directory" in capsys.readouterr().err
+
+
 def test_the_plot_has_a_row_for_each_track_and_says_where_nothing_is(tmp_path):
     trace = chrome.to_trace([event(), event(start=1.5), event("serve", rank=1)], host="a", epoch=0.0)
     axes = plot.plot(trace)
