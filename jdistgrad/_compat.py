@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, xla_bridge
+from jax._src import core, dispatch, util, xla_bridge
 
 # Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
@@ -52,6 +52,15 @@ def weakly_typed(array: Any) -> Any:
         return array
     array = jax.numpy.asarray(array)
     return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+
+
+def forgotten_when_gone(kind: type) -> None:
+    """Let JAX's cache of equations' shapes forget an equation when an object of this type in it is gone.
+
+    Otherwise it keeps the objects of some 2000 equations, with all arrays in them. JAX offers this to jaxprs only, and
+    no primitive without that cache.
+    """
+    util.weakref_cache_key_types.add(kind)
 
 
 def configured(option: str) -> Any:

@@ -2,8 +2,11 @@
 
 import gc
 import time
+import weakref
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.programs import X, square
@@ -43,6 +46,42 @@ def test_release_by_an_exception(world):
     wait_until_nobody_takes_part()
     with jd.context():
         assert_close(jax.grad(lambda x: relay(path, x).sum())(X), 2 * X)
+
+
+def scaled_loss(p, x):
+    return jd.rpc_sync(rank(2), scaled, args=(p, x)).sum()
+
+
+def kept_loss(p, x):
+    return jd.remote(rank(2), scaled, args=(p, x)).to_here().sum()
+
+
+def times(x, y):
+    return jnp.sin(jd.rpc_sync(rank(2), jnp.multiply, args=(y, x)))
+
+
+STEPS = {
+    "of a reference": lambda ctx, p, x: jd.value_and_grad(scaled_loss)(p, x),
+    "of a value that stays": lambda ctx, p, x: jd.value_and_grad(kept_loss)(p, x),
+    "backward": lambda ctx, p, x: jd.backward(ctx, lambda p: scaled_loss(p, x), p),
+    "of second order": lambda ctx, p, x: jax.jacrev(jax.grad(lambda y: times(x, y).sum()))(X),
+    "staged": lambda ctx, p, x: jd.jit(lambda p: jd.value_and_grad(scaled_loss)(p, x)[0])(p),
+    "forward": lambda ctx, p, x: jax.linearize(lambda y: times(x, y), X)[1](X),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("array", [jnp.array, np.array], ids=["jax", "numpy"])
+@on_worker0
+def test_what_a_step_has_used_is_gone_after_it(world, step, array):
+    rref, batch = jd.remote(rank(1), make_weights, args=(3,)), array([1.0, 2.0, 3.0], np.float32)
+    alive = weakref.ref(batch)
+    with jd.context() as ctx:
+        step(ctx, rref, batch)
+    del batch
+    wait_until_nobody_takes_part()
+    gc.collect()
+    assert alive() is None
 
 
 @on_worker0

@@ -16,7 +16,7 @@ from jdistgrad.autograd.operations.requests import Request
 from jdistgrad.autograd.tape.ledger import Marks
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.operation import Batched, Started
-from jdistgrad.autograd.values.primitive import wire_p
+from jdistgrad.autograd.values.primitive import bind
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import describe
@@ -149,4 +149,4 @@ def use_all(uses: Sequence[tuple[Use, Sequence[Any]]], needs: Any) -> list[Any]:
     if kept is None:
         raise uses[0][0].misplaced()
     kept += [(one, needs) for one, _ in uses]
-    return [wire_p.bind(*operands, operation=one)[0] for one, operands in uses]
+    return [bind(one, operands)[0] for one, operands in uses]

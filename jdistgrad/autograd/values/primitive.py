@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
-from jdistgrad._compat import shaped, trace_state_clean
+from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean
 from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.ffi.lowering import lower
@@ -41,7 +41,14 @@ def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Return an operation's outputs: perform it now, or bind it where JAX traces."""
     if trace_state_clean() and not any(isinstance(one, jax.core.Tracer) for one in operands):
         return tuple(run(*operands, operation=operation))
-    return tuple(wire_p.bind(*operands, operation=operation))
+    return tuple(bind(operation, operands))
+
+
+def bind(operation: Operation, operands: Sequence[Any]) -> list[Any]:
+    """Let JAX perform an operation, or trace it."""
+    forgotten_when_gone(type(operation))
+    found: list[Any] = wire_p.bind(*operands, operation=operation)
+    return found
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
@@ -83,7 +90,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operati
         _batch_first(one, dim, size, spread=k in batch.spread)
         for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
     ]
-    outputs = wire_p.bind(*first, operation=batch.operation)
+    outputs = bind(batch.operation, first)
     return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
 
 
