@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 
 from jdistgrad import errors
 from jdistgrad.ffi import sites
@@ -19,7 +20,7 @@ from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import ENCODED, Codec, Kind, Message, Parcel
+from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
 from jdistgrad.wire.severed import Severed
 from jdistgrad.wire.transport import Task, Transport
 
@@ -112,6 +113,8 @@ class Mailbox:
                     message = Message(message.kind, message.source, message.id, parcel)
                     if parcel.attached and self.note_gifts is not None:
                         self.note_gifts(peer, parcel)
+                elif snapshot and message.kind in CALLS and not isinstance(message.body, Parcel):
+                    message = Message(message.kind, message.source, message.id, _steady(message.body))
                 self.transport.send(peer, message)
             except BaseException:
                 if parcel is not None and parcel.undo is not None:
@@ -204,6 +207,31 @@ class Mailbox:
 
     def close_threads(self) -> None:
         self._threads.close()
+
+
+def _steady(call: Any) -> Any:
+    """Return a call that is handed over with copies of the NumPy arrays among its arguments that the caller may change.
+
+    Without such arrays its arguments are the caller's own objects.
+    """
+    function, args, kwargs, *scope = call
+    if not any(map(_may_change, trees.leaves((args, kwargs)))):
+        return call
+    copies: dict[int, tuple[Any, Any]] = {}  # with the arrays, which keeps their ids their own
+
+    def steady(leaf: Any) -> Any:
+        if not _may_change(leaf):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf, leaf.copy(order="K")
+        return copies[id(leaf)][1]
+
+    args, kwargs = trees.map_leaves(steady, (args, kwargs))
+    return function, args, kwargs, *scope
+
+
+def _may_change(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.flags.writeable
 
 
 # Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,44 @@ def test_the_same_array_twice_is_one_array(world):
     array = np.ones(100_000)
     first, second = round_trip([array, array])
     assert first is second
+
+
+changed = threading.Event()
+
+
+def once_changed():
+    changed.wait()
+    return 0
+
+
+def totals(arrays, _):
+    return [float(one.sum()) for one in arrays]
+
+
+@on_worker0
+def test_arrays_may_be_changed_as_soon_as_a_call_that_is_not_waited_for_is_under_way(world):
+    """Workers get the arrays as they were, in one process too, where objects are handed over."""
+    everybody = range(jd.world_size())
+    for n in (3, 100_000):
+        changed.clear()
+        array, late = np.ones(n), jd.remote(0, once_changed)  # a call waits for its arguments
+        calls = [jd.rpc_async(to, totals, args=([array, array[1:]], late)) for to in everybody]
+        references = [jd.remote(to, totals, args=((array, array[1:]), late)) for to in everybody]
+        to_all = jd.rpc_all(everybody, totals, kwargs={"arrays": [array, array[1:]], "_": late})
+        array[:] = 2
+        changed.set()
+        found = [call.result() for call in calls] + [one.to_here() for one in references] + [*to_all.result()]
+        assert found == [[n, n - 1]] * len(found)
+
+
+def are_one(first, second):
+    return first is second
+
+
+@on_worker0
+def test_the_same_array_twice_is_one_array_where_it_is_copied_too(world):
+    array = np.ones(100_000)
+    assert jd.rpc_async(jd.world_size() - 1, are_one, args=(array, array)).result()
 
 
 @on_worker0
