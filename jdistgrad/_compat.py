@@ -60,7 +60,8 @@ def forgotten_when_gone(kind: type) -> None:
     Otherwise it keeps the objects of some 2000 equations, with all arrays in them. JAX offers this to jaxprs only, and
     no primitive without that cache.
     """
-    util.weakref_cache_key_types.add(kind)
+    known: set[type] = getattr(util, "weakref_cache_key_types", set())  # a JAX without this set only keeps more
+    known.add(kind)
 
 
 def configured(option: str) -> Any:
