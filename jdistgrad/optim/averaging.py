@@ -65,7 +65,19 @@ def average_gradients(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def with_extra_arguments(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none.
+
+    ``optax.with_extra_args_support``, and ``MultiSteps.gradient_transformation``, leave them out for ``MultiSteps``.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)
+
+
+def keep_unused(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that leaves parameters that no rank used, and their optimizer state, as they are.
 
     A zero gradient is not enough: moments still decay, and momentum and weight decay still act. Counts of steps, which
@@ -80,7 +92,7 @@ def keep_unused(tx: optax.GradientTransformation) -> optax.GradientTransformatio
       >>> tx = keep_unused(optax.adam(1e-3))
       >>> updates, state = tx.update(gradients, state, params, used=dp.used)
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_arguments(tx)
 
     def update(updates: Any, state: Any, params: Any = None, *, used: Any = None, **extra: Any) -> tuple[Any, Any]:
         if used is None:

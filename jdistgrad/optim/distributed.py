@@ -19,6 +19,7 @@ from jdistgrad.autograd.operations.uses import use, use_all
 from jdistgrad.corrections import Corrected, needing_arguments
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
+from jdistgrad.optim.averaging import with_extra_arguments
 from jdistgrad.rpc import api
 from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.current import within
@@ -67,7 +68,7 @@ class DistributedOptimizer(Corrected):
         **settings: Never,
     ):
         if isinstance(tx, optax.MultiSteps):
-            tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)  # gradient_transformation() hides the latter
+            tx = with_extra_arguments(tx)
         if settings or not isinstance(tx, optax.GradientTransformation):
             raise TypeError(_no_transformation(tx, settings))
         self._rrefs = _checked(rrefs)

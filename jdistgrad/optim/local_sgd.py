@@ -10,7 +10,7 @@ import optax
 
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.optim.averaging import average_gradients, with_extra_arguments
 
 
 class LocalSgdState(NamedTuple):
@@ -27,7 +27,7 @@ class LocalSgdState(NamedTuple):
 
 
 def local_sgd(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     every: int,
     outer: optax.GradientTransformation | None = None,
@@ -59,7 +59,7 @@ def local_sgd(
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"local_sgd: every must be a number of steps, 1 or more, not {every!r}")
-    mine, above = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer or optax.sgd(1.0))
+    mine, above = with_extra_arguments(inner), with_extra_arguments(outer or optax.sgd(1.0))
     average = average_gradients(collectives, bucket_cap_mb=bucket_cap_mb, hook=hook)
 
     def init(params: Any) -> LocalSgdState:

@@ -21,12 +21,13 @@ from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import shared
+from jdistgrad.optim.averaging import with_extra_arguments
 
 Group = Callable[[], Collectives]
 
 
 def shard_state(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     collectives: Collectives | None = None,
     *,
     average: bool = False,
@@ -52,7 +53,7 @@ def shard_state(
       >>> value, gradients = jax.value_and_grad(loss)(params, batch_of_this_rank)
       >>> updates, state = tx.update(gradients, state, params)
     """
-    inner, limits, group = optax.with_extra_args_support(tx), _limits(bucket_cap_mb), _group(collectives)
+    inner, limits, group = with_extra_arguments(tx), _limits(bucket_cap_mb), _group(collectives)
 
     def init(params: Any) -> Any:
         return inner.init(_slices(params, group()))
@@ -68,7 +69,7 @@ def shard_state(
 
 
 def gather_state(
-    tx: optax.GradientTransformation, state: Any, params: Any, collectives: Collectives | None = None
+    tx: optax.GradientTransformation | optax.MultiSteps, state: Any, params: Any, collectives: Collectives | None = None
 ) -> Any:
     """Return the whole state of which each rank has its part, the same on all ranks. Every rank must call it.
 
@@ -86,7 +87,7 @@ def gather_state(
 
 
 def divide_state(
-    tx: optax.GradientTransformation, state: Any, params: Any, collectives: Collectives | None = None
+    tx: optax.GradientTransformation | optax.MultiSteps, state: Any, params: Any, collectives: Collectives | None = None
 ) -> Any:
     """Return this rank's part of a whole state: the inverse of ``gather_state``, on any number of ranks.
 
@@ -101,7 +102,7 @@ def divide_state(
 
 
 def on_parameters(
-    tx: optax.GradientTransformation, function: Callable[[Any, Any], Any], state: Any, params: Any
+    tx: optax.GradientTransformation | optax.MultiSteps, function: Callable[[Any, Any], Any], state: Any, params: Any
 ) -> Any:
     """Apply a function to each leaf of a state that belongs to a parameter, and to that parameter.
 

@@ -13,7 +13,8 @@ from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
-from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.optim.averaging import average_gradients, keep_unused
+from jdistgrad.optim.local_sgd import local_sgd
 from jdistgrad.optim.sharding import shard_state
 
 
@@ -118,3 +119,23 @@ def test_sharded_state_of_gradients_of_another_type_than_the_parameters(big_worl
         return now
 
     assert_close(train(shard_state(chain()), jitted), train(chain(), jitted), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [shard_state, functools.partial(local_sgd, every=3), keep_unused],
+    ids=["sharded", "local", "unused kept"],
+)
+@on_every_worker
+def test_what_an_optimizer_takes_besides_goes_on_to_it_below_multisteps(world, around, rank, size):
+    def scaled(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    by_value = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    tx = optax.MultiSteps(by_value, 2)
+    params, gradients = jnp.arange(5.0), jnp.full(5, 2.0)
+    wrapped, extra = around(tx), {"used": True} if around is keep_unused else {}
+    state = wrapped.init(params)
+    for value, expected in ((3.0, 0.0), (4.0, 8.0)):
+        updates, state = wrapped.update(gradients, state, params, value=value, **extra)
+        np.testing.assert_array_equal(updates, np.full(5, expected))
