@@ -24,6 +24,7 @@ import pytest
 from jdistgrad.wire import launcher_env
 
 SIZE = 3  # two workers hide mistakes that three reveal
+GUARDED = pytest.StashKey[bool]()  # tests in which a world is open, also one that only a fixture has asked for
 
 
 class World:
@@ -117,17 +118,38 @@ def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
 
 def ranks(least: int) -> Any:
     """Return the size of the MPI job, as a parameter that skips its test where the job is too small."""
+    size, few = size_and_reason(least)
+    return pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))
+
+
+def size_and_reason(least: int) -> tuple[int, str]:
+    """Return the size of the MPI job, and why a test that needs so many workers cannot run in it, or ""."""
     from mpi4py import MPI
 
     size = MPI.COMM_WORLD.size
-    few = pytest.mark.skipif(size < least, reason=f"needs {least} workers, and this job has {size}")
-    return pytest.param(size, marks=few)
+    return size, f"needs {least} workers, and this job has {size}" if size < least else ""
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
     """Return the number of workers in the test's world."""
-    return request.param
+    if hasattr(request, "param"):
+        return request.param
+    return size_without_parameter(request.node)
+
+
+def size_without_parameter(test: pytest.Item) -> int:
+    """Return the number of workers for a test that got its world by ``request.getfixturevalue("world")``."""
+    sizes = named_sizes(test.get_closest_marker("world"), test.nodeid)
+    if not launcher_env.launched():
+        if len(sizes) > 1:
+            said = f"{test.nodeid}: for a world of each size, {sizes}, give the test a parameter `world`"
+            pytest.fail(said, pytrace=False)
+        return sizes[0]
+    size, few = size_and_reason(min(sizes))
+    if few:
+        pytest.skip(few)
+    return size
 
 
 @pytest.fixture
@@ -144,6 +166,7 @@ def world(world_size: int, world_guard: None) -> Iterator[World]:
 @pytest.fixture
 def world_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the process if the test takes too long. A failure on one rank of a test with this guard ends the MPI job."""
+    request.node.stash[GUARDED] = True
     seconds = float(request.config.getini("world_time_limit"))
     timer = threading.Timer(seconds, give_up, [request.node, seconds])
     timer.daemon = True
@@ -174,7 +197,8 @@ def who() -> str:
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """End the MPI job when a test fails on one rank: the others would wait for it in the next test."""
     report = yield
-    if report.failed and "world_guard" in getattr(item, "fixturenames", ()) and launcher_env.launched():
+    guarded = GUARDED in item.stash or "world_guard" in getattr(item, "fixturenames", ())
+    if report.failed and guarded and launcher_env.launched():
         from mpi4py import MPI
 
         print(f"\n{who()}{item.nodeid} failed\n{report.longreprtext}", file=sys.stderr, flush=True)

@@ -83,6 +83,53 @@ def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
     assert "needs 3 workers, and this job has 2" in output
 
 
+INDIRECT = """
+    import pytest
+    import jdistgrad as jd
+
+    @pytest.fixture
+    def indirect(request):
+        return request.getfixturevalue("world")
+
+    @pytest.mark.world(2)
+    def test_of_two(indirect):
+        assert indirect.drive(lambda: jd.rpc_sync(indirect.size - 1, abs, args=(-5,))) in (5, None)
+        print("workers:", indirect.size)
+
+    @pytest.mark.world(4)
+    def test_of_four(indirect):
+        print("workers:", indirect.size)
+"""
+
+
+def test_a_fixture_may_ask_for_the_world(user_tests):
+    output = user_tests(INDIRECT)
+    assert "workers: 2" in output
+    assert "workers: 4" in output
+
+
+def test_a_fixture_of_ranks_may_ask_for_the_world(user_tests):
+    output = user_tests(INDIRECT, ranks=3)
+    assert output.count("workers: 3") == 3
+    assert output.count("1 passed, 1 skipped") == 3
+    assert "needs 4 workers, and this job has 3" in output
+
+
+def test_worlds_of_several_sizes_are_parameters(user_tests):
+    output = user_tests(INDIRECT.replace("world(4)", "world(3, 4)"), fails=True)
+    assert "test_of_four: for a world of each size, (3, 4), give the test a parameter `world`" in output
+
+
+def test_a_ranks_failure_in_such_a_test_ends_the_job(user_tests):
+    output = user_tests(
+        INDIRECT.replace('print("workers:", indirect.size)', "assert jd.rank() != 1"),
+        ranks=3,
+        fails=True,
+        options=("-k", "two"),
+    )
+    assert "rank 1: test_user.py::test_of_two failed" in output
+
+
 def test_one_ranks_failure_ends_the_job(user_tests):
     output = user_tests(
         """
