@@ -19,9 +19,15 @@ class BoxFilter:
         self.named, self._seen = False, b""
         self._held: list[bytes] = []  # the lines of a box, from its upper rule on
         self._partial = b""
+        self._zeros = b""  # at the end of what has come
 
     def __call__(self, data: bytes) -> bytes:
-        """Return what to print now."""
+        """Return what to print now. Zeros wait for what follows them: the last byte of prterun's output is one."""
+        zeros, text = self._zeros, data.rstrip(b"\0")
+        self._zeros = data[len(text) :] if text else zeros + data
+        return self._filtered(zeros + text) if text else b""
+
+    def _filtered(self, data: bytes) -> bytes:
         if self.named:
             return self._without_boxes(data)
         self._seen = self._seen[-len(NAMED) :] + data
@@ -34,7 +40,7 @@ class BoxFilter:
     def end(self) -> bytes:
         """Return what is left at the end of the stream."""
         left, self._held, self._partial = b"".join(self._held) + self._partial, [], b""
-        return left.rstrip(b"\0")  # prterun's last byte
+        return left
 
     def _without_boxes(self, data: bytes) -> bytes:
         *lines, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]

@@ -36,6 +36,8 @@ def filtered(text, *cuts):
         (NAMED + RULE + "cut off", NAMED + RULE + "cut off"),
         (NAMED + RULE + "no box\n" * 60, NAMED + RULE + "no box\n" * 60),
         (NAMED + ABORT + "\0", NAMED),
+        (ABORT + EXITED + "\0", ABORT + EXITED),
+        ("a\0\0b\n", "a\0\0b\n"),
         ("", ""),
     ],
 )
