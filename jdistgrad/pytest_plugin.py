@@ -25,6 +25,10 @@ from jdistgrad.wire import launcher_env
 
 SIZE = 3  # two workers hide mistakes that three reveal
 GUARDED = pytest.StashKey[bool]()  # tests in which a world is open, also one that only a fixture has asked for
+RAISED_ELSEWHERE = (
+    "If the body of world.drive raised on worker 0, only rank 0 of this job knows. Expect what it raises inside of the "
+    "body (with pytest.raises), and skip before drive."
+)
 
 
 class World:
@@ -51,7 +55,8 @@ class World:
         """Run ``body`` on worker 0 while the others serve.
 
         Arguments:
-          body: a function without arguments; it may be a closure over the test's variables.
+          body: a function without arguments; it may be a closure over the test's variables. Expect in it what it
+            raises: under mpirun, other ranks have no exception.
           leftovers: how many references each worker may have left at the end; more is a failure.
           settings: arguments of ``init``.
 
@@ -63,7 +68,11 @@ class World:
         def main() -> Any:
             me = jd.init(**settings)
             result = body() if me.rank == 0 else None
-            left = jd.shutdown()
+            try:
+                left = jd.shutdown()
+            except jd.WorkerLostError as error:
+                error.add_note(RAISED_ELSEWHERE)
+                raise
             assert len(left) <= leftovers, (
                 f"left when the world ended: {left}. Drop references before the body ends, or allow them: "
                 "world.drive(body, leftovers=...)"

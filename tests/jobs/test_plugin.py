@@ -151,6 +151,22 @@ def test_one_ranks_failure_ends_the_job(user_tests):
     assert "AssertionError: boom" in output
 
 
+def test_ranks_that_have_no_exception_say_where_to_expect_it(user_tests):
+    output = user_tests(
+        """
+        import pytest
+        import jdistgrad as jd
+
+        def test_it(world):
+            with pytest.raises(TypeError):
+                world.drive(lambda: jd.rpc_sync(1, abs))
+        """,
+        ranks=3,
+        fails=True,
+    )
+    assert "Expect what it raises inside of the body (with pytest.raises), and skip before drive." in output
+
+
 def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests):
     output = user_tests(
         """
