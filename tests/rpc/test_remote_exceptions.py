@@ -142,3 +142,25 @@ def test_a_failed_remote_shows_where_it_failed(world):
     with pytest.raises(OwnError) as caught:
         jd.remote(last(), raise_own_error).to_here()
     assert any('raise OwnError(7, hint="two\\nlines")' in note for note in caught.value.__notes__)
+
+
+def raise_group(rref):
+    found = []
+    for function in (raise_own_error, raise_stubborn):
+        try:
+            function()
+        except Exception as error:
+            found.append(error)
+    raise ExceptionGroup("both", [ExceptionGroup("inside", found[:1]), *found[1:]])
+
+
+@on_worker0
+def test_the_members_of_a_group_hold_no_frames(world):
+    rref = jd.remote(last(), nap, args=(0,))
+    rref.to_here()
+    with pytest.raises((ExceptionGroup, jd.RemoteError)) as caught:
+        jd.rpc_sync(last(), raise_group, args=(jd.by_reference(rref),))
+    frames = []
+    for group in (caught.value, *getattr(caught.value, "exceptions", ())):
+        frames += [one.__traceback__ for one in getattr(group, "exceptions", ())]
+    assert not any(frames)

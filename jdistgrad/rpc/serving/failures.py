@@ -105,7 +105,11 @@ def _let_go_of_frames(error: BaseException | None) -> None:
             seen.add(id(one))
             with contextlib.suppress(BaseException):
                 one.__traceback__ = None
-                found += [one.__cause__, one.__context__]
+                found += [one.__cause__, one.__context__, *_members(one)]
+
+
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    return error.exceptions if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _copied(error: Exception) -> Exception | None:
