@@ -158,9 +158,21 @@ def raise_group(rref):
 def test_the_members_of_a_group_hold_no_frames(world):
     rref = jd.remote(last(), nap, args=(0,))
     rref.to_here()
-    with pytest.raises((ExceptionGroup, jd.RemoteError)) as caught:
+    with pytest.raises(ExceptionGroup) as caught:
         jd.rpc_sync(last(), raise_group, args=(jd.by_reference(rref),))
     frames = []
-    for group in (caught.value, *getattr(caught.value, "exceptions", ())):
+    for group in (caught.value, *caught.value.exceptions):
         frames += [one.__traceback__ for one in getattr(group, "exceptions", ())]
     assert not any(frames)
+
+
+@on_worker0
+def test_a_group_keeps_its_members_types(world):
+    with pytest.raises(ExceptionGroup, match="both") as caught:
+        jd.rpc_sync(last(), raise_group, args=(None,))
+    inside, stubborn = caught.value.exceptions
+    assert isinstance(inside, ExceptionGroup)
+    assert inside.exceptions[0].code == 7
+    assert isinstance(stubborn, StubbornError)
+    assert stubborn.both == (1, 2)
+    assert len(caught.value.__notes__) == 1

@@ -136,10 +136,16 @@ def _in_words(text: str) -> RemoteError:
 
 
 class _InParts:
-    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments."""
+    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments.
+
+    The ``args`` of a group are its text and its members, which are pickled in the same way.
+    """
 
     def __init__(self, error: Exception):
-        self._parts = type(error), error.args, error.__dict__
+        args = error.args
+        if isinstance(error, ExceptionGroup):
+            args = error.message, [_InParts(one) for one in error.exceptions]
+        self._parts = type(error), args, error.__dict__
 
     def __reduce__(self) -> Any:
         return _put_together, self._parts
