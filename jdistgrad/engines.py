@@ -51,6 +51,7 @@ class MpiEngines:
     def close(self) -> None:
         """End the processes. Call ``jd.shutdown()`` on them first."""
         self._cluster.stop_cluster_sync()
+        self.view.client.close()
 
     def __len__(self) -> int:
         return len(self.view)

@@ -43,13 +43,23 @@ def kernel(own_settings):
     manager.shutdown_kernel(now=True)
 
 
+def run(client, source, timeout=30):
+    return client.execute_interactive(source, timeout=timeout, output_hook=lambda message: None)["content"]
+
+
+def test_cells_for_engines_that_were_closed_are_an_error(kernel):
+    _, client = kernel
+    assert run(client, "import jdistgrad as jd; engines = jd.MpiEngines(2)", timeout=150)["status"] == "ok"
+    assert run(client, "engines.close(); engines.close()")["status"] == "ok"
+    answer = run(client, "%%px --noblock\n1 + 1")
+    assert answer["status"] == "error"
+    assert "Client cannot be used" in answer["evalue"]
+
+
 def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
     manager, client = kernel
 
-    def execute(source):
-        return client.execute_interactive(source, timeout=30, output_hook=lambda message: None)["content"]
-
-    assert execute("import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
+    assert run(client, "import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
     waits = "print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)"
     identifier = client.execute(waits, stop_on_error=False)  # otherwise Jupyter drops requests that follow soon
     printed = ""
@@ -59,4 +69,4 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
     while (reply := client.get_shell_msg(timeout=30))["parent_header"]["msg_id"] != identifier:
         pass
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert execute("assert jd.rpc_sync(1, abs, args=(-3,)) == 3")["status"] == "ok"
+    assert run(client, "assert jd.rpc_sync(1, abs, args=(-3,)) == 3")["status"] == "ok"
