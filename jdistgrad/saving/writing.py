@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import shutil
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,23 +19,30 @@ from jdistgrad.saving.parts import Plan, of_all
 
 FORMAT = 1
 
+_writing = threading.Lock()  # a save removes what it finds half written: it waits for one that another thread has begun
+
 
 def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
     asked = of_all(plans, job.leader)
     compare({rank: plan.looks for rank, plan in plans.items()}, job.leader)
-    try:
-        folder = folders.begin(path, step)
+    manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": plans[job.leader].places}
+    with _writing:
         try:
-            manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": plans[job.leader].places}
-            folders.publish(folder, step, {**manifest, "parts": _written(folder, step, asked)})
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(_not_written(path, step, current_worker().info, error)) from error
-    folders.remove_all_but(path, keep)
+            _publish(path, step, manifest, asked)
+        except OSError as error:
+            raise CheckpointError(_not_written(path, step, current_worker().info, error)) from error
+        folders.remove_all_but(path, keep)
+
+
+def _publish(path: pathlib.Path, step: int, manifest: Mapping[str, Any], asked: Mapping[int, Any]) -> None:
+    folder = folders.begin(path, step)
+    try:
+        folders.publish(folder, step, {**manifest, "parts": _written(folder, step, asked)})
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _written(folder: pathlib.Path, step: int, asked: Mapping[int, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import re
 import resource
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +287,35 @@ class Arms:
     @classmethod
     def tree_unflatten(cls, act, leaves):
         return cls(act)
+
+
+def test_a_save_waits_for_one_that_another_thread_has_begun(tmp_path):
+    with jd.local_workers(3):
+        goes_on, errors = threading.Event(), list[BaseException]()
+        there, late = jd.remote(1, big, args=(1,)), jd.remote(2, big_after, args=(goes_on, 2))
+
+        def save_first():
+            try:
+                jd.save(tmp_path, 1, (there, late))
+            except BaseException as error:
+                errors.append(error)
+
+        first = threading.Thread(target=save_first)
+        first.start()
+        while not list(tmp_path.glob(".saving-1-*/rank1/*")):
+            time.sleep(0.01)
+        jd.save(tmp_path, 2, (there, Arms(goes_on.set)))
+        first.join()
+        assert not errors
+        others = jd.remote(2, big, args=(5,)), jd.remote(1, big, args=(6,))
+        assert jd.restore(tmp_path, others, step=1)[0] == 1
+        same([one.to_here() for one in others], [big(1), big(2)])
+        assert jd.restore(tmp_path, (others[0], Arms()))[0] == 2
+
+
+def big_after(event, seed):
+    event.wait()
+    return big(seed)
 
 
 def test_a_worker_that_cannot_be_asked_is_named_and_the_others_are_waited_for(tmp_path):
