@@ -9,7 +9,6 @@ from typing import Any
 from jdistgrad.errors import CheckpointError
 from jdistgrad.saving import files, folders
 from jdistgrad.saving.callers import together
-from jdistgrad.saving.owners import Reader
 from jdistgrad.saving.parts import plan_of, release
 from jdistgrad.saving.reading import put_back, read
 from jdistgrad.saving.writing import write
@@ -95,8 +94,8 @@ def restore(
       step: the step to restore; default that of the checkpoint that was saved last.
 
     Raises:
-      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Nothing was restored on
-        any worker.
+      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Or files are damaged, or
+        another job's save has removed the checkpoint meanwhile. Nothing was restored on any worker.
 
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
@@ -107,9 +106,9 @@ def restore(
         if folder is None:
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
         plans = job.agree(lambda: plan_of(job), everybody=True)
-        prepared, found = job.agree(lambda: read(job, plans, folder))
+        number, prepared, found = job.agree(lambda: read(job, plans, folder))
         job.agree(lambda: put_back(prepared))
-        return int(Reader(folder).manifest["step"]), job.trees_of(found)
+        return number, job.trees_of(found)
 
 
 def chosen(path: pathlib.Path, step: int | None) -> str | None:

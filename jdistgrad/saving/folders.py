@@ -27,7 +27,10 @@ Folder = pathlib.Path
 
 def complete(path: Folder) -> list[tuple[int, Folder]]:
     """Return the complete checkpoints with their steps, the last published one last."""
-    found = [(_turn(one), *named, one) for named, one in _named(path) if (one / MANIFEST).is_file()]
+    found = []
+    for named, one in _named(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # incomplete, or just being removed
+            found.append((_turn(one), *named, one))
     return [(step, one) for _, step, _, one in sorted(found)]
 
 

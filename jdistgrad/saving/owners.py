@@ -15,6 +15,7 @@ from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.owner import OwnedParameters, Value
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders, leaves
 from jdistgrad.saving.leaves import Description
@@ -173,9 +174,18 @@ class Reader:
         found: dict[Any, np.ndarray | None] = dict.fromkeys(described)
         for folder in {one["folder"] for one in described.values() if "at" in one}:
             here = {place: one["at"] for place, one in described.items() if one["folder"] == folder and "at" in one}
-            arrays = files.read(self.folder / folder, set(here.values()))
+            arrays = self._arrays(self.folder / folder, set(here.values()))
             found |= {place: arrays[at] for place, at in here.items()}
         return found
+
+    def _arrays(self, folder: pathlib.Path, names: set[str]) -> files.Arrays:
+        try:
+            return files.read(folder, names)
+        except Exception as error:
+            raise CheckpointError(
+                f"restore: {current_worker().info} could not read {folder}: {in_short(error)}. Nothing was restored on "
+                "any worker."
+            ) from error
 
     def fitting(self, saved: Mapping[str, Description], ours: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Return the saved leaves for ours, by place. Raises CheckpointError if they do not fit."""

@@ -1,5 +1,6 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,20 @@ from jdistgrad.saving.places import Leaf
 Prepared = list[RRef[Any]]
 
 
-def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[Prepared, list[Any]]:
-    """Return what owners have prepared, and the leaves of this caller's trees."""
+def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepared, list[Any]]:
+    """Return the checkpoint's step, what owners have prepared, and the leaves of this caller's trees."""
+    try:
+        return _read(job, plans, folder)
+    except Exception as error:
+        if pathlib.Path(folder).is_dir():
+            raise
+        raise CheckpointError(
+            f"restore: {folder} was removed while it was read, by a save that keeps only later ones: keep more there "
+            "(keep=), or restore again. Nothing was restored on any worker."
+        ) from error
+
+
+def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepared, list[Any]]:
     reader, here = Reader(folder), job.leaves()
     _check_places(reader, here, whole=job.optimizers is not None)
     before: list[int] = reader.manifest["workers"]
@@ -45,7 +58,8 @@ def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[Prepared, li
                 f"restore of {folder}: {one.owner} could not prepare its part: {in_short(failure)}. Nothing was "
                 "restored on any worker."
             ) from failure
-    return prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
+    step = int(reader.manifest["step"])
+    return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
 
 
 def put_back(prepared: Sequence[RRef[Any]]) -> None:

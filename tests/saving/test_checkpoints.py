@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import resource
+import shutil
 import threading
 import time
 
@@ -21,6 +23,7 @@ from helpers.worlds import last, nap, rank
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
+from jdistgrad.saving import folders
 from jdistgrad.wire.message import Kind
 
 pytestmark = pytest.mark.one_process  # under mpirun each rank has a temporary folder of its own
@@ -347,6 +350,40 @@ def test_a_worker_that_cannot_be_asked_is_named_and_the_others_are_waited_for(tm
 
 def fail(seconds):
     raise ValueError("boom")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path):
+    def remove_first():
+        if (tmp_path / "1").exists():
+            folders.remove_all_but(tmp_path, 1)
+
+    with jd.local_workers(3):
+        there, given = jd.remote(2, big, args=(1,)), jd.remote(1, big, args=(5,))
+        for step in (2, 1):
+            jd.save(tmp_path, step, (there, big(step), Arms()))
+        jd.save(tmp_path, 3, (there, big(3), Arms()))
+        arms = Arms(remove_first)
+        with pytest.raises(jd.CheckpointError, match=r"/1 was removed while it was read.*keep=.*Nothing was restored"):
+            jd.restore(tmp_path, (given, big(5), arms), step=1)
+        same(given.to_here(), big(5))
+        step, (_, mine, _) = jd.restore(tmp_path, (given, big(5), arms))
+        assert step == 3
+        same((mine, given.to_here()), (big(3), big(1)))
+
+
+def test_damaged_files_are_named(tmp_path):
+    with jd.local_workers(3):
+        tree = big(1), jd.remote(2, big, args=(1,))
+        jd.save(tmp_path, 1, tree)
+        for rank in (0, 2):
+            jd.save(tmp_path, 2, tree)
+            files = [one for one in (tmp_path / "2" / f"rank{rank}").rglob("*") if one.is_file()]
+            os.truncate(max(files, key=lambda one: one.stat().st_size), 50_000)
+            said = rf"restore: worker{rank} .* could not read .*2/rank{rank}: .*Nothing was restored on any worker"
+            with pytest.raises(jd.CheckpointError, match=said):
+                jd.restore(tmp_path, tree)
+            shutil.rmtree(tmp_path / "2")
+        assert jd.restore(tmp_path, tree)[0] == 1
 
 
 def test_a_value_that_was_not_made_is_named(tmp_path):
