@@ -84,6 +84,39 @@ def test_an_exception_with_a_constructor_of_its_own_keeps_its_type(big_world):
     assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
 
 
+class OwnGroup(ExceptionGroup):
+    def derive(self, exceptions):
+        return OwnGroup(self.message, exceptions)
+
+
+def raise_several():
+    inner = OwnGroup("inner", [UnsendableError(3, 4), OSError(2, "none")])
+    inner.attempts = 3
+    raise ExceptionGroup("outer", [StubbornError(1, 2), inner])
+
+
+def call_all_that_fail():
+    return jd.rpc_all([0, last()], raise_stubborn).result()
+
+
+@on_worker0
+def test_a_group_of_exceptions_keeps_them(big_world):
+    with pytest.raises(ExceptionGroup, match="outer") as caught:
+        jd.rpc_sync(last(), raise_several)
+    stubborn, inner = caught.value.exceptions
+    assert (type(stubborn), stubborn.both) == (StubbornError, (1, 2))
+    assert (type(inner), inner.message, inner.attempts) == (OwnGroup, "inner", 3)
+    unsendable, missing = inner.exceptions
+    assert (type(missing), missing.errno) == (FileNotFoundError, 2)
+    assert "stubborn 3 and 4" in str(unsendable)
+    assert "raise ExceptionGroup(" in caught.value.__notes__[-1]
+    with pytest.raises(ExceptionGroup, match="2 of 2 calls failed") as caught:
+        jd.rpc_sync(last(), call_all_that_fail)
+    for one in caught.value.exceptions:
+        assert isinstance(one, StubbornError)
+        assert "raise StubbornError(1, 2)" in one.__notes__[0]
+
+
 @needs_pickling
 @on_worker0
 def test_an_exception_that_cannot_be_rebuilt_still_says_what_it_was(wire_world):

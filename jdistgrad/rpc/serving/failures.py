@@ -158,9 +158,30 @@ def _put_together(kind: type[Exception], args: tuple[Any, ...], attributes: dict
     return twin
 
 
+class _GroupInParts:
+    """A group of exceptions that is pickled as its class and its exceptions, each in its own form, or else in words."""
+
+    def __init__(self, group: ExceptionGroup[Any]):
+        members = [Failure(one, spelled(one), "") for one in group.exceptions]
+        self._parts = type(group), group.message, members, group.__dict__
+
+    def __reduce__(self) -> Any:
+        return _group_together, self._parts
+
+
+def _group_together(kind: type[Exception], message: str, members: list[Failure], attributes: Any) -> Exception:
+    return _put_together(kind, (message, [member.error for member in members]), attributes)
+
+
+def _forms(error: BaseException | None) -> list[Any]:
+    """Return the ways to pickle an exception, the best first."""
+    if isinstance(error, ExceptionGroup):
+        return [_GroupInParts, lambda one: one]
+    return [lambda one: one, _InParts] if isinstance(error, Exception) else [lambda one: one]
+
+
 def _pickled(error: BaseException | None) -> bytes | None:
-    forms: list[Any] = [lambda one: one, *([_InParts] if isinstance(error, Exception) else [])]
-    for form in forms:
+    for form in _forms(error):
         with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
             data = pickle.dumps(form(error))
             unpickling.loads(data)
