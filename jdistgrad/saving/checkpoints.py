@@ -101,7 +101,8 @@ def restore(
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
     """
     files.orbax()
-    with together(f"restore({str(path)!r})", trees, optimizers, workers) as job:
+    asked = "" if step is None else f", step={step}"
+    with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
         folder = job.from_leader(lambda: chosen(pathlib.Path(path).resolve(), step))
         if folder is None:
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])

@@ -573,6 +573,20 @@ def test_ranks_that_do_other_things_are_told(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_that_ask_for_other_steps_are_told(tmp_path):
+    def main():
+        me = jd.init()
+        for step in (1, 2):
+            jd.save(tmp_path, step, jnp.float32(step))
+        with pytest.raises(jd.DisagreementError, match=r"in restore\('.*', step=[12]\), worker .* step=[12]\). They"):
+            jd.restore(tmp_path, jnp.float32(0), step=1 + (me.rank == 2))
+        found = jd.restore(tmp_path, jnp.float32(0), step=1)
+        jd.shutdown()
+        return found
+
+    assert jd.spawn(main, 3) == [(1, 1)] * 3
+
+
 def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
     said, others_are_told = [], threading.Barrier(3, timeout=60)
 
