@@ -197,15 +197,3 @@ def test_the_members_of_a_group_hold_no_frames(world):
     for group in (caught.value, *caught.value.exceptions):
         frames += [one.__traceback__ for one in getattr(group, "exceptions", ())]
     assert not any(frames)
-
-
-@on_worker0
-def test_a_group_keeps_its_members_types(world):
-    with pytest.raises(ExceptionGroup, match="both") as caught:
-        jd.rpc_sync(last(), raise_group, args=(None,))
-    inside, stubborn = caught.value.exceptions
-    assert isinstance(inside, ExceptionGroup)
-    assert inside.exceptions[0].code == 7
-    assert isinstance(stubborn, StubbornError)
-    assert stubborn.both == (1, 2)
-    assert len(caught.value.__notes__) == 1

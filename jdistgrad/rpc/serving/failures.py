@@ -136,16 +136,10 @@ def _in_words(text: str) -> RemoteError:
 
 
 class _InParts:
-    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments.
-
-    The ``args`` of a group are its text and its members, which are pickled in the same way.
-    """
+    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments."""
 
     def __init__(self, error: Exception):
-        args = error.args
-        if isinstance(error, ExceptionGroup):
-            args = error.message, [_InParts(one) for one in error.exceptions]
-        self._parts = type(error), args, error.__dict__
+        self._parts = type(error), error.args, error.__dict__
 
     def __reduce__(self) -> Any:
         return _put_together, self._parts
