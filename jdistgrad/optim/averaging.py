@@ -110,23 +110,27 @@ def keep_unused(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Gr
 def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
     """Return the new state, with the old state of unused parameters in each part that has a leaf per parameter."""
     structure: Any = jax.tree.structure(used)
+    alone = jax.tree_util.treedef_is_leaf(structure)  # then any leaf of a state has the structure of the parameters
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
 
     def belongs(part: Any) -> bool:
-        if jax.tree_util.treedef_is_leaf(structure) and _counts(part):
+        if alone and _counts(part):
             return False  # in a tree that is one leaf, only the dtype tells a count from a parameter's moment
         try:
             leaves = structure.flatten_up_to(part)
         except (ValueError, TypeError):
             return False
-        return all(map(_is_part, leaves, shapes))
+        return all(_is_part(leaf, shape, alone=alone) for leaf, shape in zip(leaves, shapes, strict=True))
 
     def choose(after: Any, before: Any) -> Any:
         if not belongs(after):
             return after
         return jax.tree.map(_chosen, used, after, before)
 
-    return jax.tree.map(choose, new, old, is_leaf=belongs)
+    def is_whole(part: Any) -> bool:
+        return isinstance(part, AverageGradientsState) or belongs(part)  # the hook has a state for each bucket
+
+    return jax.tree.map(choose, new, old, is_leaf=is_whole)
 
 
 def _counts(leaf: Any) -> bool:
@@ -134,10 +138,20 @@ def _counts(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _is_part(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a leaf may be state of a parameter of a shape: of that shape, flat (a rank's slice), or masked."""
-    return isinstance(leaf, optax.MaskedNode) or (hasattr(leaf, "shape") and (leaf.shape == shape or leaf.ndim == 1))
+def _is_part(leaf: Any, shape: tuple[int, ...], *, alone: bool) -> bool:
+    """Return whether a leaf may be state of a parameter of a shape.
+
+    It has that shape, or another: a rank's slice, factored moments, perhaps in a list. Or it is masked.
+
+    Arguments:
+      alone: whether it is the only parameter. Then a number counts as a setting of the optimizer.
+    """
+    if isinstance(leaf, list):
+        return all(_is_part(one, shape, alone=alone) for one in leaf)
+    if isinstance(leaf, optax.MaskedNode):
+        return True
+    return hasattr(leaf, "shape") and (leaf.shape == shape or leaf.ndim > 0 or not (alone or _counts(leaf)))
 
 
 def _chosen(use: Any, after: Any, before: Any) -> Any:
-    return after if isinstance(after, optax.MaskedNode) else jnp.where(use, after, before)
+    return jax.tree.map(lambda new, old: jnp.where(use, new, old), after, before)

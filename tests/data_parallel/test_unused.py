@@ -91,6 +91,36 @@ def test_optimizers_of_all_kinds_leave_unused_parameters_alone(name):
                 np.testing.assert_array_equal(got, new if use else old)
 
 
+OF_OTHER_SHAPES = {
+    "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+    "along each axis": optax.sm3(0.1),
+    "a number for each parameter": optax.scale_by_distance_over_gradients(),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_SHAPES)
+def test_state_that_has_not_the_parameters_shapes_is_left_alone_too(name):
+    tx = keep_unused(OF_OTHER_SHAPES[name])
+    params = {"a": jnp.ones((2, 3, 4)), "b": jnp.ones((3, 5)), "c": jnp.ones(3)}
+    _, before = tx.update(params, tx.init(params), params, used=dict.fromkeys(params, True))
+    doubled = jax.tree.map(lambda one: 2 * one, params)
+    _, after = tx.update(doubled, before, params, used={"a": False, "b": True, "c": False})
+    _, plain = OF_OTHER_SHAPES[name].update(doubled, before, params)
+    for (path, got), old, new in zip(
+        jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), jax.tree.leaves(plain), strict=True
+    ):
+        unused = any(str(key) in ("['a']", "['c']") for key in path)
+        np.testing.assert_array_equal(got, old if unused else new)
+
+
+@on_every_worker
+def test_states_of_hooks_belong_to_buckets_not_to_parameters(big_world, rank, size):
+    tx = keep_unused(average_gradients(hook=hooks.int8(block=4), bucket_cap_mb=1e-6))
+    params = [jnp.linspace(0, 1, 5), jnp.linspace(1, 3, 7)]
+    _, after = tx.update(params, tx.init(params), params, used=[False, False])
+    assert [bool(jnp.any(error != 0)) for error in after.hook] == [True, True]
+
+
 @pytest.mark.parametrize("shape", [(), (2,)])
 @on_every_worker
 def test_counts_go_on_where_the_only_parameter_is_unused(world, shape, rank, size):
