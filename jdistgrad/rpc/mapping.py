@@ -34,7 +34,8 @@ def map(
     """Call a function on each item, like the built-in ``map``; each call goes to a worker that is free.
 
     The calls start at once and go on while the results are used. A worker gets its next call when the one before has
-    been answered, or has timed out.
+    been answered, or has timed out. All items are read at once and are not copied: a NumPy array among them must not
+    change until its result is there, so a generator must not fill one buffer again and again.
 
     Arguments:
       fn: a function as for ``rpc_sync``, of as many arguments as there are iterables.

@@ -98,7 +98,8 @@ class HostCollectives(Collectives):
         """Start an operation beside the program; return a future of its result.
 
         Every rank must start the same operations in the same order. They run one after another, on a thread and a
-        channel of their own. The first start makes these, and waits until all ranks have come.
+        channel of their own. The first start makes these, and waits until all ranks have come. NumPy arrays that the
+        operation reads must not change before its result is there.
 
         Example:
           >>> everybody = jd.collectives.of_this_world()
