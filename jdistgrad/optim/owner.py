@@ -159,7 +159,9 @@ class OwnedParameters:
         if missing:
             raise DifferentiationError(
                 f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of "
-                "it in the context first, or leave the reference out of the optimizer.",
+                "it in the context first, or leave the reference out of the optimizer. Compiled functions (jd.jit, "
+                "jax.jit) compute only what they return or use: let them return the gradients too, or make the step in "
+                "them.",
                 missing=missing,
             )
         return [one for one in found if one is not None]

@@ -27,6 +27,17 @@ def test_a_value_without_a_gradient_is_named(world):
 
 
 @on_worker0
+def test_a_gradient_that_a_compiled_function_has_not_computed_is_explained(world):
+    ref = references()[0]
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [ref])
+    value = jd.jit(lambda p: jd.value_and_grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(p)[0])
+    with jd.context() as ctx:
+        value(ref)
+        with pytest.raises(jd.DifferentiationError, match=r"no gradient of RRef\(.*let them return the gradients too"):
+            optimizer.step(ctx)
+
+
+@on_worker0
 def test_gradients_that_are_not_finite_are_refused(world):
     refs = references()
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, refuse_nan=True)
