@@ -2,6 +2,8 @@
 
 import pytest
 
+from jdistgrad.cli import launch
+
 ON_TWO_CORES = """
 import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -67,6 +69,36 @@ def test_programs_whose_arguments_are_still_being_copied(mpi_job):
             """
         ),
     ).expect("done")
+
+
+def test_a_rank_that_waits_in_compiled_code_serves_calls(mpi_job):
+    # NumPy's slices that begin anywhere in memory are copied, so XLA runs programs with them on its own threads.
+    mpi_job(
+        3,
+        on_two_cores(
+            """
+            data = np.ones((1600, 1500), np.float32)
+            norms = jax.jit(lambda x: jnp.sqrt((x * x).sum(axis=1)))
+            everybody_is_asked = threading.Event()
+
+            def largest(k):
+                everybody_is_asked.wait()
+                return float(norms(data[k : k + 1500]).max())
+
+            me = jd.init(timeout=20)
+            c = jd.collectives.of_this_world()
+            total = jax.jit(lambda x: c.allreduce(x).sum())
+            if me.rank == 0:
+                threading.Timer(0.5, everybody_is_asked.set).start()  # the others wait for it; this rank goes on
+            else:
+                assert jd.rpc_sync(0, largest, args=(3 + me.rank,)) > 1
+            assert total(data[3:1503]) == 3 * 1500 * 1500
+            jd.shutdown()
+            print("done", end="", flush=True)
+            """
+        ).replace("import os\n", "import os, threading\n", 1),
+        **launch.surroundings(3, 2),
+    ).expect("donedonedone")
 
 
 def test_a_sharded_optimizer_in_compiled_code_of_more_workers_than_cores(mpi_job):
