@@ -167,6 +167,9 @@ def report(error: BaseException, file: str) -> int:
     code = error.code if isinstance(error, SystemExit) else None
     if isinstance(code, int):
         return code
+    if code is not None:  # a text of `sys.exit`
+        print(code, file=sys.stderr)
+        return 1
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next

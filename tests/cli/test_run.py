@@ -235,6 +235,10 @@ def test_the_exit_status_of_a_thread_is_the_programs(jdistgrad):
     jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit(7)", status=7)
 
 
+def test_the_text_of_an_exit_is_all_that_is_printed(jdistgrad):
+    assert jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit('no data')", status=1) == "no data\n"
+
+
 def test_a_program_without_shutdown_is_told_so(jdistgrad):
     output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init(); exit(0)", status=1)
     assert "returned without shutdown()" in output
