@@ -46,6 +46,8 @@ class MpiEngines:
     def of_rank(self, rank: int, worker: str = "me") -> Any:
         """Return the view of the engine with a rank. ``worker``: the variable with the result of ``jd.init()``."""
         ranks = [one.rank for one in self.view[worker]]
+        if rank not in ranks:
+            raise ValueError(f"there is no rank {rank!r} among the engines, whose ranks are {sorted(ranks)}")
         return self.view.client[ranks.index(rank)]
 
     def close(self) -> None:

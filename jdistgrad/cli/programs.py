@@ -75,7 +75,8 @@ def check(arguments: Sequence[str]) -> None:
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
             raise no_module(rest[0])
     elif not pathlib.Path(how).is_file():
-        raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}")
+        hint = f". The module is run by -m: jdistgrad run -m {how}" if how.isidentifier() and find_spec(how) else ""
+        raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}{hint}")
 
 
 def refuse_pytest(arguments: Sequence[str]) -> None:

@@ -47,9 +47,13 @@ def run(client, source, timeout=30):
     return client.execute_interactive(source, timeout=timeout, output_hook=lambda message: None)["content"]
 
 
-def test_cells_for_engines_that_were_closed_are_an_error(kernel):
+def test_engines_that_are_not_there_are_an_error(kernel):
     _, client = kernel
     assert run(client, "import jdistgrad as jd; engines = jd.MpiEngines(2)", timeout=150)["status"] == "ok"
+    assert run(client, "%px import jdistgrad as jd; me = jd.init()", timeout=60)["status"] == "ok"
+    answer = run(client, "engines.of_rank(2)")
+    assert "there is no rank 2 among the engines, whose ranks are [0, 1]" in answer["evalue"]
+    assert run(client, "%px jd.shutdown()")["status"] == "ok"
     assert run(client, "engines.close(); engines.close()")["status"] == "ok"
     answer = run(client, "%%px --noblock\n1 + 1")
     assert answer["status"] == "error"
