@@ -45,8 +45,6 @@ AS_KILLED = (
     "exit $status"
 )
 
-LEAST_THREADS = 2  # of XLA in a rank: while a program on one of them waits for other ranks, calls of these need another
-
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
 
@@ -147,7 +145,7 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     """
     return {
         "OMPI_MCA_btl": "^ofi",
-        "NPROC": str(max(LEAST_THREADS, cores // n)),
+        "NPROC": str(max(1, cores // n)),
         "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),

@@ -77,9 +77,10 @@ class WaitingPrograms:
                 continue
             log.warning(
                 "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
-                "workers may now wait for ever. Set the environment variable %s to a larger number, and import "
-                "jdistgrad after jax, before the first array is made: jdistgrad then tells JAX to run programs on the "
-                "threads that call them, and XLA to have %d threads.",
+                "workers may now wait for ever. Set the environment variable %s to a larger number (jdistgrad run "
+                "sets it to a rank's share of the cores), and import jdistgrad after jax, before the first array is "
+                "made: jdistgrad then tells JAX to run programs on the threads that call them, and, in a program that "
+                "was not started as a job, XLA to have %d threads.",
                 count,
                 POOL,
                 THREADS,

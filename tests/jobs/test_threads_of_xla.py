@@ -2,8 +2,6 @@
 
 import pytest
 
-from jdistgrad.cli import launch
-
 ON_TWO_CORES = """
 import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -71,7 +69,7 @@ def test_programs_whose_arguments_are_still_being_copied(mpi_job):
     ).expect("done")
 
 
-def test_a_rank_that_waits_in_compiled_code_serves_calls(mpi_job):
+def test_a_rank_with_two_threads_that_waits_in_compiled_code_serves_calls(mpi_job):
     # NumPy's slices that begin anywhere in memory are copied, so XLA runs programs with them on its own threads.
     mpi_job(
         3,
@@ -97,7 +95,7 @@ def test_a_rank_that_waits_in_compiled_code_serves_calls(mpi_job):
             print("done", end="", flush=True)
             """
         ).replace("import os\n", "import os, threading\n", 1),
-        **launch.surroundings(3, 2),
+        NPROC="2",
     ).expect("donedonedone")
 
 
