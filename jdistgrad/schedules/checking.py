@@ -60,22 +60,23 @@ def _checked(stage: int, sources: Any) -> tuple[int, ...]:
 
 def _check_complete(schedule: Schedule) -> None:
     """Check that each stage has each microbatch once."""
-    found: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
+    batches = schedule.microbatches
+    found: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # numbers: so many pairs would call the collector
     for row in schedule.actions:
         for kind, stage, batch in row:
-            found[kind].add((stage, batch))
+            found[kind].add(stage * batches + batch)
     if sum(map(len, found.values())) != sum(map(len, schedule.actions)):
         counts = Counter(itertools.chain(*schedule.actions))
         twice = [action for action, count in counts.items() if count > 1]
         raise ScheduleError(f"Each action is done once, but {_named(twice)} stand more than once in the schedule.")
     whole, halves = found[BACKWARD], found[INPUT] | found[WEIGHT]
     if whole & halves:
-        both = [Action(BACKWARD, *one) for one in sorted(whole & halves)]
+        both = [Action(BACKWARD, *divmod(one, batches)) for one in sorted(whole & halves)]
         raise ScheduleError(f"{_named(both)}: a backward pass is done whole (B) or in halves (I and W), not both.")
     backward = [BACKWARD] if schedule.trains else []
     missing = (
-        Action(kind, *one)
-        for one in ((stage, batch) for stage in range(schedule.stages) for batch in range(schedule.microbatches))
+        Action(kind, *divmod(one, batches))
+        for one in range(schedule.stages * batches)
         for kind in (FORWARD, *([INPUT, WEIGHT] if one in halves else backward))
         if one not in found[kind]
     )
