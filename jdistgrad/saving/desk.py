@@ -34,7 +34,7 @@ class Meeting:
         self.said: Said = {}
         self.came = threading.Event()
         self.disagreement: str | None = None
-        self.told: set[int] = set()  # those that wait in another meeting, and are told there of the disagreement
+        self.told: set[int] = set()  # of the disagreement: who waits here, and in the meetings that share this set
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
 
     @property
@@ -64,11 +64,15 @@ class Desk:
             late.discard(rank)
             if failed is not None and not late:
                 del self._failed[what]
-            first = what not in self._open
+            meeting = self._open.get(what)
+            first = meeting is None or rank in meeting.told  # that one has failed, which this worker was told elsewhere
             if failed is not None and was_late and first:
                 return failed, False
-            meeting = self._open.setdefault(what, Meeting(what, workers))
+            if meeting is None or first:
+                meeting = self._open[what] = Meeting(what, workers)
             meeting.said[rank] = said
+            if meeting.disagreement is not None:
+                meeting.told.add(rank)
             meeting.came.set()
             return meeting, first
 
@@ -99,25 +103,38 @@ class Desk:
     def close_failed(self, meeting: Meeting) -> None:
         """Close a meeting that has failed, and remember who has not been told."""
         with self._lock:
-            self._open.pop(meeting.what, None)
+            if self._open.get(meeting.what) is meeting:
+                del self._open[meeting.what]
             late = set(meeting.missing) - meeting.told
             meeting.said = dict.fromkeys(meeting.said)  # who was there; what they said may be large
             if late:
                 self._failed[meeting.what] = meeting, late
 
     def compare(self, meeting: Meeting, missing: Sequence[int]) -> None:
-        """Note a disagreement, in both meetings, if a worker that is missing here waits elsewhere for one of these."""
+        """Note a disagreement, in both meetings, if a worker that is missing here waits elsewhere for one of these.
+
+        Workers that are told of it may meet again before both meetings have ended.
+        """
         with self._lock:
+            if meeting.disagreement is not None:
+                return
             for other in self._open.values():
                 waiting = set(other.said) & set(missing)
                 waits_for = set(_living()) if other.workers is None else set(other.workers)
-                if other is not meeting and waiting and set(meeting.said) & waits_for - set(other.said):
+                wanted = set(meeting.said) & waits_for - set(other.said) - other.told
+                if other is not meeting and waiting and wanted:
                     text = (
                         f"workers {sorted(meeting.said)} are in {meeting.what}, worker {min(waiting)} in {other.what}"
                     )
                     meeting.disagreement = other.disagreement = f"{text}. They must make the same calls."
-                    meeting.told |= set(other.said)
-                    other.told |= set(meeting.said)
+                    self._tell_together(meeting, other)
+
+    def _tell_together(self, meeting: Meeting, other: Meeting) -> None:
+        before = other.told
+        meeting.told |= before | set(meeting.said) | set(other.said)
+        for one in self._open.values():
+            if one.told is before:
+                one.told = meeting.told
 
 
 def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:

@@ -580,6 +580,7 @@ def test_ranks_that_ask_for_other_steps_are_told(tmp_path):
             jd.save(tmp_path, step, jnp.float32(step))
         with pytest.raises(jd.DisagreementError, match=r"in restore\('.*', step=[12]\), worker .* step=[12]\). They"):
             jd.restore(tmp_path, jnp.float32(0), step=1 + (me.rank == 2))
+        jd.barrier()  # one that comes late would join those that have come together again
         found = jd.restore(tmp_path, jnp.float32(0), step=1)
         jd.shutdown()
         return found

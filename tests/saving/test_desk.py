@@ -104,6 +104,31 @@ def test_who_was_told_in_another_meeting_is_not_told_again():
         assert desk.arrive("one thing", 2, None, "now too")[1]
 
 
+def test_those_who_were_told_meet_again_before_both_meetings_have_ended():
+    desk = Desk()
+    with jd.local_workers(3):
+        meeting, _ = desk.arrive("one thing", 0, None, "first")
+        other, _ = desk.arrive("another thing", 2, None, "second")
+        desk.compare(other, [0, 1])
+        assert desk.arrive("one thing", 1, None, "late") == (meeting, False)
+        hold(desk, meeting, 1.0)
+        again, first_there = desk.arrive("one thing", 1, None, "again")
+        assert first_there
+        for one, missing in ((again, [0, 2]), (other, [0, 1])):
+            desk.compare(one, missing)
+        assert again.disagreement is None
+
+
+def test_one_who_was_told_elsewhere_comes_to_the_next_meeting_of_the_name():
+    desk = Desk()
+    with jd.local_workers(3):
+        meeting = disagreeing(desk)
+        again, first_there = desk.arrive("one thing", 2, None, "again")
+        assert first_there
+        hold(desk, meeting, 1.0)
+        assert desk.arrive("one thing", 0, None, "again") == (again, False)
+
+
 def test_one_who_comes_late_joins_those_who_have_come_together_again():
     desk = Desk()
     with jd.local_workers(3):
