@@ -19,7 +19,8 @@ from jdistgrad.saving.parts import Plan, of_all
 
 FORMAT = 1
 
-_writing = threading.Lock()  # a save removes what it finds half written: it waits for one that another thread has begun
+# By folder: a save removes what it finds half written there, so it waits for one that another thread has begun.
+_writing: dict[pathlib.Path, threading.Lock] = {}
 
 
 def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, keep: float) -> None:
@@ -28,7 +29,7 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
     asked = of_all(plans, job.leader)
     compare({rank: plan.looks for rank, plan in plans.items()}, job.leader)
     manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": plans[job.leader].places}
-    with _writing:
+    with _writing.setdefault(path, threading.Lock()):
         try:
             _publish(path, step, manifest, asked)
         except OSError as error:

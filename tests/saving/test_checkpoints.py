@@ -307,6 +307,7 @@ def test_a_save_waits_for_one_that_another_thread_has_begun(tmp_path):
         first.start()
         while not list(tmp_path.glob(".saving-1-*/rank1/*")):
             time.sleep(0.01)
+        jd.save(tmp_path / "another", 1, there)  # does not wait
         jd.save(tmp_path, 2, (there, Arms(goes_on.set)))
         first.join()
         assert not errors
