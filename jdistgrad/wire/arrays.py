@@ -128,11 +128,11 @@ def as_jax_array(array: Any) -> jax.Array:
         return jnp.array(array)
     if array.nbytes < ALIAS_FROM:
         return _small(array.copy(), (dtype_name(array.dtype), array.shape))
-    made: jax.Array = jax.device_put(array.copy() if _may_change(array) else array)
+    made: jax.Array = jax.device_put(array.copy() if may_change(array) else array)
     return made
 
 
-def _may_change(array: np.ndarray) -> bool:
+def may_change(array: np.ndarray) -> bool:
     """Return whether somebody may write to an array's memory: others may see NumPy's own through another array."""
     owner = array
     while isinstance(owner.base, np.ndarray):

@@ -147,13 +147,15 @@ def test_arrays_may_be_changed_as_soon_as_a_call_that_is_not_waited_for_is_under
     for n in (3, 100_000):
         changed.clear()
         array, late = np.ones(n), jd.remote(0, once_changed)  # a call waits for its arguments
-        calls = [jd.rpc_async(to, totals, args=([array, array[1:]], late)) for to in everybody]
-        references = [jd.remote(to, totals, args=((array, array[1:]), late)) for to in everybody]
-        to_all = jd.rpc_all(everybody, totals, kwargs={"arrays": [array, array[1:]], "_": late})
+        views = [array, array[1:], np.broadcast_to(array, (2, n))]  # the last is read-only, but not its memory
+        calls = [jd.rpc_async(to, totals, args=(views, late)) for to in everybody]
+        references = [jd.remote(to, totals, args=(tuple(views), late)) for to in everybody]
+        calls += [jd.rpc_async(to, totals, args=(views[2:], late)) for to in everybody]
+        to_all = jd.rpc_all(everybody, totals, kwargs={"arrays": views, "_": late})
         array[:] = 2
         changed.set()
         found = [call.result() for call in calls] + [one.to_here() for one in references] + [*to_all.result()]
-        assert found == [[n, n - 1]] * len(found)
+        assert found == [[n, n - 1, 2 * n][-len(one) :] for one in found]
 
 
 def are_one(first, second):
