@@ -21,6 +21,8 @@ from jdistgrad.errors import EncodingError
 # Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16
 
+EXTENSIONS_FROM = 256  # NumPy's own dtypes have lower numbers; characters of other dtypes may mean another type
+
 ALIGNMENT = 16  # of arrays among other bytes
 PADDING = bytes(ALIGNMENT)
 
@@ -47,7 +49,8 @@ def padding(length: int) -> bytes:
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    return dtype.name if dtype.kind == "V" else dtype.str
+    """Return the text by which ``named_dtype`` finds a dtype without fields."""
+    return dtype.name if dtype.num >= EXTENSIONS_FROM else dtype.str
 
 
 @functools.cache

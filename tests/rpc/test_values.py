@@ -35,7 +35,7 @@ def round_trip(value):
 
 DTYPES = [
     *("bool", "int8", "uint16", "int32", "float16", "float32", "complex64"),
-    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4),
 ]
 
 
@@ -66,6 +66,11 @@ def test_structured_and_object_arrays(world):
     words = np.array(["a", None, {"b": 1}], dtype=object)
     assert round_trip(table)["value"].tolist() == [2.5, 4.5]
     assert round_trip(words).tolist() == ["a", None, {"b": 1}]
+
+
+def test_raw_memory(world):
+    raw = np.arange(40_000).view("V8")
+    world.drive(lambda: [same(raw[:n], round_trip(raw[:n])) for n in (2, 40_000)])
 
 
 @on_worker0

@@ -7,9 +7,9 @@ import numpy as np
 from mpi4py import MPI
 
 from jdistgrad.data_parallel.collectives.host import COMBINE
+from jdistgrad.wire.arrays import EXTENSIONS_FROM
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-OWN = 256  # NumPy's own dtypes have lower numbers; the characters of other dtypes may mean another type to MPI
 _CARRIERS = {1: (np.uint8, MPI.UINT8_T), 2: (np.uint16, MPI.UINT16_T)}
 
 
@@ -24,7 +24,7 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
-    if flat.dtype.num < OWN and flat.dtype.char in MPI._typedict:
+    if flat.dtype.num < EXTENSIONS_FROM and flat.dtype.char in MPI._typedict:
         loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank that holds it
         return flat, MPI._typedict[flat.dtype.char], _custom_op(flat.dtype, op) if loses_nan else _OPS[op]
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
