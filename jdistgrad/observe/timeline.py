@@ -1,6 +1,7 @@
 """The timeline: the recorded events of all workers of this process."""
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import socket
@@ -93,7 +94,8 @@ class Timeline:
         if event.arrays is None:
             self.events.append(event)
         else:
-            self._waiters.submit(self._record_when_ready, event)
+            with contextlib.suppress(RuntimeError):  # the block has ended meanwhile: this thread works for the program
+                self._waiters.submit(self._record_when_ready, event)
 
     def _record_when_ready(self, event: Event) -> None:
         """Record an event once its arrays are ready: JAX returns earlier, but a piece ends with its results."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
+from jdistgrad import events
 from jdistgrad.observe import chrome
 from jdistgrad.wire import launcher_env
 
@@ -147,6 +148,13 @@ def test_nothing_is_recorded_outside(world):
     with jd.timeline() as recorded:
         pass
     world.drive(lambda: jd.rpc_sync("worker1", abs, args=(-1,)))
+    assert recorded.events == []
+
+
+def test_an_event_that_another_thread_tells_as_the_block_ends_is_left_out():
+    with jd.timeline() as recorded:
+        sink = events.sink  # where a worker is between the look for a listener and the word to it
+    sink(events.Event(events.PIECE, 1, "worker1", "piece 0", 1.0, 2.0, {}, arrays=jnp.ones(3)))
     assert recorded.events == []
 
 
