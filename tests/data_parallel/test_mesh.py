@@ -141,6 +141,17 @@ def test_derivatives_of_the_other_operations(name, typed):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+def test_derivatives_of_what_is_the_same_on_all_ranks(op):
+    def total(x):
+        found = on_mesh(lambda x: Mesh("batch").allreduce(x, op), x, in_specs=P(), out_specs=P(), typed=True)
+        return jnp.sum(jnp.sin(found))
+
+    x = jnp.arange(1.0, 4.0)
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(RANKS * x if op == "sum" else x)))(x)
+    np.testing.assert_allclose(jax.grad(total)(x), expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int8", "int32", "uint8"])
 def test_sums_of_every_dtype(dtype):
     xs = jnp.asarray(np.arange(RANKS * 3).reshape(RANKS, 3) % 4, dtype)

@@ -53,7 +53,7 @@ class Collectives(abc.ABC):
             return jnp.prod(self.perform("allgather", x), axis=0, dtype=x.dtype)
         if op == "mean":
             return divided(self.perform("sum", x), self.size)
-        return self.perform("sum", x) if op == "sum" else _extreme(self, op, x)
+        return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
