@@ -160,6 +160,19 @@ def test_sums_of_every_dtype(dtype):
     np.testing.assert_array_equal(np.asarray(got[0], "complex64"), np.asarray(xs, "complex64").sum(0))
 
 
+def test_a_product_is_typed_as_the_same_on_all_ranks():
+    xs = jnp.array([1.0, -2.0, 0.5, 3.0, 1.0, -1.0, 2.0, 1.5])
+
+    def multiplied(x):
+        return Mesh("batch").allreduce(x, "prod")
+
+    def product(xs):
+        return jnp.sum(jnp.sin(on_mesh(multiplied, xs, in_specs=P("batch"), out_specs=P(), typed=True)))
+
+    np.testing.assert_allclose(product(xs), jnp.sin(jnp.prod(xs)), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(product)(xs), jax.grad(lambda xs: jnp.sin(jnp.prod(xs)))(xs), rtol=1e-4)
+
+
 def test_a_hook_that_would_be_skipped_is_refused():
     tx = average_gradients(Mesh("batch"), hook=hooks.bfloat16())
 

@@ -50,7 +50,7 @@ class Collectives(abc.ABC):
 
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
         if op == "prod":
-            return jnp.prod(self.perform("allgather", x), axis=0, dtype=x.dtype)
+            return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
         if op == "mean":
             return divided(self.perform("sum", x), self.size)
         return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
