@@ -110,7 +110,7 @@ def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None
     thread of the process. So the main thread sleeps for short times only.
     """
     if threading.get_ident() != _main:
-        wait(timeout)
+        wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))  # locks refuse more, infinity too
         return
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while not wait(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))) and time.monotonic() < deadline:

@@ -97,7 +97,8 @@ class LocalWorld:
         return {rank: receiver for rank, receiver in self._receivers.copy().items() if receiver is not None}
 
     def _wait_for_all(self, arrivals: dict[int, Any], timeout: float) -> None:
-        complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, timeout)
+        limit = min(timeout, threading.TIMEOUT_MAX)
+        complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, limit)
         self.hub.check()
         if not complete:
             missing = sorted(set(range(self.size)) - set(arrivals))

@@ -26,11 +26,10 @@ class Sleepers:
     def sleep(self, number: int, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
         """Return when a future is done, the deadline has passed or this entry was woken; now and then also earlier."""
         called = self._asleep.get(number)
-        longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else float("inf")
+        longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
         seconds = min(longest, deadline - time.monotonic())
         if called is not None and seconds > 0:
-            limit = None if seconds == float("inf") else seconds
-            concurrent.futures.wait((*futures, called), limit, concurrent.futures.FIRST_COMPLETED)
+            concurrent.futures.wait((*futures, called), seconds, concurrent.futures.FIRST_COMPLETED)
 
     def leave(self, number: int) -> None:
         self._asleep.pop(number, None)

@@ -1,6 +1,7 @@
 """Worlds whose workers are threads: spawned, in a notebook, and of one worker."""
 
 import concurrent.futures
+import math
 import operator
 import os
 import signal
@@ -95,6 +96,11 @@ def test_local_workers_for_a_notebook():
             assert pool.submit(jd.worker_info).result().rank == 0
     with pytest.raises(jd.NotInitializedError):
         jd.worker_info()
+
+
+def test_local_workers_without_a_limit():
+    with jd.local_workers(3, timeout=math.inf):
+        assert jd.rpc_sync("worker2", abs, args=(-1,)) == 1
 
 
 def test_a_worker_of_a_local_world_opens_no_other():

@@ -31,6 +31,15 @@ def test_the_worlds_timeout_is_the_default(world):
     assert jd.rpc_sync(last(), nap, args=(0.3,), timeout=5) == 0.3
 
 
+def nap_elsewhere(limit):
+    return jd.rpc_async(0, nap, args=(0.1,)).result(limit)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 1e10])  # locks take 9.2e9 seconds at most
+def test_a_world_without_a_limit(world, limit):
+    world.drive(lambda: jd.rpc_sync(last(), nap_elsewhere, args=(limit,)), timeout=limit)
+
+
 LET_GO = threading.Event()
 
 

@@ -214,7 +214,7 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
 def checked_timeout(seconds: Any) -> float:
     """Return a timeout that a caller gave. Raises ValueError if it is not a positive number."""
     if isinstance(seconds, int | float) and seconds > 0 and not math.isnan(seconds):
-        return float(seconds)
+        return float(seconds) if seconds < threading.TIMEOUT_MAX else math.inf
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")
 
 
