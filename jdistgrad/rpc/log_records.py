@@ -5,7 +5,7 @@ import logging
 from jdistgrad.rpc import current
 from jdistgrad.wire.ids import spell
 
-LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
+LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "saving", "threads", "wire"))
 
 
 def add_fields(record: logging.LogRecord) -> bool:

@@ -1,6 +1,8 @@
 """The fields of log records: which worker a record comes from, and in which context."""
 
 import logging
+import pathlib
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -24,6 +26,12 @@ def records():
 def say(x):
     logging.getLogger("jdistgrad.rpc").warning("served")
     return x * 2
+
+
+def test_all_loggers_of_the_package_are_known():
+    sources = pathlib.Path(jd.__file__).parent.rglob("*.py")
+    named = {name for source in sources for name in re.findall(r'getLogger\("(jdistgrad\.\w+)"\)', source.read_text())}
+    assert named == set(LOGGERS)
 
 
 @on_every_worker
