@@ -43,6 +43,16 @@ def test_a_table_of_which_few_rows_are_used(big_world, rank, size):
     assert_close(gradients, serial(lookup, params, ids)[1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@on_every_worker
+def test_rows_of_negative_zeros_have_the_same_bits_everywhere(world, dtype, rank, size):
+    dp = DataParallel(sparse=["['table']"])
+    mine = jnp.full((3, 2), -0.0 if rank == 0 else 0.0, dtype).at[2].set(rank)
+    averaged = dp.average({"table": mine})
+    dp.verify(averaged)
+    np.testing.assert_allclose(averaged["table"][2].astype(jnp.complex64), (size - 1) / 2, rtol=1e-2)
+
+
 def rows_of(rank):
     """Return a gradient of two rows: one of this rank's own, and one that all ranks have."""
     return BCOO((jnp.ones((2, 3)) * (1 + rank), jnp.array([[rank], [4]])), shape=(5, 3))

@@ -43,8 +43,13 @@ def reduce_sparse(gradient: Any, shape: tuple[int, ...], dtype: Any, divisor: fl
 def reduce_rows(table: np.ndarray, shape: tuple[int, ...], divisor: float, all_: HostCollectives) -> None:
     """Average in place a dense table whose rows are mostly zero."""
     rows = table.reshape(shape[0], math.prod(shape[1:]))
-    mine = np.flatnonzero(rows.any(axis=1))
+    mine = np.flatnonzero(_bits(rows).any(axis=1))  # -0.0 is not zero: the others' rows would have another sign
     parts = all_.gather_objects((mine, rows[mine]))
     rows[mine] = 0
     for places, values in parts:
         rows[places] += values / np.asarray(divisor, table.dtype)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Return a contiguous array's bits, as whole numbers."""
+    return array.view(f"u{min(array.itemsize, 8)}")
