@@ -77,10 +77,15 @@ def gather_state(
       tx: the optimizer that was given to ``shard_state``: the result is a state of this one.
       state: this rank's part.
       params: the parameters.
+
+    Raises:
+      ValueError: the state has a part that is no slice of a parameter for so many ranks.
     """
     all_ = _group(collectives)()
 
     def whole(part: jax.Array, like: Any) -> jax.Array:
+        slice_ = (-(-math.prod(jnp.shape(like)) // all_.size),)
+        _require_shape("gather_state", part, slice_, f"a slice for {all_.size} ranks", jnp.shape(like))
         return _put_together(all_.gather_same(part), (part.size,), (jnp.shape(like),))[0]
 
     return on_parameters(tx, whole, state, params)
@@ -98,7 +103,22 @@ def divide_state(
       >>> state = divide_state(inner, whole, params)  # on 2
     """
     all_ = _group(collectives)()
-    return on_parameters(tx, lambda leaf, _: _slices(leaf, all_), state, params)
+
+    def part(leaf: Any, like: Any) -> Any:
+        _require_shape("divide_state", leaf, jnp.shape(like), "a whole", jnp.shape(like))
+        return _slices(leaf, all_)
+
+    return on_parameters(tx, part, state, params)
+
+
+def _require_shape(what: str, leaf: Any, expected: tuple[int, ...], kind: str, parameter: tuple[int, ...]) -> None:
+    """Raise ValueError for a leaf of a state that is not the slice, or the whole, that is expected for a parameter."""
+    if jnp.shape(leaf) != expected:
+        raise ValueError(
+            f"{what}: the state has a leaf of the shape {list(jnp.shape(leaf))} for a parameter of the shape "
+            f"{list(parameter)}, expected {list(expected)}, {kind}. What has other shapes than the parameters "
+            "(optax.zero_nans, optax.adafactor) belongs outside of shard_state."
+        )
 
 
 def on_parameters(

@@ -122,3 +122,15 @@ def test_a_state_that_is_masked_is_gathered_and_divided(world, inner, rank, size
     assert_close(whole, serial)
     assert jax.tree.structure(whole) == jax.tree.structure(serial)
     assert_close(jd.divide_state(inner, whole, params), state)
+
+
+@on_every_worker
+def test_a_state_that_has_not_the_shapes_of_slices(world, rank, size):
+    params, inner = {"w": jnp.ones((5, 2))}, optax.chain(optax.zero_nans(), optax.adam(0.1))
+    part = jd.shard_state(inner).init(params)
+    with pytest.raises(ValueError, match=r"shape \[\] for a parameter of the shape \[5, 2\].*outside of shard_state"):
+        jd.gather_state(inner, part, params)
+    with pytest.raises(ValueError, match=rf"shape \[5, 2\] for .*, expected \[{-(-10 // size)}\], a slice for {size}"):
+        jd.gather_state(optax.adam(0.1), optax.adam(0.1).init(params), params)
+    with pytest.raises(ValueError, match=r"divide_state: the state has a leaf of the shape \[\] .*, expected \[5, 2\]"):
+        jd.divide_state(inner, inner.init(params), params)
