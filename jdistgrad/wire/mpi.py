@@ -23,7 +23,7 @@ from jdistgrad.wire import frames, plain
 from jdistgrad.wire.buffers import BufferPool
 from jdistgrad.wire.doorbell import Doorbell
 from jdistgrad.wire.message import ENCODED, Message, Parcel
-from jdistgrad.wire.mpi_failures import Failures, is_failure
+from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_pieces import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.numbering import Arrivals
@@ -110,7 +110,7 @@ class MPITransport:
         self._receiver = receiver
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
-            self._look if self._failures is None else self._look_beside_failures,
+            self._look_until_a_rank_dies if self._failures is None else self._look_beside_failures,
             run=receiver.run,
             enter=receiver.enter_thread,
             tick=receiver.tick,
@@ -180,6 +180,16 @@ class MPITransport:
     def kill(self, peer: int) -> bool:
         """Kill the process of a worker that stands still; return False if it is out of reach."""
         return self._failures is not None and self._failures.kill(peer)
+
+    def _look_until_a_rank_dies(self) -> tuple[bool, Task | None]:
+        try:
+            return self._look()
+        except MPI.Exception as error:  # of a death where mpirun does not end the job then: `mpirun --with-ft ulfm`
+            dead = failed(self._comm) if is_failure(error) else []
+            if not dead:
+                raise
+            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
+            raise errors.WorkerLostError(why, worker=dead[0]) from error
 
     def _look_beside_failures(self) -> tuple[bool, Task | None]:
         now = time.monotonic()

@@ -527,6 +527,22 @@ def test_a_world_that_does_not_survive_ends_well_in_a_job_that_would(surviving_j
     surviving_job(2, "jd.init(survive=False); print(jd.shutdown(timeout=20))").expect("[]")
 
 
+@pytest.mark.parametrize("act", ["dp.average(jnp.ones(3))", "jd.rpc_sync(1, square, args=(2,))", "jd.shutdown()"])
+def test_a_rank_that_dies_is_named_where_the_world_does_not_go_on(surviving_job, act):
+    job = surviving_job(
+        3,
+        f"""
+        jd.init(survive=False)
+        dp = jd.DataParallel()
+        dp.average(jnp.ones(3))
+        if jd.rank() == 1:
+            die()
+        {act}
+        """,
+    )
+    job.expect("WorkerLostError: the worker of rank 1 is lost: it was killed or ended. This world", status=None)
+
+
 def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
     surviving_job(
         3,

@@ -127,11 +127,18 @@ class WatchedBlock:
 def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bool = True) -> None:
     """Raise WorkerLostError if an error of MPI comes from the loss of a worker among these ranks; else return.
 
+    Where the world does not go on without a worker, it raises the error that has broken the world.
+
     Arguments:
       patient: wait for the name of the lost worker.
     """
     worker = find_worker()
-    if worker is None or not worker.survives or not type(error).__module__.startswith("mpi4py"):
+    if worker is None or not type(error).__module__.startswith("mpi4py"):
+        return
+    if not worker.survives:
+        poll(lambda: not is_failure(error) or worker.failure is not None, TOLD_SECONDS)
+        if isinstance(worker.failure, errors.WorkerLostError):
+            raise worker.failure.with_traceback(None) from error
         return
     if patient:
         poll(lambda: lost_among(ranks), TOLD_SECONDS)  # another thread is about to find out
