@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, util, xla_bridge
+from jax._src import config, core, dispatch, util, xla_bridge
 
 # Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
@@ -67,6 +67,14 @@ def forgotten_when_gone(kind: type) -> None:
 def configured(option: str) -> Any:
     """Return a JAX option's value, as ``jax.config.update`` takes it. Some options cannot be read as attributes."""
     return jax.config.values[option]
+
+
+def trace_context() -> Any:
+    """Return this thread's options of JAX that change what a function is traced to: x64, the precision of products ...
+
+    The caches of ``jax.jit`` have it in their keys. JAX offers no public name for it.
+    """
+    return config.trace_context()
 
 
 def abstract_token() -> Any:

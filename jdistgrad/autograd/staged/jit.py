@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jdistgrad._compat import trace_state_clean
+from jdistgrad._compat import trace_context, trace_state_clean
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
@@ -26,7 +26,8 @@ T = TypeVar("T")
 def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
     """Stage a function that calls other workers, as ``jax.jit`` compiles a local one: the fast way to run a step.
 
-    The function is traced once for each structure and shape of its arguments and cut at the wire. Calls whose inputs
+    The function is traced once for each structure and shape of its arguments (and, as by ``jax.jit``, for each setting
+    of JAX's options, such as the precision of products) and cut at the wire. Calls whose inputs
     are ready go out together, local pieces (each compiled by ``jax.jit``) run while messages are under way, and errors
     and Ctrl-C arrive as ordinary exceptions. Nothing waits for more than it needs: a reference is passed on before its
     value has been made, and a pullback is requested before its call has been answered, if the cotangent is known. Calls
@@ -75,7 +76,7 @@ class StagedFunction(Generic[P, T]):
 
     def _step(self, leaves: list[Any], structure: Any) -> "Step":
         worker = find_worker()
-        key = (structure, None if worker is None else (worker.world, worker.rank), *map(_kind, leaves))
+        key = (structure, None if worker is None else (worker.world, worker.rank), trace_context(), *map(_kind, leaves))
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = Step(self._fun, leaves, structure)

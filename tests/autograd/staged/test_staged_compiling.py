@@ -57,6 +57,30 @@ def test_retraced_only_on_new_shapes(world):
     assert traced == [(3,), (2, 2)]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [jax.default_matmul_precision("float32"), jax.threefry_partitionable(False), jax.enable_x64(True)],
+    ids=["precision", "random numbers", "x64"],
+)
+@on_worker0
+def test_retraced_under_other_options_of_jax(big_world, option):
+    def serial(key, x):
+        return jax.random.normal(key, (3,)) + jnp.sin(x), jnp.arange(3) * 2.0 @ x
+
+    traced = []
+
+    def step(key, x):
+        traced.append(x.dtype)
+        return jax.random.normal(key, (3,)) + jd.rpc_sync(last(), jnp.sin, args=(x,)), jnp.arange(3) * 2.0 @ x
+
+    staged, key = jd.jit(step), jax.random.key(0)
+    for _ in range(2):
+        assert_close(staged(key, X), serial(key, X))
+        with option:
+            assert_close(staged(key, X), serial(key, X))
+        assert len(traced) == 2
+
+
 @on_worker0
 def test_the_callee_compiles_once_per_shape(world, counted):
     step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum()))
