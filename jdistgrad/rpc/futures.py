@@ -5,14 +5,21 @@ import functools
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from jdistgrad.corrections import Corrected, Later
+from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
 log = logging.getLogger("jdistgrad.rpc")
+
+IS_ASYNC = (
+    "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
+    "it: asyncio.run(...)."
+)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -183,7 +190,15 @@ def answer_of(result: Any) -> Any:
     """Return what a function answers by its result: if that is a future, the future's result, once it has one."""
     while isinstance(result, concurrent.futures.Future):
         result = result.result()
+    refuse_coroutine(result)
     return result
+
+
+def refuse_coroutine(result: Any) -> None:
+    """Raise FunctionError for what an async function returns: a method, a partial or an object may be one, too."""
+    if isinstance(result, types.CoroutineType):
+        result.close()  # Python would warn that nobody has awaited it
+        raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")
 
 
 def _called_back(fn: Callable[[Any], object], added_by: int, future: concurrent.futures.Future[Any]) -> None:

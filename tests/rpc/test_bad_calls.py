@@ -1,5 +1,7 @@
 """Calls with an unknown worker, an object that is no function, or code: a clear error, and the world works on."""
 
+import concurrent.futures
+import functools
 import operator
 
 import jax
@@ -42,6 +44,40 @@ def test_async_functions_are_refused(world):
     for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
         with pytest.raises(jd.FunctionError, match=r"waits is an async function, .*asyncio\.run"):
             call(last(), waits, args=(1,))
+
+
+class Waiting:
+    async def method(self, x):
+        return x
+
+    async def __call__(self, x):
+        return x
+
+
+def waits_in_a_future(x):
+    future = concurrent.futures.Future()
+    future.set_result(waits(x))
+    return future
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Waiting().method, Waiting(), functools.partial(waits), waits_in_a_future],
+    ids=["method", "object", "partial", "future"],
+)
+@on_worker0
+def test_what_turns_out_to_be_async_is_refused(world, function):
+    refused = pytest.raises(jd.FunctionError, match=r"is an async function, .*asyncio\.run")
+    with refused:
+        jd.rpc_sync(last(), function, args=(1,))
+    with refused:
+        jd.remote(last(), function, args=(1,)).to_here()
+    with refused, jd.context():
+        jax.grad(lambda x: jd.rpc_sync(last(), function, args=(x,)))(1.0)
+    with refused, jd.context():
+        jax.grad(lambda x: jd.remote(last(), function, args=(x,)).to_here())(1.0)
+    with refused:
+        jd.jit(lambda x: jd.rpc_sync(last(), function, args=(x,)))(1.0)
 
 
 @needs_pickling

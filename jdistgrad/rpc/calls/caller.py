@@ -19,7 +19,7 @@ from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
-from jdistgrad.rpc.futures import CallFuture
+from jdistgrad.rpc.futures import IS_ASYNC, CallFuture
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
@@ -203,10 +203,7 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
             f"rpc_sync({peer.name!r}, function, args=(...))"
         )
     if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
-        raise errors.FunctionError(
-            f"{describe(function)} is an async function, whose coroutine nobody would await on {peer}. Call a function "
-            "that runs it: asyncio.run(...)."
-        )
+        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 

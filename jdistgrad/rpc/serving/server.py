@@ -13,6 +13,7 @@ from jdistgrad.rpc.calls.events import call_served
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.futures import refuse_coroutine
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.arguments import delivered
@@ -77,6 +78,7 @@ class Served:
                 self.thread = 0
                 result.add_done_callback(lambda future: self._finish(lambda: _result_of(future)))
                 return
+            refuse_coroutine(result)
         except BaseException as raised:
             result, error = None, raised
         self._end(result, error)
