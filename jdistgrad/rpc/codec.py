@@ -60,16 +60,17 @@ class _Reducing:
         """Reduce an object of a user's class, or something that can be called."""
         path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
         if path is not None:
-            return functions.by_name, path
+            return functions.sent_by(path, value)
         return self.jitted_code(value) if type(value) is functions.JITTED else NotImplemented
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
-        if functions.import_path(function) is None:
+        path = functions.import_path(function)
+        if path is None:
             if self.with_closures:
                 return closures.reduce(function)
             raise functions.refuse(function)
-        return self.by_its_name(function)
+        return self.by_its_name(function) if path[1] == function.__qualname__ else functions.sent_by(path, function)
 
     def by_its_name(self, value: Any) -> Any:
         """Let pickle write the name in C, where it checks that the name leads back here."""

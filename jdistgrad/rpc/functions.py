@@ -1,5 +1,7 @@
 """The functions that may be called: importable functions, by name, and functions that both sides registered."""
 
+import contextlib
+import inspect
 import pickle
 import sys
 import types
@@ -174,15 +176,65 @@ def import_path(function: Any) -> tuple[str, str] | None:
     return next(((module, name) for name, value in vars(sys.modules[module]).items() if value is function), None)
 
 
-def by_name(module: str, qualname: str) -> Any:
-    """Return the function that was sent by this name. Raises FunctionError if it is not here, or may not be named."""
+def sent_by(path: tuple[str, str], function: Any) -> Any:
+    """Return how to pickle a function that the other side finds under a name."""
+    return by_name, path if path[1] == qualified_name(function) else (*path, portrait(function))
+
+
+def by_name(module: str, qualname: str, like: str | None = None) -> Any:
+    """Return the function that was sent by this name, and has this portrait.
+
+    Raises:
+      FunctionError: it is not here, may not be named, or has another portrait.
+    """
+    what = f"{module}.{qualname}"
     try:
-        return unpickling.find(module, qualname)
+        found = unpickling.find(module, qualname)
     except (ImportError, AttributeError) as error:
         raise FunctionError(
-            f"this worker has no {module}.{qualname} ({error}). Every worker must run the same version of {module}.",
-            function=f"{module}.{qualname}",
+            f"this worker has no {what} ({error}). Every worker must run the same version of {module}.", function=what
         ) from error
+    if like is not None and portrait(found) != like:
+        raise FunctionError(
+            f"{what} is another function on this worker ({portrait(found)}) than on the one that sent it ({like}): its "
+            "module gives the name to several, in a loop perhaps. Give each function a name of its own.",
+            function=what,
+        )
+    return found
+
+
+def portrait(function: Any) -> str:
+    """Return a text that tells a function from others to which its module gives the same name at other times.
+
+    What ``jax.vmap`` and other decorators make of a function has that function's name.
+    """
+    layers = list[str]()
+    while function is not None:
+        closed_over = _closed_over(function) if _is_made_by_jax(function) else {}
+        settings = {name: one for name, one in closed_over.items() if _is_setting(one)}
+        made_by = getattr(getattr(function, "__code__", None), "co_qualname", type(function).__name__)
+        layers.append(f"{made_by}{settings or ''}")
+        called = closed_over.get("fun") or next((one for one in closed_over.values() if callable(one)), None)
+        function = called or inspect.getattr_static(function, "__wrapped__", None)
+    return " of ".join(layers)
+
+
+def _is_made_by_jax(function: Any) -> bool:
+    made = getattr(function, "__globals__", {}).get("__name__")
+    return isinstance(function, types.FunctionType) and str(made).startswith("jax.")
+
+
+def _closed_over(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function of JAX's closes over: the axes of ``jax.vmap``, say, and the function that it calls."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if name != "docstr"}
+
+
+def _is_setting(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, bool | int | str | None) or (
+        isinstance(value, tuple | list | dict) and all(map(_is_setting, parts))
+    )
 
 
 def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
@@ -202,9 +254,13 @@ def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
 
 def refuse(function: Any) -> FunctionError:
     """Return the error for a function that can be sent neither by name nor by value."""
+    what = describe(function)
+    why = "nothing can be imported there under that name"
+    with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
+        lookup(function.__module__, function.__qualname__)
+        why = f"this one is made of {what}, as by jax.vmap, and has no name of its own there"
     return FunctionError(
-        f"{describe(function)} cannot be called on another process: nothing can be imported there under that name. "
-        "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the "
-        "world with init(allow_code=True) to send code by value.",
-        function=describe(function),
+        f"{what} cannot be called on another process: {why}. Define it at the top level of a module, or register it on "
+        "both sides (jdistgrad.register), or open the world with init(allow_code=True) to send code by value.",
+        function=what,
     )

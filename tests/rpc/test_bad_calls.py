@@ -53,6 +53,10 @@ class Waiting:
     async def __call__(self, x):
         return x
 
+    @staticmethod
+    def waits_not(x):
+        return x
+
 
 def waits_in_a_future(x):
     future = concurrent.futures.Future()
@@ -88,6 +92,9 @@ def test_lambdas_and_closures_are_refused_by_name(wire_world):
 
     for function in (lambda x: x, local_function, jax.jit(local_function)):
         with pytest.raises(jd.FunctionError, match=r"test_bad_calls\..*<locals>.*top level.*register.*allow_code=True"):
+            jd.rpc_sync(last(), function, args=(1,))
+    for function in (jax.vmap(Waiting.waits_not), jax.jit(Waiting.waits_not)):
+        with pytest.raises(jd.FunctionError, match=r"is made of .*\.waits_not, .* no name of its own there.*top level"):
             jd.rpc_sync(last(), function, args=(1,))
     with pytest.raises(jd.FunctionError, match="<lambda>"):
         jd.rpc_sync(last(), apply, args=(lambda x: x, 1))

@@ -84,6 +84,10 @@ def jitted(x):
     return x + 1
 
 
+mapped = jax.vmap(Counter(1).plus)
+derivative = jax.grad(jitted)
+
+
 @jax.custom_vjp
 def custom(x):
     return 2 * x
@@ -100,3 +104,7 @@ def test_callables_of_every_kind(world):
     assert jd.rpc_sync(last, Counter, args=(3,)).start == 3
     assert jd.rpc_sync(last, jitted, args=(1,)) == 2
     assert jd.rpc_sync(last, custom, args=(1.5,)) == 3
+    assert jd.rpc_sync(last, mapped, args=(jnp.arange(2),)).tolist() == [1, 2]
+    assert jd.rpc_sync(last, derivative, args=(1.5,)) == 1
+    with jd.context():
+        assert jax.grad(lambda x: jd.rpc_sync(last, mapped, args=(x,)).sum())(jnp.ones(2)).tolist() == [1, 1]

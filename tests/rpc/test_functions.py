@@ -15,7 +15,13 @@ def top_level(x):
     return x
 
 
+def another(x):
+    return x
+
+
 fast = jax.jit(top_level)
+batched = jax.vmap(top_level)
+derivative = jax.grad(top_level)
 
 
 def carried(value):
@@ -23,9 +29,39 @@ def carried(value):
     return codec.decode(codec.encode(value, snapshot=True))
 
 
-@pytest.mark.parametrize("function", [top_level, fast, math.sin, jax.numpy.add, str.upper])
+@pytest.mark.parametrize("function", [top_level, fast, batched, derivative, math.sin, jax.numpy.add, str.upper])
 def test_importable_functions_arrive_as_themselves(function):
     assert carried(function) == function
+
+
+ALIKE = [
+    jax.jit(top_level),
+    jax.jit(another),
+    jax.vmap(top_level),
+    jax.vmap(another),
+    jax.vmap(top_level, in_axes=1),
+    jax.vmap(jax.jit(top_level)),
+    jax.jit(jax.vmap(top_level)),
+    jax.grad(top_level),
+    jax.grad(another),
+    jax.value_and_grad(top_level),
+    jax.value_and_grad(top_level, argnums=(0,)),
+    jax.checkpoint(top_level),
+    jax.hessian(top_level),
+    jax.jacrev(top_level),
+]
+
+
+@pytest.mark.parametrize("turn", range(len(ALIKE)))
+def test_a_name_that_several_functions_have_in_turn_finds_no_other_one(monkeypatch, turn):
+    codec = PickleCodec(allow_code=False)
+    monkeypatch.setitem(globals(), "in_turn", ALIKE[turn])
+    sent = codec.encode(ALIKE[turn], snapshot=True)
+    assert codec.decode(sent) is ALIKE[turn]
+    for other in ALIKE[:turn] + ALIKE[turn + 1 :]:
+        monkeypatch.setitem(globals(), "in_turn", other)
+        with pytest.raises(jd.FunctionError, match=r"in_turn is another function on this worker .* name of its own"):
+            codec.decode(sent)
 
 
 def test_a_jitted_function_may_have_a_name_of_its_own():
