@@ -192,7 +192,9 @@ def by_name(module: str, qualname: str, like: str | None = None) -> Any:
         found = unpickling.find(module, qualname)
     except (ImportError, AttributeError) as error:
         raise FunctionError(
-            f"this worker has no {what} ({error}). Every worker must run the same version of {module}.", function=what
+            f"this worker has no {what} ({error}). Every worker must run the same version of {module}, and define "
+            "functions before it calls init.",
+            function=what,
         ) from error
     if like is not None and portrait(found) != like:
         raise FunctionError(

@@ -64,6 +64,15 @@ def test_a_name_that_several_functions_have_in_turn_finds_no_other_one(monkeypat
             codec.decode(sent)
 
 
+@pytest.mark.parametrize("function", [another, fast], ids=["plain", "jitted"])
+def test_a_function_that_the_other_side_has_not_defined_yet(monkeypatch, function):
+    codec, name = PickleCodec(allow_code=False), functions.import_path(function)[1]
+    sent = codec.encode(function, snapshot=True)
+    monkeypatch.delitem(globals(), name)
+    with pytest.raises(jd.FunctionError, match=rf"{name}.* before it calls init"):
+        codec.decode(sent)
+
+
 def test_a_jitted_function_may_have_a_name_of_its_own():
     assert functions.import_path(fast) == (__name__, "fast")
     assert functions.import_path(lambda: 1) is None
