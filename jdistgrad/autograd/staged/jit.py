@@ -1,6 +1,7 @@
 """The staged step: traced once, local pieces compiled, pieces and messages run as a dataflow from Python."""
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -68,6 +69,10 @@ class StagedFunction(Generic[P, T]):
         leaves, structure = jax.tree.flatten((args, kwargs))
         result: T = self._step(leaves, structure).run(leaves)
         return result
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return the function as a method, as Python and ``jax.jit`` do: its first argument is the object."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""

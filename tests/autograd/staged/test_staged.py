@@ -1,6 +1,8 @@
 """The staged step, compared with the serial program."""
 
 import contextlib
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,3 +170,20 @@ def test_under_a_transformation_it_is_the_function_itself(world):
     staged = jd.jit(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum())
     with jd.context():
         assert_close(jax.grad(staged)(X), jax.grad(lambda x: mix(x, x).sum())(X))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    scale: Any
+
+    @jd.jit
+    def call(self, x):
+        return jd.rpc_sync(last(), mix, args=(self.scale, x))
+
+
+@on_worker0
+def test_a_method(world):
+    for scale in (2.0, X):
+        assert_close(Scaled(scale).call(X), mix(scale, X))
+        assert_close(Scaled.call(Scaled(scale), x=X), mix(scale, X))

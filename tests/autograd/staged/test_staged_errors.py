@@ -73,6 +73,14 @@ def sometimes(x):
 def test_arguments_must_be_arrays(world):
     with pytest.raises(TypeError, match="str: 'text'"):
         jd.jit(lambda x: x)("text")
+    with pytest.raises(TypeError, match=r"is a Trainer: .*close over anything else"):
+        Trainer().step(1.0)
+
+
+class Trainer:
+    @jd.jit
+    def step(self, x):
+        return x
 
 
 moods = []
