@@ -63,6 +63,18 @@ def by_reverse(call, x):
     return jax.grad(lambda x: jnp.sum(chain(call, x)))(x) * x
 
 
+def implicit(call, x):
+    """Return what solves an equation with a call in it; its derivative is that of the implicit function theorem."""
+
+    def solve(remainder, start):
+        return jax.lax.fori_loop(0, 20, lambda _, y: y - remainder(y), start)
+
+    def solve_tangent(linear, y):
+        return jnp.linalg.solve(jax.jacobian(linear)(y), y)
+
+    return jax.lax.custom_root(lambda y: y - x - call(1, fast_product, y, x) / 4, x, solve, solve_tangent)
+
+
 def jacfwd(f):
     return jax.jacfwd(f)
 
@@ -125,6 +137,24 @@ def test_a_derivative_is_the_serial_one(big_world, program, derivative):
 @on_worker0
 def test_a_compiled_derivative_is_the_serial_one(big_world, program, derivative, stage):
     assert_same(program, derivative, stage)
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@pytest.mark.parametrize("derivative", [jax.jacrev, jacfwd, reverse_over_forward, gradient_along])
+@on_worker0
+def test_an_implicit_function(big_world, derivative, stage):
+    assert_same(implicit, derivative, stage)
+
+
+@pytest.mark.parametrize("function", [layer, fast_layer])
+@on_worker0
+def test_the_jacobian_of_a_linear_function(big_world, function):
+    params, x = parameters(3, 2), vector(3)
+    with jd.context():
+        push = jax.linearize(lambda x: sync(1, function, params, x), x)[1]
+        found = [jax.jacrev(push)(x), jax.jacfwd(push)(2 * x)]
+    expected = jax.jacrev(lambda x: function(params, x))(x)
+    assert_close(found, [expected, expected])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ only.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,8 @@ def _pushed_through(
 ) -> tuple[Sequence[Any], dict[int, Any]]:
     """Return an operation's outputs, and the tangents of those that have derivatives. Arguments are by number."""
     perturbed = [k for k in tangents if is_differentiable(operands[k])]
+    if _is_linear(operation, perturbed, operands):
+        return _pushed_linearly(operation, operands, tangents)
     recording, given = _recording(operation, perturbed, operands)
     outputs = with_tangents(recording)(*given)
     push = Push(recording.released())
@@ -100,6 +102,27 @@ def _pushed_through(
     if not (isinstance(operation, Call) and operation.orders):
         outputs = outputs[1:]  # without the tag
     return outputs, dict(zip((k for k, one in enumerate(outputs) if is_differentiable(one)), moved, strict=True))
+
+
+def _is_linear(operation: Any, perturbed: Sequence[int], operands: Sequence[Any]) -> TypeGuard[Push]:
+    """Return whether an operation is linear in the operands with these numbers.
+
+    A pull is not always: a custom rule may do with cotangents what it likes.
+    """
+    return isinstance(operation, Push) and all(k >= len(operands) - operation.inputs for k in perturbed)
+
+
+def _pushed_linearly(
+    operation: Push, operands: Sequence[Any], tangents: Mapping[int, Any]
+) -> tuple[Sequence[Any], dict[int, Any]]:
+    """Return the outputs and tangents of an operation that is linear in the perturbed operands, which are inputs.
+
+    JAX must see that its derivative does not depend on them, as in implicit differentiation (``custom_root``), where
+    the place to differentiate at is an unknown.
+    """
+    function, first = with_tangents(operation), len(operands) - operation.inputs
+    moved = [tangents.get(first + k, jnp.zeros_like(one)) for k, one in enumerate(operands[first:])]
+    return function(*operands), dict(enumerate(function(*operands[:first], *moved)))
 
 
 def _recording(
@@ -119,13 +142,13 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
     """Differentiate an operation that JAX has taken out of its function with a derivative, as in a scan."""
     if isinstance(operation, Use):
         raise operation.misplaced()
+    given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
     batched = operation.batches if isinstance(operation, Linear) else isinstance(operation, Call) and operation.lanes
-    if batched or not isinstance(operation, Call | Linear):
+    if not isinstance(operation, Call | Linear) or (batched and not _is_linear(operation, [*given], operands)):
         raise DifferentiationError(
             f"no derivative of this order is known for {operation} inside scan, while_loop or cond. Take the inner "
             "derivative outside of the loop, or unroll the loop."
         )
-    given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
     outputs, found = _pushed_through(operation, operands, given)
     zeros = [ad.Zero(zero_from_primal(one, symbolic_zeros=True).aval) for one in outputs]
     return list(outputs), [found.get(k, zero) for k, zero in enumerate(zeros)]
