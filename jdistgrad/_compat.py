@@ -69,6 +69,15 @@ def configured(option: str) -> Any:
     return jax.config.values[option]
 
 
+def static_arguments(function: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the numbers and the names of the arguments that ``jax.jit`` was told to take as a part of the program.
+
+    JAX has no public way to ask for them.
+    """
+    found = getattr(function, "_jit_info", None)
+    return (found.static_argnums, found.static_argnames) if found is not None else ((), ())
+
+
 def trace_context() -> Any:
     """Return this thread's options of JAX that change what a function is traced to: x64, the precision of products ...
 

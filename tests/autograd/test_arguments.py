@@ -1,5 +1,7 @@
 """Gradients of remote calls, for all kinds of arguments and results: dtypes, trees with None, constants, sizes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,6 +175,37 @@ def test_python_numbers_among_the_arguments(big_world):
     for factor, flag in ((2, True), (2.5, True), (7, False)):
         assert_same_gradients(lambda call, x: call(1, scale_by_python, x, factor, flag), vector(3))  # noqa: B023
     assert_same_gradients(lambda call, factor: call(1, scale_by_python, jnp.ones(2), factor, True), 1.5)
+
+
+@functools.partial(jax.jit, static_argnums=(-1,), static_argnames=("scale",))
+def with_settings(x, y, between, *, scale, shift=0.5):
+    low, high = between
+    if scale > 1:  # only where JAX does not trace it
+        x = x**3 * scale
+    return jnp.clip(x * y, low, high) + shift
+
+
+def twice_differentiated(f):
+    return jax.jacfwd(jax.grad(lambda x: jnp.sum(f(x))))
+
+
+def over_a_batch(f):
+    return lambda x: jax.vmap(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(jnp.stack([x, 2 * x]))
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@pytest.mark.parametrize("derivative", [jax.jacrev, jax.jacfwd, twice_differentiated, over_a_batch])
+@on_worker0
+def test_static_arguments_that_are_floats(big_world, derivative, stage):
+    x = vector(3)
+    for scale, between in ((2.5, (-1.0, 1e9)), (0.5, (-1e9, 0.5)), (3, (-2, 2.5)), (True, (0.0, np.float32(9)))):
+
+        def program(call, x):
+            return call(1, with_settings, x, jnp.sin(x), between, scale=scale, shift=0.25)  # noqa: B023
+
+        with jd.context():
+            found = stage(derivative(functools.partial(program, sync)))(x)
+        assert_close(found, derivative(functools.partial(program, serial))(x), rtol=1e-4)
 
 
 def empty_and_wide(x, empty):

@@ -70,7 +70,11 @@ def test_arguments_that_are_not_compiled_for_are_not_kept():
 
     def compiled(number):
         told = Told()
-        return _compiled_for(function, Layout((Hole(), told), (0,)), ((0,),)) is not None, weakref.ref(told), number
+        return (
+            _compiled_for(function, Layout(((Hole(), told), {}), (0,)), ((0,),)) is not None,
+            weakref.ref(told),
+            number,
+        )
 
     found = [compiled(number) for number in range(2 * STATICS_COMPILED)]
     gc.collect()

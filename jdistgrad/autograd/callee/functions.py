@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad._compat import MODULES_OF_FUNCTIONS
+from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
 from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
 from jdistgrad.autograd.callee.untraceable import explained
@@ -46,6 +46,34 @@ def is_pure(function: Any) -> bool:
     if isinstance(function, ServedFunction) and function.pure:
         return True
     return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
+
+
+def has_static_arguments(function: Any) -> bool:
+    """Return whether ``jax.jit`` was told to take arguments of a function as a part of the program."""
+    while isinstance(function, ServedFunction):
+        function = getattr(function, "function", None)
+    return any(static_arguments(function))
+
+
+def static_leaves(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return a tree like the arguments: whether each leaf is a part of the program, as ``jax.jit`` was told.
+
+    Of a derived function, the arguments of the function it is derived from count.
+    """
+    if isinstance(function, PullbackOf | PushforwardOf):
+        first = 2 if isinstance(function, PullbackOf) else 1
+        inner = static_leaves(function.function, *args[first : first + 2])
+        return (*_flagged(args[:first], static=False), *inner, *_flagged(args[first + 2 :], static=False)), {}
+    if isinstance(function, ServedFunction):
+        return static_leaves(function.same_arguments_as, args, kwargs)
+    numbers, names = static_arguments(function)
+    by_number = ({k, k - len(args)} & {*numbers} for k in range(len(args)))
+    found = tuple(_flagged(arg, static=bool(given)) for arg, given in zip(args, by_number, strict=True))
+    return found, {name: _flagged(arg, static=name in names) for name, arg in kwargs.items()}
+
+
+def _flagged(tree: Any, *, static: bool) -> Any:
+    return jax.tree.map(lambda _: static, tree)
 
 
 def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:

@@ -8,7 +8,13 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from jdistgrad.autograd.callee.functions import differentiable_arrays, is_pure, nothing_hidden
+from jdistgrad.autograd.callee.functions import (
+    differentiable_arrays,
+    has_static_arguments,
+    is_pure,
+    nothing_hidden,
+    static_leaves,
+)
 from jdistgrad.autograd.callee.orders import Orders, differentiated, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.callee.untraceable import explained
@@ -194,7 +200,9 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     """Return the compiled form, or None if compiling does not pay: non-array arguments that keep changing."""
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
-        kinds = tuple(map(_kind, leaves))
+        some = has_static_arguments(function)
+        static = jax.tree.leaves(static_leaves(function, *layout.tree)) if some else [False] * len(leaves)
+        kinds = tuple(map(_kind, leaves, static))
         seen = _statics(function)
         if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
             seen.add(kinds)
@@ -205,7 +213,8 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     return _compiled(function, structure, kinds, orders)
 
 
-def _kind(leaf: Any) -> tuple[Any, Any]:
+def _kind(leaf: Any, static: bool) -> tuple[Any, Any]:  # noqa: FBT001 of a map
     if isinstance(leaf, Hole):
         return VARIABLE, None
-    return (ARRAY, None) if is_array(leaf) or isinstance(leaf, float | complex) else (type(leaf), leaf)
+    traced = not static and (is_array(leaf) or isinstance(leaf, float | complex))
+    return (ARRAY, None) if traced else (type(leaf), leaf)

@@ -102,7 +102,7 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Return whether everything but the items has a built-in type, which users cannot change or define anew."""
-        return trees.is_plain_tree(self.tree, lambda leaf: type(leaf) in trees.PLAIN or _is_item(leaf))
+        return trees.is_plain_tree(self.tree, lambda leaf: _has_plain_type(leaf) or _is_item(leaf))
 
     @property
     def has_keys(self) -> bool:
@@ -159,7 +159,14 @@ class Layout:
 
 
 def _is_item(leaf: Any) -> bool:
+    if isinstance(leaf, np.generic):  # a number, which the called function may need as such, for a static argument
+        return False
     return isinstance(leaf, Hole | ReferenceHole | ByReference | np.ndarray) or is_array(leaf)
+
+
+def _has_plain_type(leaf: Any) -> bool:
+    kind = type(leaf)
+    return kind in trees.PLAIN or (isinstance(leaf, np.generic) and kind.__module__ in ("numpy", "ml_dtypes"))
 
 
 def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:
