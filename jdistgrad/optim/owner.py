@@ -111,12 +111,13 @@ class OwnedParameters:
 
     def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
         """Update the values with gradients. ``extra``: what the transformation takes besides, such as the loss."""
+        factor = np.asarray(scale, jax.dtypes.canonicalize_dtype(np.float64))
         with self._lock:
             values = self._current()
             parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
             each = zip(gradients, parameters, strict=True)
             whole = [[or_zero(*both) for both in zip(mine, leaves, strict=True)] for mine, leaves in each]
-            found, self._state = self._update(trees, whole, self._state, parameters, np.float32(scale), extra)
+            found, self._state = self._update(trees, whole, self._state, parameters, factor, extra)
             for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
                 self._owned.replace(rref.id, value.layout.fill(leaves))
 

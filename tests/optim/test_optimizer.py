@@ -14,7 +14,7 @@ from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.optim.owner import Form, Value
+from jdistgrad.optim.owner import Form, OwnedParameters, Value
 
 
 def make_mixed(seed):
@@ -62,6 +62,14 @@ def test_clipping_by_the_norm_over_all_owners(world):
     refs = references()
     train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
     assert_close(values(refs), trained_serially(tx, 4))
+
+
+@pytest.mark.one_process
+def test_clipping_keeps_the_precision_of_the_values():
+    with jd.local_workers(1), jax.enable_x64(True):
+        value, scale = jd.RRef(jnp.ones(3)), 1 / 3
+        OwnedParameters(optax.sgd(1.0), [value]).step([[jnp.ones(3)]], scale, {})
+        np.testing.assert_allclose(value.local_value(), 1 - np.full(3, scale), rtol=1e-15)
 
 
 @on_worker0
