@@ -261,11 +261,16 @@ def _scalar(root: Any) -> Any:
         raise DifferentiationError(
             f"a root of a derivative must be local, not {root}. Fetch it first: return rref.to_here().", root=root
         )
-    if not (is_array(root) or isinstance(root, float | complex)) or jnp.shape(root) != ():
+    if not (is_array(root) or isinstance(root, int | float | complex)) or jnp.shape(root) != ():
         what = f"{root.dtype}{list(root.shape)}" if is_array(root) else f"a {type(root).__name__}"
         raise DifferentiationError(f"a root of a derivative must be a scalar, not {what}. Sum it, or take its mean.")
+    kind = root.dtype if is_array(root) else type(root).__name__
+    if jnp.issubdtype(jnp.result_type(root), jnp.complexfloating):
+        raise DifferentiationError(
+            f"a root of a derivative must be real, not {kind}. Take its real part or absolute value, or use jax.vjp."
+        )
     if not jnp.issubdtype(jnp.result_type(root), jnp.inexact):
-        raise DifferentiationError(f"a root of a derivative must be a float, not {root.dtype}")
+        raise DifferentiationError(f"a root of a derivative must be a float, not {kind}")
     return root
 
 

@@ -21,6 +21,11 @@ from jdistgrad.rpc.worker import current_worker
         (lambda x: jd.rpc_sync(rank(1), square, args=(x,)), r"must be a scalar, not float32\[3\]. Sum it"),
         (lambda x: jd.remote(rank(1), square, args=(x,)), r"must be local, not RRef\(.*to_here\(\)"),
         (lambda x: jnp.argmax(jd.rpc_sync(rank(1), square, args=(x,))), "must be a float, not int32"),
+        (lambda x: len(jd.rpc_sync(rank(1), square, args=(x,))), "must be a float, not int"),
+        (
+            lambda x: jd.rpc_sync(rank(1), square, args=(x,)).sum() * 1j,
+            r"must be real, not complex64\. Take its real part",
+        ),
         (lambda x: "loss", "must be a scalar, not a str"),
         (lambda x: None, "must be a scalar, not a NoneType"),
     ],
