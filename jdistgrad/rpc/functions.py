@@ -5,6 +5,7 @@ import inspect
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
 _shown: dict[int, str] = {}
+_portraits: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
 class ServedFunction:
@@ -210,6 +212,14 @@ def portrait(function: Any) -> str:
 
     What ``jax.vmap`` and other decorators make of a function has that function's name.
     """
+    if not isinstance(function, types.FunctionType | JITTED):
+        return _drawn(function)
+    if function not in _portraits:
+        _portraits[function] = _drawn(function)
+    return _portraits[function]
+
+
+def _drawn(function: Any) -> str:
     layers = list[str]()
     while function is not None:
         closed_over = _closed_over(function) if _is_made_by_jax(function) else {}
