@@ -1,5 +1,6 @@
 """Weakly typed arrays and random keys, which dtypes do not describe: programs give the results of one process."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,31 @@ def by_weak(call, function, x, s):
 def number_of(call, x):
     """Return a loss that multiplies a narrow array by a remote result, a number that may be weakly typed."""
     return (call(1, jnp.sum, x) * X).astype(jnp.float32).sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A function that equals others of its name, which compute something else."""
+
+    name: str
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return jnp.sin(x * self.factor)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_an_object_is_not_taken_for_an_equal_one(big_world, compiled):
+    for factor in (2.0, 3.0):
+
+        def loss(call, x):
+            return call(1, Named("layer", factor), x)  # noqa: B023
+
+        for derivative in (jax.grad, lambda f: jax.grad(jax.grad(f))):
+            with jd.context():
+                found = compiled(derivative(functools.partial(loss, sync)))(0.5)  # weakly typed
+            assert_close(found, derivative(functools.partial(loss, serial))(0.5))
 
 
 @EAGER_AND_COMPILED
