@@ -1,5 +1,6 @@
 """Blueprints of modules: equal for equal modules, and refused for values that cannot be built."""
 
+import dataclasses
 import functools
 
 import jax
@@ -87,6 +88,31 @@ def test_modules_whose_settings_differ_in_type_are_different_modules(big_world):
         found, expected = RemoteModule(last(), Power(exponent), (numbers,))(numbers), numbers**exponent
         assert_close(found, expected)
         assert found.dtype == expected.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """An activation that equals others of its name."""
+
+    name: str
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+class Activated(nn.Module):
+    activation: Scale
+
+    def __call__(self, x):
+        return self.activation(x)
+
+
+@on_worker0
+def test_modules_with_settings_that_are_equal_but_not_alike_are_different_modules(big_world):
+    for factor in (2.0, 3.0, 2.0):
+        assert_close(RemoteModule(last(), Activated(Scale("a", factor)), (X,))(X), X * factor)
+    assert linen.blueprint_of(Activated(Scale("a", 2.0))) == linen.blueprint_of(Activated(Scale("a", 2.0)))
 
 
 def test_only_what_was_given_is_in_a_blueprint():
