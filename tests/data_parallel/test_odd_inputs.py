@@ -52,6 +52,14 @@ def test_means_of_large_integers(world, rank, size):
     assert_close(found, {"tokens": np.float32(3e9), "rows": np.float32([2**40, 1]), "bytes": np.float32(2**35)})
 
 
+@pytest.mark.parametrize("name", ["mean", "broadcast", "verify", "average"])
+@on_every_worker
+def test_masked_arrays_are_refused(big_world, name, rank, size):
+    masked = np.ma.array([1.0, 2.0], mask=[False, True], dtype=np.float32)
+    with pytest.raises(LeafError, match=r"\['w'\] is a masked array, whose mask would be lost"):
+        getattr(DataParallel(), name)({"w": masked})
+
+
 @on_every_worker
 def test_numbers_smaller_than_a_byte(big_world, rank, size):
     mine = jnp.asarray(np.arange(37) % 2 * 2, jnp.float4_e2m1fn)
