@@ -119,6 +119,24 @@ def test_derivatives_with_and_without_types():
         np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["uint2", "int4", "float4_e2m1fn", "float8_e8m0fnu"])
+def test_numbers_that_xla_packs_and_such_without_a_zero(dtype):
+    numbers = (1 + np.arange(RANKS * 6).reshape(RANKS, 2, 3) % 2).astype(jnp.dtype(dtype))
+
+    def body(x):
+        c = Mesh("batch")
+        return c.broadcast(x[0], 3), c.allgather(x[0]), c.shift(x[0]), c.allreduce(x[0], "max")
+
+    out = P(), P("batch"), P("batch"), P()
+    root, gathered, shifted, top = on_mesh(body, jnp.asarray(numbers), in_specs=P("batch"), out_specs=out)
+    assert {one.dtype for one in (root, gathered, shifted, top)} == {numbers.dtype}
+    wide = numbers.astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(root, np.float32), wide[3])
+    np.testing.assert_array_equal(np.asarray(gathered, np.float32), np.tile(wide, (RANKS, 1, 1)))
+    np.testing.assert_array_equal(np.asarray(shifted, np.float32), np.roll(wide, 1, 0).reshape(-1, 3))
+    np.testing.assert_array_equal(np.asarray(top, np.float32), wide.max(0))
+
+
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("name", ["max", "min", "broadcast", "gather"])
 def test_derivatives_of_the_other_operations(name, typed):

@@ -11,6 +11,7 @@ from jax import lax
 
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.abi import carrier
 from jdistgrad.rpc.worker import find_worker
 
 log = logging.getLogger("jdistgrad.data_parallel")
@@ -62,6 +63,12 @@ class Mesh(Collectives):
         raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
 
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        carried = _carrier(x.dtype)
+        if carried == x.dtype:
+            return self._performed(name, x, how)
+        return self._performed(name, x.astype(carried), how).astype(x.dtype)
+
+    def _performed(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         index = self.rank
         if name == "allgather":
             return lax.all_gather(x, self.axis_name)
@@ -95,7 +102,7 @@ class Mesh(Collectives):
         if not self._typed():
             return self.perform("allgather", jnp.asarray(x))
         rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
-        return lax.psum(rows, self.axis_name)
+        return self.perform("sum", rows)
 
     def localize(self, x: jax.Array) -> jax.Array:
         """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
@@ -116,3 +123,10 @@ class Mesh(Collectives):
     def _varying(x: jax.Array) -> set[Any]:
         kind: Any = jax.typeof(x)
         return set(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def _carrier(dtype: Any) -> Any:
+    """Return the dtype in which the devices exchange arrays of a dtype that XLA packs, or that has no zero."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jnp.dtype(jnp.float32 if dtype == jnp.float8_e8m0fnu else carrier(dtype))
