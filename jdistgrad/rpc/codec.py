@@ -198,4 +198,5 @@ def hides_traced(value: Any) -> bool:
 
 def _steady(buffer: memoryview) -> memoryview:
     """Return bytes that cannot change while they wait to be sent. Small buffers are copied into the frame anyway."""
-    return buffer if buffer.readonly or not is_bulk(buffer.nbytes) else memoryview(bytearray(buffer))
+    changes = is_bulk(buffer.nbytes) and (not buffer.readonly or arrays.may_be_written(buffer))
+    return memoryview(bytearray(buffer)) if changes else buffer

@@ -18,7 +18,7 @@ from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
-from jdistgrad.wire.arrays import may_change
+from jdistgrad.wire.arrays import may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
@@ -232,7 +232,7 @@ def _steady(call: Any) -> Any:
 
 
 def _may_change(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and may_change(leaf)
+    return isinstance(leaf, np.ndarray) and may_be_written(leaf)
 
 
 # Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.

@@ -131,16 +131,25 @@ def as_jax_array(array: Any) -> jax.Array:
         return jnp.array(array)
     if array.nbytes < ALIAS_FROM:
         return _small(array.copy(), (dtype_name(array.dtype), array.shape))
-    made: jax.Array = jax.device_put(array.copy() if may_change(array) else array)
+    made: jax.Array = jax.device_put(array.copy() if _may_change(array) else array)
     return made
 
 
-def may_change(array: np.ndarray) -> bool:
+def _may_change(array: np.ndarray) -> bool:
     """Return whether somebody may write to an array's memory: others may see NumPy's own through another array."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     return bool(array.flags.writeable or owner.flags.owndata)
+
+
+def may_be_written(memory: Any) -> bool:
+    """Return whether an array, or one that it is a view of, is NumPy's and writable. ``memory``: it, or its bytes."""
+    while memory is not None:
+        if isinstance(memory, np.ndarray) and memory.flags.writeable:
+            return True
+        memory = memory.obj if isinstance(memory, memoryview) else getattr(memory, "base", None)
+    return False
 
 
 def check_kept(sent: np.dtype, made: Any) -> None:

@@ -43,6 +43,21 @@ def test_read_only_arrays_are_never_copied():
     assert np.shares_memory(np.asarray(buffer), array)
 
 
+def test_a_snapshot_of_a_read_only_view_does_not_see_later_changes_of_its_array():
+    codec, array = PickleCodec(allow_code=False), make("plain")
+    view = array[:]
+    view.flags.writeable = False
+    parcel = codec.encode(view, snapshot=True)
+    array[0] = 7
+    assert codec.decode(parcel)[0] == 0
+
+
+def test_jax_arrays_are_never_copied():
+    codec, array = PickleCodec(allow_code=False), jnp.zeros(LARGE)
+    (buffer,) = codec.encode(array, snapshot=True).buffers
+    assert np.shares_memory(np.asarray(buffer), np.asarray(array))
+
+
 def test_what_is_frozen_is_decoded_once():
     codec, value = PickleCodec(allow_code=False), Cached({"how": "often", "and": 3})
     first, second = (codec.decode(codec.encode(value, snapshot=True)) for _ in range(2))
