@@ -168,8 +168,8 @@ class PickleCodec:
         except (AttributeError, ImportError) as error:
             raise FunctionError(
                 f"a message names something this worker does not have: {error}. Every worker must run the same "
-                "version of every module, and define the same functions: at top level, before it calls init, not where "
-                "only some ranks run."
+                "version of every module, and define the same functions: at top level, not where only some ranks run, "
+                "and above jd.init(), or a worker may not have come to them yet."
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {spelled(error)}") from error

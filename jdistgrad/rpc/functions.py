@@ -195,7 +195,7 @@ def by_name(module: str, qualname: str, like: str | None = None) -> Any:
     except (ImportError, AttributeError) as error:
         raise FunctionError(
             f"this worker has no {what} ({error}). Every worker must run the same version of {module}, and define "
-            "functions before it calls init.",
+            "functions above jd.init(), or a worker may not have come to them yet.",
             function=what,
         ) from error
     if like is not None and portrait(found) != like:

@@ -69,7 +69,7 @@ def test_a_function_that_the_other_side_has_not_defined_yet(monkeypatch, functio
     codec, name = PickleCodec(allow_code=False), functions.import_path(function)[1]
     sent = codec.encode(function, snapshot=True)
     monkeypatch.delitem(globals(), name)
-    with pytest.raises(jd.FunctionError, match=rf"{name}.* before it calls init"):
+    with pytest.raises(jd.FunctionError, match=rf"{name}.* above jd.init\(\)"):
         codec.decode(sent)
 
 
