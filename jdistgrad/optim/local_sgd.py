@@ -57,7 +57,7 @@ def local_sgd(
       >>> tx = local_sgd(optax.adam(1e-3), every=20)
       >>> state = tx.init(params)
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 1:
         raise ValueError(f"local_sgd: every must be a number of steps, 1 or more, not {every!r}")
     mine, above = with_extra_arguments(inner), with_extra_arguments(outer or optax.sgd(1.0))
     average = average_gradients(collectives, bucket_cap_mb=bucket_cap_mb, hook=hook)

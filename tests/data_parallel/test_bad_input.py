@@ -115,6 +115,12 @@ def test_static_parts_that_no_other_process_can_compare_may_differ(big_world, ra
 
 
 @on_every_worker
+def test_equal_settings_that_are_spelled_differently(world, rank, size):
+    dp = DataParallel(bucket_cap_mb=4 if rank == 0 else np.float64(4))
+    np.testing.assert_allclose(dp.average(jnp.full(3, float(rank))), (size - 1) / 2)
+
+
+@on_every_worker
 def test_ranks_with_different_settings_are_told(big_world, rank, size):
     dp = DataParallel(bucket_cap_mb=1 if rank != 2 else 2)
     with pytest.raises(DisagreementError, match="bucket_cap_mb is 1 on rank 0, 2 on rank 2"):

@@ -89,7 +89,8 @@ def test_the_digest_tells_trees_and_settings_apart_and_nothing_else():
 def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():
     assert limits_of(None) == (MIB, 25 * MIB)
     assert limits_of(25) == (25 * MIB,)
-    assert limits_of(0.5) == (MIB // 2,)
+    assert limits_of(0.5) == limits_of(np.float32(0.5)) == (MIB // 2,)
+    assert limits_of(np.int32(4096)) == (4096 * MIB,)
 
 
 @pytest.mark.parametrize("cap", [0, -1, float("nan"), True, "25"])

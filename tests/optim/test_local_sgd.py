@@ -64,7 +64,7 @@ OUTER = {"averages": None, "DiLoCo": optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 @pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
 @pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [1, np.int64(3)])
 @on_every_worker
 def test_local_sgd_is_the_serial_program(big_world, every, outer, staged, rank, size):
     inner, above = optax.adam(0.05), OUTER[outer]

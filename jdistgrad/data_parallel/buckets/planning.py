@@ -13,6 +13,7 @@ import numpy as np
 
 MIB = 1 << 20
 FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
+NUMBERS = int, float, np.integer, np.floating
 
 
 Cap = float | Literal["auto"] | None  # in MiB
@@ -22,11 +23,11 @@ def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
     """Return the bucket limits in bytes for a cap in MiB: by default, and before measuring, 25 and 1 for the first."""
     if bucket_cap_mb is None or bucket_cap_mb == "auto":
         return FIRST_LIMIT, CAP
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, NUMBERS) or not bucket_cap_mb > 0:
         raise ValueError(
             f'bucket_cap_mb must be a number of MiB above zero, None for {CAP // MIB}, or "auto"; not {bucket_cap_mb!r}'
         )
-    return (max(1, int(min(bucket_cap_mb, 1 << 40) * MIB)),)
+    return (max(1, int(min(float(bucket_cap_mb), 1 << 40) * MIB)),)
 
 
 def plan_buckets(

@@ -31,6 +31,11 @@ class BucketPlan:
         return [slot.index for bucket in self.buckets for slot in bucket.slots]
 
 
+def _spelled(cap: Cap) -> str:
+    """Spell equal numbers alike, and others differently."""
+    return str(cap) if cap is None or isinstance(cap, str) else repr(float(cap)).removesuffix(".0")
+
+
 def paths_of(sparse: Sequence[str]) -> frozenset[str]:
     """Return checked paths of leaves. Raise TypeError for a single path that is not in a list."""
     if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
@@ -59,7 +64,7 @@ class Rules:
     def settings(self) -> Settings:
         """The values that the ranks compare, by the names that messages use."""
         return (
-            ("bucket_cap_mb", str(self.bucket_cap_mb)),
+            ("bucket_cap_mb", _spelled(self.bucket_cap_mb)),
             ("the hook", self.hook_name),
             ("find_unused_parameters", str(self.find_unused_parameters)),
             ("check_finite", str(self.check_finite)),
