@@ -55,9 +55,15 @@ def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
 
 
 class Survivors(MPI):
-    """A group that goes on without ranks that die. ``first_ranks``: the world ranks of the group as it was made."""
+    """A group that goes on without ranks that die.
+
+    Attributes:
+      first_ranks: the world ranks of the group as it was made.
+      voting: whether the ranks vote on what they do now. Otherwise an error is the last word, and names the lost rank.
+    """
 
     first_ranks: tuple[int, ...]
+    voting: bool = True
 
     def place_of(self, rank: int) -> int:
         worker = self.first_ranks[rank]
@@ -135,6 +141,8 @@ class Survivors(MPI):
         return block
 
     def _raise_lost(self, error: Exception, what: str) -> None:
+        if not self.voting:
+            raise_lost(error, self.world_ranks, what)
         raise_lost(error, self.world_ranks, what, patient=False)
 
     def _interrupt(self) -> None:

@@ -34,7 +34,7 @@ class Reducer:
         self.collectives, self.rules = collectives, rules
         self.plans: dict[int, BucketPlan] = {}
         self.states: dict[int, dict[int, Any]] = {}
-        self.joining = Joining.NONE
+        self._joining = Joining.NONE
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
         self.broken: CollectiveError | WorkerLostError | None = None
@@ -86,6 +86,17 @@ class Reducer:
             if self.broken is None:
                 self.fail(step, bucket)
             raise
+
+    @property
+    def joining(self) -> Joining:
+        """The kind of ``join`` block that this rank is in."""
+        return self._joining
+
+    @joining.setter
+    def joining(self, kind: Joining) -> None:
+        self._joining = kind
+        if isinstance(self.collectives, Survivors):
+            self.collectives.voting = self.votes
 
     # Going on without ranks that die.
 
