@@ -61,7 +61,7 @@ def _positive(variable: str, default: float, unit: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not value > 0:
         raise ValueError(f"the environment variable {variable} must be a positive number of {unit}, not {text!r}")
     return value
 

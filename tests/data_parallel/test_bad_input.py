@@ -248,11 +248,19 @@ def test_a_hook_with_a_state_inside_jit(world, rank, size):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"sparse": "['w']"}, "sparse must be a list of paths"), ({"timeout": 0}, "timeout must be a number of seconds")],
+    [
+        ({"sparse": "['w']"}, "sparse must be a list of paths"),
+        ({"timeout": 0}, "timeout must be a number of seconds"),
+        ({"timeout": True}, "timeout must be a number of seconds"),
+    ],
 )
 def test_settings_that_are_none(settings, said):
     with pytest.raises((TypeError, ValueError), match=said):
         DataParallel(Mesh("batch"), **settings)
+
+
+def test_a_timeout_may_be_a_number_of_numpys():
+    DataParallel(Mesh("batch"), timeout=np.int64(9))
 
 
 @on_every_worker

@@ -4,6 +4,7 @@ import concurrent.futures
 import math
 import threading
 
+import numpy as np
 import pytest
 from helpers.worlds import last, nap, on_worker0, still_works
 
@@ -62,11 +63,17 @@ def test_waiting_less_than_the_call_lasts(world):
     assert future.result() == "let go"
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, "5"])
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, "5", True])
 @on_worker0
 def test_timeouts_that_are_none(world, timeout):
     with pytest.raises(ValueError, match="positive number of seconds"):
         jd.rpc_sync(0, nap, args=(0,), timeout=timeout)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+@on_worker0
+def test_timeouts_that_are_numbers_of_numpys(world, kind):
+    assert jd.rpc_sync(0, nap, args=(0,), timeout=kind(9)) == 0
 
 
 @on_worker0

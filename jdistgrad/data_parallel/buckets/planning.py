@@ -6,6 +6,7 @@ limit by up to one leaf.
 
 import functools
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,8 +14,6 @@ import numpy as np
 
 MIB = 1 << 20
 FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
-NUMBERS = int, float, np.integer, np.floating
-
 
 Cap = float | Literal["auto"] | None  # in MiB
 
@@ -23,7 +22,7 @@ def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
     """Return the bucket limits in bytes for a cap in MiB: by default, and before measuring, 25 and 1 for the first."""
     if bucket_cap_mb is None or bucket_cap_mb == "auto":
         return FIRST_LIMIT, CAP
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, NUMBERS) or not bucket_cap_mb > 0:
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, numbers.Real) or not bucket_cap_mb > 0:
         raise ValueError(
             f'bucket_cap_mb must be a number of MiB above zero, None for {CAP // MIB}, or "auto"; not {bucket_cap_mb!r}'
         )

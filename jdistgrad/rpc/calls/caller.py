@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import math
+import numbers
 import threading
 import time
 import types
@@ -210,8 +211,9 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
 
 def checked_timeout(seconds: Any) -> float:
     """Return a timeout that a caller gave. Raises ValueError if it is not a positive number."""
-    if isinstance(seconds, int | float) and seconds > 0 and not math.isnan(seconds):
-        return float(seconds) if seconds < threading.TIMEOUT_MAX else math.inf
+    limit = float(seconds) if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool) else math.nan
+    if limit > 0:
+        return limit if limit < threading.TIMEOUT_MAX else math.inf
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")
 
 
