@@ -79,8 +79,10 @@ class StageFunction(ServedFunction):
         return describe(self.function)
 
     def __call__(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        run = jax.checkpoint(self._result) if self.remat else self._result
-        return run(parameters, inputs, targets)
+        if not self.remat:
+            return self._result(parameters, inputs, targets)
+        found = jax.checkpoint(self._result)(parameters, inputs, targets)
+        return jax.tree.map(jnp.asarray, found)  # of a constant, JAX returns a Python number
 
     def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
         output = _in_arrays(self.function, self.function(parameters, *inputs))

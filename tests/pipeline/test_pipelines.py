@@ -662,6 +662,34 @@ def test_a_backward_pass_may_read_python_numbers(world, remat):
     assert_close((np.asarray(loss), grads["w"]), expected, rtol=1e-5)
 
 
+def with_constants(params, x):
+    return x * params["w"], True, 2, 0.5, np.int8(3)
+
+
+def by_constants(params, found):
+    x, flag, power, factor, small = found
+    return jnp.where(flag, x, 0.0) ** power * factor * small, True
+
+
+def mean_of_first(output):
+    return jnp.mean(output[0]), {"flag": output[1]}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@on_worker0
+def test_constants_may_be_among_the_results_of_stages(world, remat):
+    ref, x = jd.remote(jd.world_size() - 1, with_number), np.linspace(-1, 1, 15, dtype="float32").reshape(5, 3)
+    stages = [pp.Stage(with_constants, ref, remat=remat), pp.Stage(by_constants, None, remat=remat)]
+    pipeline = jd.Pipeline(stages, pp.gpipe(2, 2), loss=mean_of_first, workers=[jd.world_size() - 1, 0])
+    (loss, aux), (grads,) = stepped(pipeline, [ref], x)
+
+    def whole(w):
+        return jnp.mean(1.5 * (x * w) ** 2)
+
+    assert_close((np.asarray(loss), grads["w"]), serially(jax.value_and_grad(whole), with_number()["w"]), rtol=1e-5)
+    assert [bool(one["flag"]) for one in aux] == [True, True]
+
+
 def test_what_is_compiled_lives_as_long_as_its_stage():
     wanted = (True, True)
     kept, shared = StageFunction(functools.partial(layer)), StageFunction(layer)
