@@ -7,13 +7,10 @@ class travel instead. Blueprints can be compared and hashed, so each worker buil
 import dataclasses
 import functools
 import itertools
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jdistgrad.rpc.functions import Args
-
-KNOWN = ("builtins", "jax", "jdistgrad", "ml_dtypes", "numpy")  # packages whose equal values are alike
+from jdistgrad.rpc.functions import Args, content_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,23 +37,12 @@ class Blueprint:
     @property
     def _typed(self) -> tuple[Any, ...]:
         values = *self.args, *(value for _, value in self.kwargs)
-        return self.make, self.args, self.kwargs, tuple(map(_content, values))
+        return self.make, self.args, self.kwargs, tuple(map(content_of, values))
 
     @property
     def label(self) -> str:
         made = self.args[0] if self.make is functools.partial else self.make
         return getattr(made, "__qualname__", None) or type(made).__name__
-
-
-def _content(value: Any) -> Any:
-    """Return what tells a value from equal ones: its type, and all that it holds if a user's class defines equality."""
-    kind: Any = type(value)
-    if kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in KNOWN:
-        return kind
-    try:
-        return kind, pickle.dumps(value)
-    except Exception:  # whatever the reason: it does not travel to other processes
-        return kind
 
 
 @dataclasses.dataclass(frozen=True)

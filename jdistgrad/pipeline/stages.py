@@ -17,7 +17,7 @@ from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import ServedFunction, content_of, describe
 
 SHARED = 64  # compiled forward passes that are kept though their stages are gone: some MiB each
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
@@ -53,7 +53,8 @@ class Stage:
 class StageFunction(ServedFunction):
     """The function of a stage, and of the last stage the loss too, as what JAX differentiates and compiles.
 
-    What is compiled for it is kept as long as it is. Equal ones share it, if they are among the last that were made.
+    What is compiled for it is kept as long as it is. Equal ones share it, if they are among the last that were made,
+    and alike in what comparisons leave out.
     """
 
     function: Callable[..., Any]
@@ -71,7 +72,8 @@ class StageFunction(ServedFunction):
         """Return the stage's forward pass, compiled, with its pullback if anything is wanted."""
         found = self._compiled.get(wanted)
         if found is None:
-            found = self._compiled[wanted] = _forward((self.function, self.remat, self.loss), wanted)
+            made_of = self.function, self.remat, self.loss
+            found = self._compiled[wanted] = _forward(tuple((one, content_of(one)) for one in made_of), wanted)
         return found
 
     @property
@@ -195,8 +197,8 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=SHARED)
-def _forward(made_of: tuple[Any, ...], wanted: Wanted) -> Callable[..., Traced]:
-    function = StageFunction(*made_of)  # not the stage's, which holds what is compiled
+def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[..., Traced]:
+    function = StageFunction(*(one for one, _ in made_of))  # not the stage's, which holds what is compiled
 
     def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
         # Weak types get lost on the way between processes, and a placement must not change what is computed.

@@ -16,6 +16,7 @@ from jdistgrad.errors import FunctionError
 from jdistgrad.rpc import programs, unpickling
 
 JITTED = type(jax.jit(lambda: None))
+ALIKE = ("builtins", "jax", "jaxlib", "jdistgrad", "ml_dtypes", "numpy")  # packages whose equal values are alike
 
 Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
@@ -131,6 +132,17 @@ def registered(name: str) -> Callable[..., Any]:
 
 def qualified_name(function: Any) -> str | None:
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+
+
+def content_of(value: Any) -> Any:
+    """Return what tells a value from equal ones: its type, and all that it holds if a user's class defines equality."""
+    kind: Any = type(value)
+    if kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE:
+        return kind
+    try:
+        return kind, pickle.dumps(value)
+    except Exception:  # whatever the reason: what it holds cannot be compared
+        return kind, id(value)
 
 
 def describe(function: Any) -> str:

@@ -95,7 +95,7 @@ class Scale:
     """An activation that equals others of its name."""
 
     name: str
-    factor: float = dataclasses.field(compare=False)
+    factor: object = dataclasses.field(compare=False)
 
     def __call__(self, x):
         return x * self.factor
@@ -113,6 +113,9 @@ def test_modules_with_settings_that_are_equal_but_not_alike_are_different_module
     for factor in (2.0, 3.0, 2.0):
         assert_close(RemoteModule(last(), Activated(Scale("a", factor)), (X,))(X), X * factor)
     assert linen.blueprint_of(Activated(Scale("a", 2.0))) == linen.blueprint_of(Activated(Scale("a", 2.0)))
+    first, second = (Scale("a", lambda: None) for _ in range(2))  # which cannot be pickled
+    assert linen.blueprint_of(Activated(first)) == linen.blueprint_of(Activated(first))
+    assert linen.blueprint_of(Activated(first)) != linen.blueprint_of(Activated(second))
 
 
 def test_only_what_was_given_is_in_a_blueprint():

@@ -1,5 +1,6 @@
 """What stays from one step to the next, on the workers and in the caller's hands, and what does not."""
 
+import dataclasses
 import functools
 import threading
 
@@ -12,6 +13,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.autograd.contexts import find_context
+from jdistgrad.pipeline.stages import StageFunction
 from jdistgrad.pipeline.under_way import UnderWay
 
 _traced = []
@@ -55,6 +57,37 @@ def test_functions_that_arrive_as_new_objects_are_compiled_once(world):
             assert float(pipeline.step(X, targets=Y)) == 6.0
         counts.append([jd.rpc_sync(ref.owner, traced) for ref in refs])
     assert counts[0] == counts[1] == counts[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A stage that equals others of its name, also where it is another function."""
+
+    name: str
+    factor: object = dataclasses.field(compare=False)
+
+    def __call__(self, params, x):
+        return (self.factor() if callable(self.factor) else self.factor) * x @ params
+
+
+@on_worker0
+def test_functions_that_are_equal_but_not_alike_do_not_share_what_is_compiled(world):
+    last = jd.world_size() - 1
+    refs = [jd.remote(last, square, args=(4,)) for _ in range(4)]
+    for factors in ((2.0, 3.0, 5.0, 7.0), (1.0, 3.0, 4.0, 7.0)):
+        stages = [(Scaled("a", factor), ref) for factor, ref in zip(factors, refs, strict=True)]
+        pipeline = jd.Pipeline(stages, pp.interleaved(1, 2, 4), loss=mean)
+        with jd.context():
+            assert float(pipeline.step(X, targets=Y)) == np.prod(factors)
+
+
+def test_functions_share_what_is_compiled_where_all_that_they_hold_is_alike():
+    first, alike, other = (StageFunction(Scaled("a", factor)) for factor in (2.0, 2.0, 3.0))
+    local = [StageFunction(Scaled("a", lambda: 2.0)) for _ in range(2)]  # which cannot be pickled
+    wanted = (True, True)
+    assert first.compiled(wanted) is alike.compiled(wanted)
+    assert first.compiled(wanted) is not other.compiled(wanted)
+    assert local[0].compiled(wanted) is not local[1].compiled(wanted)
 
 
 def shares_under_way(ctx):
