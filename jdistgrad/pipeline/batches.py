@@ -29,8 +29,10 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
     """Return the size of each microbatch of arguments and targets: they differ by one at most, the larger first.
 
     Raises:
-      ValueError: an array has another length than the others, or there are fewer rows than microbatches.
+      ValueError: an array has another length than the others, or there are fewer rows than microbatches; or one has a
+        mask.
     """
+    _refuse_masked((batch, targets))
     leaves = jax.tree.leaves((batch, targets), is_leaf=_is_whole)
     lengths = [_length(leaf) for leaf in leaves if not _is_whole(leaf)]
     if not lengths and microbatches > 1:
@@ -67,6 +69,17 @@ def _pieces(leaf: Any, ends: Sequence[int]) -> list[Any]:
 
 def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, Whole)
+
+
+def _refuse_masked(given: Any) -> None:
+    """Refuse arrays with a mask: code that JAX has compiled for other arrays takes them, and leaves the mask out."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
+        parts = jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,)
+        if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+            raise ValueError(
+                f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its data "
+                "and its mask, x.data and numpy.ma.getmaskarray(x)."
+            )
 
 
 def _length(leaf: Any) -> int | None:

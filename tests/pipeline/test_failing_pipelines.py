@@ -475,6 +475,10 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline.step(X)
         with pytest.raises(ValueError, match="nothing in the batch is split into the 4 microbatches"):
             pipeline.apply(pp.whole(X))
+    masked = np.ma.masked_array(X, X > 0)
+    for given in (masked, pp.whole({"x": masked})):
+        with pytest.raises(ValueError, match="argument 0 of the step is a masked array"), jd.context():
+            pipeline.step(given, targets=Y)
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
         pipeline_of([multiply] * 3, refs, loss=vector_loss).step(X, targets=Y)
     steps_well(refs)
