@@ -132,16 +132,13 @@ class PickleCodec:
             raw = [_steady(buffer.raw()) if snapshot else buffer.raw() for buffer in buffers]
         except BaseException as error:
             shipment.take_back()
-            explained = self._explained(error, pickler.last_function, value)
-            if explained is error:
+            if isinstance(error, DistgradError) or not isinstance(error, Exception):
                 raise
-            raise explained from error
+            raise self._explained(error, pickler.last_function, value) from error
         return Parcel(stream.getbuffer(), raw, shipment.attachment(), shipment.take_back)
 
-    def _explained(self, error: BaseException, function: Any, value: Any) -> BaseException:
+    def _explained(self, error: Exception, function: Any, value: Any) -> DistgradError:
         """Return the error to raise, which names the function, or the part of the value, that cannot be sent."""
-        if isinstance(error, DistgradError) or not isinstance(error, Exception):
-            return error
         if function is not None and functions.import_path(function) is None:
             return functions.refuse(function)
         if isinstance(error, RecursionError):

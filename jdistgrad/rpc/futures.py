@@ -24,6 +24,8 @@ IS_ASYNC = (
 T = TypeVar("T")
 U = TypeVar("U")
 
+Outcome = tuple[Any, BaseException | None]  # the result of a call, or else its error
+
 
 class Promise(concurrent.futures.Future[Any]):
     """The future of a value that users' code makes. Its base class ignores an exception that is false as a bool."""
@@ -35,7 +37,7 @@ class Promise(concurrent.futures.Future[Any]):
         try:
             raise error
         finally:
-            error = None  # the traceback refers to this frame
+            del error, self  # the traceback refers to this frame
 
 
 class CallFuture(Corrected, Later, InterruptibleFuture[T]):
@@ -51,8 +53,8 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
         super().__init__()
         self._wait_for = wait_for
-        self._open: Callable[[], T] | None = None
-        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._open: Callable[[], Outcome] | None = None
+        self._outcome: Outcome | None = None
         self._opening = threading.Lock()
         self._has_callbacks = False
 
@@ -61,8 +63,12 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
             self._has_callbacks = True
         super().add_done_callback(functools.partial(_called_back, fn, threading.get_ident()))
 
-    def answer(self, opener: Callable[[], T], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
-        """Complete the future. ``opener`` returns the value or raises; ``run_elsewhere`` starts a task on a thread."""
+    def answer(self, opener: Callable[[], Outcome], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
+        """Complete the future. ``opener`` returns the outcome, or raises if it cannot be opened.
+
+        Arguments:
+          run_elsewhere: starts a task on a thread.
+        """
         if not self.set_running_or_notify_cancel():
             return
         with self._opening:
@@ -83,7 +89,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         try:
             raise error
         finally:
-            error = None  # the traceback refers to this frame
+            del error, self  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return super().exception(self._time_left_after_waiting(timeout))
@@ -93,14 +99,14 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         self._wait_for((self,), timeout)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
 
-    def _opened(self) -> tuple[Any, BaseException | None]:
+    def _opened(self) -> Outcome:
         with self._opening:
             if self._outcome is None:
                 assert self._open is not None
                 try:
-                    self._outcome = self._open(), None
+                    self._outcome = self._open()
                 except BaseException as error:
-                    self._outcome = None, error
+                    self._outcome = None, error.with_traceback(None)  # which would refer to this future
                 self._open = None
             return self._outcome
 
@@ -114,13 +120,13 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         scope = current_scope()
 
         def run(future: concurrent.futures.Future[T]) -> None:
-            outcome: Callable[[], U]
+            outcome: Outcome
             try:
                 with within(scope):
-                    outcome = functools.partial(_same, fn(future.result()))
+                    outcome = fn(future.result()), None
             except BaseException as error:
-                outcome = functools.partial(_raised, error)
-            after.answer(outcome, lambda task: task())
+                outcome = None, error
+            after.answer(lambda: outcome, lambda task: task())
 
         self.add_done_callback(run)
         return after
@@ -163,26 +169,29 @@ class CallFutures(tuple[CallFuture[T], ...]):
         Raises:
           ExceptionGroup: some calls failed; it holds their exceptions, whose notes name the workers.
         """
-        results, errors = list[T](), list[Exception]()
-        for future in self:
-            try:
-                results.append(future.result())
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise ExceptionGroup(f"{len(errors)} of {len(self)} calls failed", errors)
-        return results
+        results, errors, futures = list[T](), list[Exception](), list(self)
+        try:
+            while futures:
+                try:
+                    results.append(futures.pop(0).result())
+                except Exception as error:
+                    errors.append(error)
+            if errors:
+                raise ExceptionGroup(f"{len(errors)} of {len(self)} calls failed", errors)
+            return results
+        finally:
+            del errors, futures, self  # the tracebacks refer to this frame
 
 
 def done_future(compute: Callable[[], T]) -> CallFuture[T]:
     """Return a future of a result that is computed now, or of the exception that this raises."""
     future: CallFuture[T] = CallFuture(lambda futures, timeout: None)
-    outcome: Callable[[], T]
+    outcome: Outcome
     try:
-        outcome = functools.partial(_same, compute())
+        outcome = compute(), None
     except Exception as error:
-        outcome = functools.partial(_raised, error)
-    future.answer(outcome, lambda task: task())
+        outcome = None, error
+    future.answer(lambda: outcome, lambda task: task())
     return future
 
 
@@ -211,11 +220,3 @@ def _called_back(fn: Callable[[Any], object], added_by: int, future: concurrent.
         if threading.get_ident() == added_by:
             raise
         log.exception("a callback of %r raised", future)
-
-
-def _same(value: U) -> U:
-    return value
-
-
-def _raised(error: BaseException) -> Any:
-    raise error

@@ -1,6 +1,8 @@
 """Exceptions of remote functions: type, causes and notes on the caller, and the chain of workers in the notes."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 from helpers.worlds import last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
@@ -197,3 +199,40 @@ def test_the_members_of_a_group_hold_no_frames(world):
     for group in (caught.value, *caught.value.exceptions):
         frames += [one.__traceback__ for one in getattr(group, "exceptions", ())]
     assert not any(frames)
+
+
+FAILING = {
+    "rpc_sync": lambda to: jd.rpc_sync(to, raise_own_error),
+    "rpc_async": lambda to: jd.rpc_async(to, raise_own_error).result(),
+    "remote": lambda to: jd.remote(to, raise_own_error).to_here(),
+    "rpc_all": lambda to: jd.rpc_all([to, 0], raise_own_error).result(),
+    "too late": lambda to: jd.rpc_sync(to, nap, args=(0.2,), timeout=0.01),
+    "no function": lambda to: jd.rpc_sync(to, jd),
+    "a function without a name": lambda to: jd.rpc_sync(to, lambda: raise_own_error()),
+}
+
+
+class Large:
+    pass
+
+
+@pytest.mark.parametrize("way", FAILING)
+@on_worker0
+def test_what_callers_of_failed_calls_hold_goes_with_the_error(world, way):
+    """No cycle of an error, its traceback and our frames, which only the garbage collector would find."""
+
+    def caller():
+        large = Large()
+        held.append(weakref.ref(large))
+        FAILING[way](last())
+
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((OwnError, jd.DistgradError, TypeError)):
+            caller()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    still_works()

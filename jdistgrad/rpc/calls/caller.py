@@ -9,7 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
@@ -20,7 +20,7 @@ from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
-from jdistgrad.rpc.futures import IS_ASYNC, CallFuture
+from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
@@ -57,6 +57,8 @@ class Caller:
         except KeyboardInterrupt:
             future.cancel()
             raise
+        finally:
+            del future  # it holds the error, whose traceback refers to this frame
 
     def rpc_async(
         self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
@@ -141,11 +143,9 @@ class Caller:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
             pending.future.answer(functools.partial(self._outcome, message), self._mailbox.run)
 
-    def _outcome(self, message: Message) -> Any:
+    def _outcome(self, message: Message) -> Outcome:
         body = self._mailbox.open(message)
-        if message.kind is Kind.FAILURE:
-            raise body.to_raise()
-        return body
+        return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
     def expire(self, now: float) -> None:
         """Fail the calls whose deadline has passed."""
@@ -175,7 +175,7 @@ class Caller:
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
-        pending.future.answer(functools.partial(raise_error, error), self._mailbox.run)
+        pending.future.answer(lambda: (None, error), self._mailbox.run)
 
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
@@ -215,7 +215,3 @@ def checked_timeout(seconds: Any) -> float:
     if limit > 0:
         return limit if limit < threading.TIMEOUT_MAX else math.inf
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")
-
-
-def raise_error(error: BaseException) -> NoReturn:
-    raise error
