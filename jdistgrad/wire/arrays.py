@@ -135,12 +135,16 @@ def as_jax_array(array: Any) -> jax.Array:
     return made
 
 
-def _may_change(array: np.ndarray) -> bool:
-    """Return whether somebody may write to an array's memory: others may see NumPy's own through another array."""
-    owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    return bool(array.flags.writeable or owner.flags.owndata)
+def _may_change(array: Any) -> bool:
+    """Return whether somebody may write to an array's memory: others may see NumPy's own through another array.
+
+    Unlike ``may_be_written``, it looks at arrays only: what came over the wire is a view of a buffer for reuse.
+    """
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable or array.flags.owndata:
+            return True
+        array = array.base
+    return False
 
 
 def may_be_written(memory: Any) -> bool:
