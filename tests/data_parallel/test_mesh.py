@@ -178,11 +178,21 @@ def test_sums_of_every_dtype(dtype):
     np.testing.assert_array_equal(np.asarray(got[0], "complex64"), np.asarray(xs, "complex64").sum(0))
 
 
+def multiplied(x):
+    return Mesh("batch").allreduce(x, "prod")
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("dtype", ["uint2", "int4", "float4_e2m1fn", "float8_e8m0fnu"])
+def test_products_of_numbers_that_xla_packs_and_such_without_a_zero(typed, dtype):
+    xs = np.array([1, 1, 2, 1, 1, 1, 1, 1]).astype(jnp.dtype(dtype))
+    product = on_mesh(multiplied, jnp.asarray(xs), in_specs=P("batch"), out_specs=P(), typed=typed)
+    assert product.dtype == xs.dtype
+    assert float(product[0]) == 2
+
+
 def test_a_product_is_typed_as_the_same_on_all_ranks():
     xs = jnp.array([1.0, -2.0, 0.5, 3.0, 1.0, -1.0, 2.0, 1.5])
-
-    def multiplied(x):
-        return Mesh("batch").allreduce(x, "prod")
 
     def product(xs):
         return jnp.sum(jnp.sin(on_mesh(multiplied, xs, in_specs=P("batch"), out_specs=P(), typed=True)))

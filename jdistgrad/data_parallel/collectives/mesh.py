@@ -101,8 +101,9 @@ class Mesh(Collectives):
         """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
         if not self._typed():
             return self.perform("allgather", jnp.asarray(x))
-        rows = jnp.zeros((self.size, *x.shape), x.dtype).at[self.rank].set(x)
-        return self.perform("sum", rows)
+        carried = x.astype(_carrier(x.dtype))
+        rows = jnp.zeros((self.size, *x.shape), carried.dtype).at[self.rank].set(carried)
+        return lax.psum(rows, self.axis_name).astype(x.dtype)
 
     def localize(self, x: jax.Array) -> jax.Array:
         """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
