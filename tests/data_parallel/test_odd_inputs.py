@@ -52,6 +52,16 @@ def test_means_of_large_integers(world, rank, size):
     assert_close(found, {"tokens": np.float32(3e9), "rows": np.float32([2**40, 1]), "bytes": np.float32(2**35)})
 
 
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint4, jnp.int8, jnp.uint8, jnp.int32])
+@on_every_worker
+def test_means_whose_sums_do_not_fit(world, dtype, compiled, rank, size):
+    most, all_ = jnp.iinfo(dtype).max, of_this_world()
+    found = compiled(lambda x: all_.allreduce(x, "mean"))(jnp.full(2, most - rank % 2, dtype))
+    expected = np.mean([float(most) - each % 2 for each in range(size)])
+    np.testing.assert_allclose(found, np.full(2, expected, np.float32))
+
+
 @pytest.mark.parametrize("name", ["mean", "broadcast", "verify", "average"])
 @on_every_worker
 def test_masked_arrays_are_refused(big_world, name, rank, size):

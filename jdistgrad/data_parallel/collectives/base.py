@@ -51,8 +51,9 @@ class Collectives(abc.ABC):
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
         if op == "prod":
             return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
-        if op == "mean":
-            return divided(self.perform("sum", x), self.size)
+        if op == "mean":  # sums of whole numbers may be too large for their dtype
+            summed = self.perform("sum", x.astype(float) if jnp.issubdtype(x.dtype, jnp.integer) else x)
+            return divided(summed, self.size)
         return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
