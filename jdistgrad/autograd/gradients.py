@@ -6,6 +6,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
@@ -226,7 +227,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
 
 def _require_inexact(fun: Callable[..., Any], argnums: int | Sequence[int], args: Sequence[Any]) -> None:
     """Raise DifferentiationError, with its name, for an argument that has no derivative, as JAX would without it."""
-    numbers = [argnums] if isinstance(argnums, int) else argnums
+    numbers = [argnums] if isinstance(argnums, int | np.integer) else argnums
     for number in numbers:
         if not -len(args) <= number < len(args):
             continue

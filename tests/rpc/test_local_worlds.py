@@ -10,6 +10,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.worlds import nap
 
@@ -99,7 +100,7 @@ def test_local_workers_for_a_notebook():
 
 
 def test_local_workers_without_a_limit():
-    with jd.local_workers(3, timeout=math.inf):
+    with jd.local_workers(np.int64(3), timeout=math.inf):
         assert jd.rpc_sync("worker2", abs, args=(-1,)) == 1
 
 

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jdistgrad import errors
 from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
@@ -144,8 +146,8 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
 
 
 def checked_size(n: Any) -> int:
-    if isinstance(n, int) and 0 < n < MAX_WORKERS:
-        return n
+    if isinstance(n, int | np.integer) and 0 < n < MAX_WORKERS:
+        return int(n)
     raise ValueError(f"a world has from 1 to {MAX_WORKERS - 1} workers, not {n!r}")
 
 
