@@ -94,7 +94,7 @@ class Timeline:
         if event.arrays is None:
             self.events.append(event)
         else:
-            with contextlib.suppress(RuntimeError):  # the block has ended meanwhile: this thread works for the program
+            with contextlib.suppress(RuntimeError):  # the block has ended meanwhile
                 self._waiters.submit(self._record_when_ready, event)
 
     def _record_when_ready(self, event: Event) -> None:
