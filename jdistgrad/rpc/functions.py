@@ -27,7 +27,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 _by_name: dict[str, Callable[..., Any]] = {}
 _names: dict[int, str] = {}
 _shown: dict[int, str] = {}
-_portraits: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+_portraits: "weakref.WeakKeyDictionary[Any, str | None]" = weakref.WeakKeyDictionary()
 
 
 class ServedFunction:
@@ -187,7 +187,8 @@ def import_path(function: Any) -> tuple[str, str] | None:
             return module, qualname
     except (ImportError, AttributeError):
         return None
-    return next(((module, name) for name, value in vars(sys.modules[module]).items() if value is function), None)
+    name = next((name for name, value in vars(sys.modules[module]).items() if value is function), None)
+    return (module, name) if name is not None and portrait(function) is not None else None
 
 
 def sent_by(path: tuple[str, str], function: Any) -> Any:
@@ -219,10 +220,11 @@ def by_name(module: str, qualname: str, like: str | None = None) -> Any:
     return found
 
 
-def portrait(function: Any) -> str:
+def portrait(function: Any) -> str | None:
     """Return a text that tells a function from others to which its module gives the same name at other times.
 
-    What ``jax.vmap`` and other decorators make of a function has that function's name.
+    What ``jax.vmap`` and other decorators make of a function has that function's name. None: no text tells it from all
+    others, as it holds arrays, say.
     """
     if not isinstance(function, types.FunctionType | JITTED):
         return _drawn(function)
@@ -231,16 +233,26 @@ def portrait(function: Any) -> str:
     return _portraits[function]
 
 
-def _drawn(function: Any) -> str:
+def _drawn(function: Any) -> str | None:
     layers = list[str]()
     while function is not None:
-        closed_over = _closed_over(function) if _is_made_by_jax(function) else {}
-        settings = {name: one for name, one in closed_over.items() if _is_setting(one)}
+        by_jax, held = _is_made_by_jax(function), _held(function)
+        settings = {name: one for name, one in held.items() if _is_setting(one)}
+        called = held.get("fun") or next((one for one in held.values() if callable(one)), None)
+        others = [one for name, one in held.items() if name not in settings or isinstance(one, list | dict)]
+        if not by_jax and any(one is not called for one in others):
+            return None
         made_by = getattr(getattr(function, "__code__", None), "co_qualname", type(function).__name__)
         layers.append(f"{made_by}{settings or ''}")
-        called = closed_over.get("fun") or next((one for one in closed_over.values() if callable(one)), None)
         function = called or inspect.getattr_static(function, "__wrapped__", None)
     return " of ".join(layers)
+
+
+def _is_found_by_its_name(function: Any) -> bool:
+    try:
+        return lookup(function.__module__, function.__qualname__) is function
+    except (ImportError, AttributeError, TypeError):  # the last for a module of None
+        return False
 
 
 def _is_made_by_jax(function: Any) -> bool:
@@ -248,15 +260,19 @@ def _is_made_by_jax(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and str(made).startswith("jax.")
 
 
-def _closed_over(function: types.FunctionType) -> dict[str, Any]:
-    """Return what a function of JAX's closes over: the axes of ``jax.vmap``, say, and the function that it calls."""
+def _held(function: Any) -> dict[str, Any]:
+    """Return what a function closes over and its defaults: the axes of ``jax.vmap``, say, and the function it calls."""
+    if not isinstance(function, types.FunctionType) or _is_found_by_its_name(function):
+        return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if name != "docstr"}
+    closed_over = {name: cell.cell_contents for name, cell in cells if name != "docstr"}
+    defaults = {f"default {k}": one for k, one in enumerate(function.__defaults__ or ())}
+    return closed_over | defaults | (function.__kwdefaults__ or {})
 
 
 def _is_setting(value: Any) -> bool:
     parts = value.values() if isinstance(value, dict) else value
-    return isinstance(value, bool | int | str | None) or (
+    return isinstance(value, bool | int | float | complex | str | None) or (
         isinstance(value, tuple | list | dict) and all(map(_is_setting, parts))
     )
 
@@ -282,7 +298,7 @@ def refuse(function: Any) -> FunctionError:
     why = "nothing can be imported there under that name"
     with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
         lookup(function.__module__, function.__qualname__)
-        why = f"this one is made of {what}, as by jax.vmap, and has no name of its own there"
+        why = f"this one is made of {what}, as by jax.vmap, and has no name of its own there that tells it from others"
     return FunctionError(
         f"{what} cannot be called on another process: {why}. Define it at the top level of a module, or register it on "
         "both sides (jdistgrad.register), or open the world with init(allow_code=True) to send code by value.",

@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 import pytest
 
 import jdistgrad as jd
@@ -34,7 +35,23 @@ def test_importable_functions_arrive_as_themselves(function):
     assert carried(function) == function
 
 
+def scaled(by, noted=None):
+    def decorate(function):
+        @functools.wraps(function)
+        def call(x):
+            return by * function(x), noted
+
+        return call
+
+    return decorate
+
+
 ALIKE = [
+    scaled(2)(top_level),
+    scaled(2.5)(top_level),
+    scaled(2)(another),
+    jax.jit(scaled(3)(top_level)),
+    jax.jit(scaled(4)(top_level)),
     jax.jit(top_level),
     jax.jit(another),
     jax.vmap(top_level),
@@ -62,6 +79,15 @@ def test_a_name_that_several_functions_have_in_turn_finds_no_other_one(monkeypat
         monkeypatch.setitem(globals(), "in_turn", other)
         with pytest.raises(jd.FunctionError, match=r"in_turn is another function on this worker .* name of its own"):
             codec.decode(sent)
+
+
+@pytest.mark.parametrize("made", [lambda f: f, jax.jit, jax.vmap])
+def test_a_function_that_no_text_tells_from_others_has_no_name(monkeypatch, made):
+    for held in (np.ones(3), []):
+        function = made(scaled(held)(top_level))
+        monkeypatch.setitem(globals(), "in_turn", function)
+        with pytest.raises(jd.FunctionError, match=r"top_level .* no name of its own there that tells it from others"):
+            carried(function)
 
 
 @pytest.mark.parametrize("function", [another, fast], ids=["plain", "jitted"])
