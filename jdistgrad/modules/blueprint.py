@@ -34,7 +34,10 @@ class Blueprint:
     def __hash__(self) -> int:
         return hash(self._typed)
 
-    @property
+    def __reduce__(self) -> Any:
+        return Blueprint, (self.make, self.args, self.kwargs)  # without what is cached
+
+    @functools.cached_property
     def _typed(self) -> tuple[Any, ...]:
         values = *self.args, *(value for _, value in self.kwargs)
         return self.make, self.args, self.kwargs, tuple(map(content_of, values))

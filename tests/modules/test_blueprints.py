@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,15 @@ def test_modules_with_settings_that_are_equal_but_not_alike_are_different_module
     first, second = (Scale("a", lambda: None) for _ in range(2))  # which cannot be pickled
     assert linen.blueprint_of(Activated(first)) == linen.blueprint_of(Activated(first))
     assert linen.blueprint_of(Activated(first)) != linen.blueprint_of(Activated(second))
+
+
+def test_a_blueprint_stays_equal_to_itself_as_its_settings_change():
+    noted = Scale("a", [])
+    made = linen.blueprint_of(Activated(noted))
+    known, sent = {made: 1}, pickle.dumps(linen.blueprint_of(Activated(Scale("a", []))))
+    assert pickle.dumps(made) == sent
+    noted.factor.append(1)
+    assert known[made] == 1
 
 
 def test_only_what_was_given_is_in_a_blueprint():
