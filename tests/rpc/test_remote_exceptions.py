@@ -230,7 +230,7 @@ def test_what_callers_of_failed_calls_hold_goes_with_the_error(world, way):
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises((OwnError, jd.DistgradError, TypeError)):
+        with pytest.raises((OwnError, jd.DistgradError, TypeError, ExceptionGroup)):
             caller()
         assert held[0]() is None
     finally:
