@@ -234,8 +234,11 @@ def portrait(function: Any) -> str | None:
 
 
 def _drawn(function: Any) -> str | None:
-    layers = list[str]()
+    layers, is_jitted = list[str](), isinstance(function, JITTED)
     while function is not None:
+        if isinstance(function, types.MethodType) and not is_jitted:
+            layers.append(f"a method of {type(function.__self__).__qualname__}{_settings_of(function.__self__)}")
+            function = function.__func__
         by_jax, held = _is_made_by_jax(function), _held(function)
         settings = {name: one for name, one in held.items() if _is_setting(one)}
         called = held.get("fun") or next((one for one in held.values() if callable(one)), None)
@@ -268,6 +271,12 @@ def _held(function: Any) -> dict[str, Any]:
     closed_over = {name: cell.cell_contents for name, cell in cells if name != "docstr"}
     defaults = {f"default {k}": one for k, one in enumerate(function.__defaults__ or ())}
     return closed_over | defaults | (function.__kwdefaults__ or {})
+
+
+def _settings_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes that a text tells from others. A jitted method is that of each worker's object."""
+    found = getattr(value, "__dict__", {})
+    return {name: one for name, one in found.items() if not name.startswith("_") and _is_setting(one)}
 
 
 def _is_setting(value: Any) -> bool:
