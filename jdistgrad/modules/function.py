@@ -25,6 +25,7 @@ class RemoteFunction(Corrected):
     to the parameters, so it can be differentiated like any argument; its gradient stays on the owner.
 
     As an argument of a remote call it arrives with the parameters themselves, and runs on the worker that is called.
+    ``by_reference(function)`` passes it on with the reference: it runs where it did.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.

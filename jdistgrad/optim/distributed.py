@@ -242,6 +242,9 @@ def _no_transformation(tx: Any, settings: Mapping[str, Any]) -> str:
     return f"{needed}, not the function that makes one: {getattr(tx, '__name__', tx)}({given})"
 
 
+_REMEDY = "wrap it, RRef(value); or, if it was a reference where this call was made, send jd.by_reference of it"
+
+
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if isinstance(rrefs, RRef | Mapping):
         many = "list(rrefs.values())" if isinstance(rrefs, Mapping) else "for a single one, [rref]"
@@ -250,7 +253,7 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     for rref in found:
         if not isinstance(rref, RRef):
             own = isinstance(getattr(rref, "parameters", None), RRef)
-            remedy = "pass its parameters, module.parameters" if own else "wrap it, RRef(value)"
+            remedy = "pass its parameters, module.parameters" if own else _REMEDY
             raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: {remedy}")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")

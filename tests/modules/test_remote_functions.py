@@ -1,8 +1,11 @@
 """Functions whose parameters live on another worker."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.data import assert_close
 from helpers.models import Normalized, X, compiled_line, init_line, line, squares
@@ -39,6 +42,24 @@ def test_gradients_of_a_functions_parameters_stay_with_them(big_world, apply, st
         found = by_function.parameters.to_here()
     expected = jax.value_and_grad(lambda p, x: jnp.sum(line(p, x) ** 2), (0, 1))(init_line(2.0), X)
     assert_close((loss, (found, by_x)), expected)
+
+
+def train_once(function, x):
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [function.parameters])
+    with jd.context() as ctx:
+        jd.backward(ctx, squares, function, x)
+        optimizer.step(ctx)
+
+
+@on_worker0
+def test_a_function_passed_by_reference_is_trained_where_it_lives(world):
+    expected = init_line(2.0)
+    function = RemoteFunction(last(), init_line, compiled_line, args=(2.0,))
+    for trainer in range(jd.world_size()):
+        jd.rpc_sync(trainer, train_once, args=(jd.by_reference(function), X))
+        gradient = jax.grad(lambda p: squares(functools.partial(line, p), X))(expected)
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, gradient)
+    assert_close(function.parameters.to_here(), expected)
 
 
 @on_worker0

@@ -52,8 +52,20 @@ def test_by_reference_passes_the_reference(world):
 
 @on_worker0
 def test_by_reference_takes_references_only(world):
-    with pytest.raises(TypeError, match=r"takes an RRef, not 3"):
+    with pytest.raises(TypeError, match=r"takes an RRef, or a tree that has some, not 3"):
         jd.by_reference(3)
+
+
+def owners_of(tree):
+    return [rref.owner.rank for rref in tree["rrefs"]], float(tree["value"]), tree["extra"]
+
+
+@on_worker0
+def test_by_reference_passes_all_references_in_a_tree(world):
+    rrefs = [jd.remote(owner, make, args=(3,)) for owner in range(jd.world_size())]
+    passed = jd.by_reference({"rrefs": rrefs, "extra": "x"})
+    found = jd.rpc_sync(last(), owners_of, args=(passed | {"value": jd.remote(0, float, args=(2,))},))
+    assert found == (list(range(jd.world_size())), 2.0, "x")
 
 
 def pass_on(rref, path):

@@ -269,16 +269,23 @@ def _arrived(number: int) -> RRef[Any]:
     return RRef._of(in_messages.arrived(number))
 
 
-def by_reference(rref: RRef[Any]) -> Any:
-    """Pass a reference itself to a remote call, instead of its value.
+def by_reference(rref: Any) -> Any:
+    """Pass a reference itself to a remote call, instead of its value; or all those in a tree, such as a RemoteModule.
 
     Example:
       >>> jd.rpc_sync("worker1", keep_for_later, args=(jd.by_reference(rref),))
+      >>> jd.rpc_sync("trainer1", train, args=(jd.by_reference(module), jd.by_reference([rref, other])))
     """
-    if not isinstance(rref, RRef):
-        raise TypeError(f"by_reference takes an RRef, not {rref!r:.60}")
-    rref._home("sending")
-    return ByReference(rref)
+    if not any(isinstance(leaf, RRef) for leaf in trees.leaves(rref)):
+        raise TypeError(f"by_reference takes an RRef, or a tree that has some, not {rref!r:.60}")
+    return trees.map_leaves(_wrapped, rref)
+
+
+def _wrapped(leaf: Any) -> Any:
+    if not isinstance(leaf, RRef):
+        return leaf
+    leaf._home("sending")
+    return ByReference(leaf)
 
 
 def _handler_for(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.TracedCallHandler | None:
