@@ -36,7 +36,7 @@ def test_what_a_rank_that_has_joined_cannot_do(big_world, rank, size):
             if rank:
                 dp.verify(params)
 
-    with pytest.raises(DisagreementError, match="has joined"):
+    with pytest.raises(DisagreementError, match="has joined, and answers only steps and averages of that"):
         steps()
 
 

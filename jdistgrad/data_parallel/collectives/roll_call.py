@@ -64,7 +64,7 @@ class Roll(NamedTuple):
 
     def __str__(self) -> str:
         doing = {
-            Act.SHADOW: "has joined",
+            Act.SHADOW: "has joined, and answers only steps and averages of that DataParallel,",
             Act.AGREE: "meets a new tree of gradients",
             Act.REDUCE: f"reduces bucket {self.number}",
             Act.USED: "shares which parameters it used",
