@@ -1,6 +1,7 @@
 """Compiled steps that ranks take in different orders or unequal numbers: an error on every rank, never a wrong sum."""
 
 import copy
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
-from helpers.worlds import last, on_every_worker
+from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError
+from jdistgrad.rpc.members import watchdog
 
 TOLD = (jax.errors.JaxRuntimeError, DisagreementError)  # JAX's type for errors in compiled code, or the project's own
 
@@ -142,3 +144,19 @@ def test_a_step_in_a_staged_program_keeps_its_order(big_world, rank, size):
     for number in range(20):
         _, found = step(jnp.ones(3), jnp.float32(rank + number))
         assert_close(found, jnp.arange(3.0) * (number + (size - 1) / 2))
+
+
+def mean_of_trainers():
+    dp = DataParallel(jd.collectives.of_this_world([1, 2], timeout=60))
+    if jd.rank() == 1:
+        time.sleep(4 * watchdog.ASK_SECONDS)
+    return float(dp.mean(float(jd.rank())))
+
+
+@pytest.mark.parametrize("pause", [0, 4 * watchdog.ASK_SECONDS])
+@on_worker0
+def test_called_workers_wait_for_one_that_is_busy_or_called_later(big_world, pause):
+    # Those that are called are in ``shutdown`` all the time, and yet they come.
+    first = jd.rpc_async(2, mean_of_trainers)
+    time.sleep(pause)
+    assert [jd.rpc_sync(1, mean_of_trainers), first.result()] == [1.5, 1.5]

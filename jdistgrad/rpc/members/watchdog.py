@@ -19,6 +19,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.places import where
+from jdistgrad.rpc.serving.being_served import BeingServed
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
@@ -74,7 +75,7 @@ class Location:
 
     Attributes:
       there: whether it is in the collective that the question is about.
-      closing: whether it is shutting down.
+      closing: whether it is shutting down, and serves no call that may still come to the collective.
       place: the line of the user's program that it is in.
       awaits: the collectives in which it waits for the worker that asks.
     """
@@ -95,10 +96,14 @@ class Watchdog:
 
     Arguments:
       closing: returns whether this worker is in ``shutdown``.
+      being_served: the calls that this worker serves, also then.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool]):
+    def __init__(
+        self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool], being_served: BeingServed
+    ):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
+        self._being_served = being_served
         self._engaged: dict[int, Participation] = {}
 
     def begin(
@@ -173,7 +178,8 @@ class Watchdog:
     def _reason(self, one: Participation, peer: int, found: Location) -> str | None:
         """Return why a worker that is elsewhere will not come, or None if it still may.
 
-        A worker that has passed on much data may leave a blocking collective long before the others do.
+        A worker that has passed on much data may leave a blocking collective long before the others do. A worker that
+        is in ``shutdown`` itself takes part because it was called: the other may be called later.
         """
         info, now = self._mailbox.directory.workers[peer], time.monotonic()
         away = now - one.elsewhere.setdefault(peer, now)
@@ -182,7 +188,7 @@ class Watchdog:
         if one.blocking:
             left = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return left if away >= settings.silence_seconds else None
-        if found.closing:
+        if found.closing and not self._closing():
             gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
             return gone if away >= ASK_SECONDS else None
         return self._deadlock(one, peer, found)
@@ -239,7 +245,11 @@ class Watchdog:
         shared = [one for one in list(self._engaged.values()) if asker in one.peers]
         awaits = frozenset(one.entry for one in shared if not one.blocking)
         there = any(one.entry == entry for one in shared)
-        return Location(there, self._closing(), where(self._mailbox.home), awaits)
+        closing = self._closing() and not self._serves_users()
+        return Location(there, closing, where(self._mailbox.home), awaits)
+
+    def _serves_users(self) -> bool:
+        return any(one.function is not location and one.function is not deadlocked for one in self._being_served.now())
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
