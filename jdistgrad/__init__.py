@@ -39,6 +39,15 @@ _ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
     "all_reduce": "collectives.of_this_world().allreduce",
     "allreduce": "collectives.of_this_world().allreduce",
     "no_sync": "DataParallel.no_sync",
+    "Join": "DataParallel.join",
+    "ZeroRedundancyOptimizer": "shard_state",
+    "broadcast": "collectives.of_this_world().broadcast",
+    "all_gather": "collectives.of_this_world().allgather",
+    "new_group": "collectives.of_this_world",
+    "destroy_process_group": "shutdown",
+    "wait_all": "rpc_all",
+    "load": "restore",
+    "no_grad": "jax.lax.stop_gradient",
 }
 
 

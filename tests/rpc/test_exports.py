@@ -15,7 +15,16 @@ def test_all_holds_the_public_names():
     assert names.keys() - {"__builtins__"} == set(jd.__all__)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("rpc_snyc", "rpc_sync"), ("Dataparallel", "DataParallel")])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rpc_snyc", "rpc_sync"),
+        ("Dataparallel", "DataParallel"),
+        ("load", "restore"),
+        ("no_grad", "jax.lax.stop_gradient"),
+        ("new_group", "collectives.of_this_world"),
+    ],
+)
 def test_a_misspelt_name_is_corrected(name, meant):
     with pytest.raises(
         AttributeError, match=rf"module 'jdistgrad' has no attribute '{name}'\. Did you mean '{meant}'\?"
