@@ -1,6 +1,7 @@
 """The meetings of those that save together: what ends them."""
 
 import threading
+import time
 import traceback
 
 import pytest
@@ -54,6 +55,24 @@ def test_one_that_has_shut_down_is_not_awaited():
     first, _, third = jd.spawn(main, 3)
     assert first == third
     assert "a meeting: worker1 (rank 1) will not come: shutdown() was called there" in first
+
+
+def come_to_a_meeting():
+    return sorted(meet("a meeting", jd.rank(), [1, 2], 60.0).items())
+
+
+def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
+    def main():
+        me = jd.init()
+        said = []
+        if me.rank == 0:
+            first = jd.rpc_async(2, come_to_a_meeting)
+            time.sleep(1.0)  # worker1 serves in ``shutdown`` and is asked whether it comes
+            said = [jd.rpc_sync(1, come_to_a_meeting), first.result()]
+        jd.shutdown()
+        return said
+
+    assert jd.spawn(main, 3)[0] == [[(1, 1), (2, 2)]] * 2
 
 
 def test_those_who_go_on_come_to_the_next_meeting_of_the_name():
