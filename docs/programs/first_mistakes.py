@@ -62,6 +62,7 @@ MISTAKES = {
     "Gradients": """
         jd.backward(ctx, [loss])
         jd.backward(ctx, loss)
+        jd.value_and_grad(loss)
         jd.backward(ctx, loss_fn)
         ctx.gradients
         jd.get_gradients(12345)

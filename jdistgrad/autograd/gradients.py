@@ -1,12 +1,12 @@
 """Gradients of functions that call other workers: ``grad``, ``value_and_grad``, ``backward``."""
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
@@ -134,9 +134,12 @@ def value_and_grad(
       ...     loss, (enc_grad, head_grad) = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, head)
     """
 
+    _require_function(fun, "grad and value_and_grad take the function that computes the loss: grad(loss_fn)(params)")
+    positions = _positions(argnums)
+
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        _require_inexact(fun, argnums, args)
+        _require_inexact(fun, positions, args)
         with some_context() as lease:
             transformed = jax.value_and_grad(_rooted(fun, has_aux=has_aux), argnums, has_aux)
             value, gradients = transformed(*args, **kwargs)
@@ -200,11 +203,9 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
       ...     loss, (enc_grad, head_grad) = jd.backward(ctx, loss_fn, enc, head)
       ...     jd.get_gradients(ctx)
     """
-    if not callable(loss_fn):
-        raise TypeError(
-            "backward takes the function that computes the loss, and its arguments: backward(ctx, loss_fn, params). "
-            f"JAX differentiates functions; this {type(loss_fn).__name__} does not know how it was computed."
-        )
+    _require_function(
+        loss_fn, "backward takes the function that computes the loss, and its arguments: backward(ctx, loss_fn, params)"
+    )
     found = find_context(ctx)
     outer = current_scope()
     if outer is not None and outer is not found.scope:
@@ -225,10 +226,24 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
         return value, _with_remote(layout.fill(gradients), None)
 
 
-def _require_inexact(fun: Callable[..., Any], argnums: int | Sequence[int], args: Sequence[Any]) -> None:
+def _require_function(fun: Any, usage: str) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"{usage}. JAX differentiates functions; this {type(fun).__name__} does not know how it was computed."
+        )
+
+
+def _positions(argnums: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments to differentiate. Raise TypeError for what is no position."""
+    try:
+        return tuple(map(operator.index, argnums if isinstance(argnums, Iterable) else (argnums,)))
+    except TypeError:
+        raise TypeError(f"argnums= is {argnums!r:.60}, expected the position of an argument, or several") from None
+
+
+def _require_inexact(fun: Callable[..., Any], positions: Sequence[int], args: Sequence[Any]) -> None:
     """Raise DifferentiationError, with its name, for an argument that has no derivative, as JAX would without it."""
-    numbers = [argnums] if isinstance(argnums, int | np.integer) else argnums
-    for number in numbers:
+    for number in positions:
         if not -len(args) <= number < len(args):
             continue
         for path, leaf in jax.tree_util.tree_flatten_with_path(args[number])[0]:

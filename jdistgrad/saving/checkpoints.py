@@ -1,6 +1,7 @@
 """``save`` and ``restore``: the checkpoint of a whole job."""
 
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Sequence
@@ -56,11 +57,12 @@ def save(
       ...     if step % 100 == 99:
       ...         jd.save(folder, step + 1, params, optimizer)
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
-        raise ValueError(f"save: step must be a number of steps, 0 or more, not {step!r}")
-    if keep != math.inf and (not hasattr(keep, "__index__") or int(keep) < 1):
+    number = _whole_number(step)
+    if number is None or number < 0:
+        raise ValueError(f"save(path, step, trees): step must be a number of steps, 0 or more, not {step!r:.60}")
+    if keep != math.inf and (_whole_number(keep) or 0) < 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
-    folder, number = pathlib.Path(path).resolve(), int(step)
+    folder = pathlib.Path(path).resolve()
     if "\\" in str(folder) and os.sep != "\\":
         raise ValueError(f"save: {folder} has a backslash, which the files' format takes for a slash")
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
@@ -110,6 +112,13 @@ def restore(
         number, prepared, found = job.agree(lambda: read(job, plans, folder))
         job.agree(lambda: put_back(prepared))
         return number, job.trees_of(found)
+
+
+def _whole_number(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def chosen(path: pathlib.Path, step: int | None) -> str | None:

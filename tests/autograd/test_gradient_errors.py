@@ -39,6 +39,15 @@ def test_roots_that_cannot_be_differentiated(big_world, root, message):
         still_differentiates()
 
 
+@pytest.mark.parametrize("derivative", [jd.grad, jd.value_and_grad])
+def test_what_is_no_function_and_what_is_no_argument_are_told_at_once(derivative):
+    with pytest.raises(TypeError, match=r"grad\(loss_fn\)\(params\).*this float does not know how it was computed"):
+        derivative(1.5)
+    for argnums in ("params", ("params",), 1.0, None):
+        with pytest.raises(TypeError, match=r"argnums= is .*, expected the position of an argument"):
+            derivative(jnp.sin, argnums)
+
+
 @on_worker0
 def test_nothing_to_differentiate(world):
     with jd.context() as ctx:

@@ -476,8 +476,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
                 jd.save(tmp_path, 1, tree)
         with pytest.raises(TypeError, match="optimizers are DistributedOptimizers"):
             jd.save(tmp_path, 1, None, optax.adam(0.1).init(jnp.ones(3)))
-        with pytest.raises(ValueError, match="step must be a number of steps"):
-            jd.save(tmp_path, 1.5)
+        for step in (1.5, True, -1, jnp.ones(3), {"w": jnp.ones(3)}):
+            with pytest.raises(ValueError, match=r"save\(path, step, trees\): step must be a number of steps"):
+                jd.save(tmp_path, step)
         with pytest.raises(ValueError, match="has a backslash"):
             jd.save(tmp_path / "a\\b", 1)
         assert not list(tmp_path.iterdir())
