@@ -46,7 +46,7 @@ class Worker(Mailbox):
         self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
         served = self.server.being_served
         self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing, served))
-        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, lambda: self.closing.wanted, served))
+        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, served))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
 

@@ -99,6 +99,19 @@ def test_local_workers_for_a_notebook():
         jd.worker_info()
 
 
+def test_a_collective_that_only_the_notebook_calls():
+    """The others have no program that could come to it: the error says how they call it too."""
+    said = r"worker1 .*has no program, and only serves calls.*jd.rpc_all"
+    with jd.local_workers(3), pytest.raises(jd.WorkerLostError, match=said):
+        jd.DataParallel().mean(1.0)
+    with jd.local_workers(3) as local:
+        assert [*jd.rpc_all(local.workers, mean_of_ranks).result()] == [1, 1, 1]
+
+
+def mean_of_ranks():
+    return float(jd.DataParallel().mean(float(jd.rank())))
+
+
 def test_local_workers_without_a_limit():
     with jd.local_workers(np.int64(3), timeout=math.inf):
         assert jd.rpc_sync("worker2", abs, args=(-1,)) == 1

@@ -58,6 +58,7 @@ class Closing:
         self._round_complete = threading.Event()
         self._patience = Patience(math.inf, 0.0)
         self.gave_up: str | None = None
+        self.only_serves = False
 
     @property
     def told(self) -> bool:
@@ -78,12 +79,12 @@ class Closing:
         """Return how long this worker has been in ``shutdown``, or None."""
         return self._patience.waited(now) if self._wants_to_close else None
 
-    def run(self, timeout: float, *, speaks: bool = True) -> None:
+    def run(self, timeout: float, *, only_serves: bool = False) -> None:
         """Return when the world is quiet, together with all other workers.
 
         Arguments:
-          speaks: whether to report what a long wait is for, as warnings of the logger ``jdistgrad.rpc``, which Python
-            prints to stderr unless the program configures logging.
+          only_serves: whether this worker has no program. Otherwise what a long wait is for is reported, as warnings of
+            the logger ``jdistgrad.rpc``, which Python prints to stderr unless the program configures logging.
 
         Raises:
           CallTimeoutError: the world was not quiet within ``timeout`` seconds; the message names the workers that it
@@ -92,7 +93,8 @@ class Closing:
         """
         self._check(math.inf, timeout)
         now = time.monotonic()
-        self.gave_up, self._patience = None, Patience(SPEAK_SECONDS if speaks else math.inf, now)
+        self.gave_up, self._patience = None, Patience(math.inf if only_serves else SPEAK_SECONDS, now)
+        self.only_serves = only_serves
         deadline = now + timeout
         self._want_to_close(wanted=True)
         try:

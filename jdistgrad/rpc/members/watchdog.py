@@ -17,12 +17,17 @@ from jdistgrad.config import settings
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
+from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.places import where
 from jdistgrad.rpc.serving.being_served import BeingServed
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
+ONLY_SERVES = (
+    "has no program, and only serves calls. Let all workers call the collective, also this one: jd.rpc_all(workers, "
+    "function_with_the_collective)"
+)
 CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in different collectives before it is an error
 
 
@@ -76,12 +81,14 @@ class Location:
     Attributes:
       there: whether it is in the collective that the question is about.
       closing: whether it is shutting down, and serves no call that may still come to the collective.
+      doing: what it is doing then, for messages.
       place: the line of the user's program that it is in.
       awaits: the collectives in which it waits for the worker that asks.
     """
 
     there: bool
     closing: bool
+    doing: str
     place: str
     awaits: frozenset[CollectiveEntry]
 
@@ -95,13 +102,11 @@ class Watchdog:
     """The collectives that one worker is in.
 
     Arguments:
-      closing: returns whether this worker is in ``shutdown``.
+      closing: this worker's part in ``shutdown``.
       being_served: the calls that this worker serves, also then.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Callable[[], bool], being_served: BeingServed
-    ):
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing, being_served: BeingServed):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
         self._being_served = being_served
         self._engaged: dict[int, Participation] = {}
@@ -188,9 +193,8 @@ class Watchdog:
         if one.blocking:
             left = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return left if away >= settings.silence_seconds else None
-        if found.closing and not self._closing():
-            gone = f"{info} will not come, it is in jdistgrad.shutdown(), at {found.place}"
-            return gone if away >= ASK_SECONDS else None
+        if found.closing and not self._closing.wanted:
+            return f"{info} will not come, it {found.doing}" if away >= ASK_SECONDS else None
         return self._deadlock(one, peer, found)
 
     def _deadlock(self, one: Participation, peer: int, found: Location) -> str | None:
@@ -245,8 +249,10 @@ class Watchdog:
         shared = [one for one in list(self._engaged.values()) if asker in one.peers]
         awaits = frozenset(one.entry for one in shared if not one.blocking)
         there = any(one.entry == entry for one in shared)
-        closing = self._closing() and not self._serves_users()
-        return Location(there, closing, where(self._mailbox.home), awaits)
+        closing, only_serves = self._closing.wanted and not self._serves_users(), self._closing.only_serves
+        place = "jdistgrad.local_workers(), without a program" if only_serves else where(self._mailbox.home)
+        doing = ONLY_SERVES if only_serves else f"is in jdistgrad.shutdown(), at {place}"
+        return Location(there, closing, doing, place, awaits)
 
     def _serves_users(self) -> bool:
         return any(one.function is not location and one.function is not deadlocked for one in self._being_served.now())

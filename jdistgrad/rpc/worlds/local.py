@@ -97,7 +97,7 @@ class LocalWorkers:
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
         worker = open_local(hub, rank, None, timeout, allow_code=False)
         try:
-            worker.closing.run(float("inf"), speaks=False)
+            worker.closing.run(float("inf"), only_serves=True)
         except errors.WorkerLostError:
             log.info("%s ends: the others have left", worker.info)
         finally:
