@@ -274,7 +274,7 @@ def by_reference(rref: Any) -> Any:
 
     Example:
       >>> jd.rpc_sync("worker1", keep_for_later, args=(jd.by_reference(rref),))
-      >>> jd.rpc_sync("trainer1", train, args=(jd.by_reference(module), jd.by_reference([rref, other])))
+      >>> jd.rpc_sync("worker1", keep_for_later, args=(jd.by_reference([enc, dec]),))
     """
     if not any(isinstance(leaf, RRef) for leaf in trees.leaves(rref)):
         raise TypeError(f"by_reference takes an RRef, or a tree that has some, not {rref!r:.60}")
