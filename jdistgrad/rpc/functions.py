@@ -134,10 +134,16 @@ def qualified_name(function: Any) -> str | None:
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
 
 
+def equals_only_alike(value: Any) -> bool:
+    """Return whether what equals a value is like it: users' classes may leave out of comparisons what matters here."""
+    kind: Any = type(value)
+    return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
+
+
 def content_of(value: Any) -> Any:
     """Return what tells a value from equal ones: its type, and all that it holds if a user's class defines equality."""
-    kind: Any = type(value)
-    if kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE:
+    kind = type(value)
+    if equals_only_alike(value):
         return kind
     try:
         return kind, pickle.dumps(value)

@@ -13,7 +13,7 @@ import jax
 from jdistgrad._compat import weakly_typed
 from jdistgrad.autograd.values.holes import arrays_of, is_key
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import ServedFunction, describe, equals_only_alike
 from jdistgrad.rpc.futures import answer_of
 
 WEAK = "weak"
@@ -56,15 +56,13 @@ _typed = functools.lru_cache(maxsize=1024)(Typed)
 
 def typed(function: Any, types: Types) -> Typed:
     """Return the same Typed for the same function and types: compiled code is cached by the functions that it has."""
-    return _typed(function, types) if _is_only_itself(function) else Typed(function, types)
-
-
-def _is_only_itself(function: Any) -> bool:
-    """Return whether a function equals no other one: objects of users' classes may, and compute something else."""
-    while isinstance(function, ServedFunction) and hasattr(function, "function"):
-        function = function.function
-    kind: Any = type(function)
-    return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ("builtins", "jax")
+    called = function
+    while isinstance(called, ServedFunction) and hasattr(called, "function"):
+        called = called.function
+    try:
+        return _typed(function, types) if equals_only_alike(called) else Typed(function, types)
+    except TypeError:  # a function that cannot be hashed
+        return Typed(function, types)
 
 
 def plain(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
