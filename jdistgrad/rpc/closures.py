@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc.functions import refuse
+from jdistgrad.rpc.named import refuse
 from jdistgrad.rpc.programs import refusal
 from jdistgrad.rpc.unpickling import refused, require_texts
 

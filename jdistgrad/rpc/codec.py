@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import closures, functions, trees, unpickling
+from jdistgrad.rpc import closures, functions, named, trees, unpickling
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
@@ -58,19 +58,19 @@ class _Reducing:
 
     def other(self, value: Any) -> Any:
         """Reduce an object of a user's class, or something that can be called."""
-        path = functions.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
+        path = named.import_path(value)  # jitted functions, jnp.add, custom_vjp functions ...
         if path is not None:
-            return functions.sent_by(path, value)
-        return self.jitted_code(value) if type(value) is functions.JITTED else NotImplemented
+            return named.sent_by(path, value)
+        return self.jitted_code(value) if type(value) is named.JITTED else NotImplemented
 
     def plain_function(self, function: Any) -> Any:
         self.last_function = function
-        path = functions.import_path(function)
+        path = named.import_path(function)
         if path is None:
             if self.with_closures:
                 return closures.reduce(function)
-            raise functions.refuse(function)
-        return self.by_its_name(function) if path[1] == function.__qualname__ else functions.sent_by(path, function)
+            raise named.refuse(function)
+        return self.by_its_name(function) if path[1] == function.__qualname__ else named.sent_by(path, function)
 
     def by_its_name(self, value: Any) -> Any:
         """Let pickle write the name in C, where it checks that the name leads back here."""
@@ -80,7 +80,7 @@ class _Reducing:
     def jitted_code(self, function: Any) -> Any:
         if self.with_closures:
             return jax.jit, (function.__wrapped__,)
-        raise functions.refuse(function)
+        raise named.refuse(function)
 
 
 class NamePickler(_Reducing, pickle.Pickler):
@@ -101,8 +101,8 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
 
     def class_of_the_program(self, value: type) -> Any:
         """Reduce a class of ``__main__`` to its name and its code, for a receiver that has not run this program."""
-        path = functions.import_path(value)
-        return NotImplemented if path is None else (functions.own_or_sent, (*path, code_of(value)))
+        path = named.import_path(value)
+        return NotImplemented if path is None else (named.own_or_sent, (*path, code_of(value)))
 
     def plain_function(self, function: Any) -> Any:
         return super(_Reducing, self).reducer_override(function)
@@ -139,8 +139,8 @@ class PickleCodec:
 
     def _explained(self, error: Exception, function: Any, value: Any) -> DistgradError:
         """Return the error to raise, which names the function, or the part of the value, that cannot be sent."""
-        if function is not None and functions.import_path(function) is None:
-            return functions.refuse(function)
+        if function is not None and named.import_path(function) is None:
+            return named.refuse(function)
         if isinstance(error, RecursionError):
             return EncodingError(
                 f"it is nested too deeply to be sent ({spelled(error)}). Send it as a flat list or array"

@@ -143,6 +143,7 @@ OWN = (
     "jdistgrad.rpc.futures",
     "jdistgrad.rpc.mapping",
     "jdistgrad.rpc.members",
+    "jdistgrad.rpc.named",
     "jdistgrad.rpc.references",
     "jdistgrad.rpc.scopes",
     "jdistgrad.rpc.serving.failures",
@@ -157,7 +158,7 @@ OWN = (
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )
-NOT_OWN = frozenset(f"jdistgrad.rpc.functions.{name}" for name in ("lookup", "own_or_sent", "register"))
+NOT_OWN = frozenset(f"jdistgrad.rpc.{name}" for name in ("functions.lookup", "functions.register", "named.own_or_sent"))
 
 UNDERSCORED = ["_asdict", "_make", "_replace", "_unpickle"]  # public, or named in pickles, in spite of that
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc import functions
+from jdistgrad.rpc import functions, named
 from jdistgrad.rpc.codec import PickleCodec
 
 
@@ -102,7 +102,7 @@ def test_a_function_that_no_text_tells_from_others_has_no_name(monkeypatch, made
 
 @pytest.mark.parametrize("function", [another, fast], ids=["plain", "jitted"])
 def test_a_function_that_the_other_side_has_not_defined_yet(monkeypatch, function):
-    codec, name = PickleCodec(allow_code=False), functions.import_path(function)[1]
+    codec, name = PickleCodec(allow_code=False), named.import_path(function)[1]
     sent = codec.encode(function, snapshot=True)
     monkeypatch.delitem(globals(), name)
     with pytest.raises(jd.FunctionError, match=rf"{name}.* above jd.init\(\)"):
@@ -110,8 +110,8 @@ def test_a_function_that_the_other_side_has_not_defined_yet(monkeypatch, functio
 
 
 def test_a_jitted_function_may_have_a_name_of_its_own():
-    assert functions.import_path(fast) == (__name__, "fast")
-    assert functions.import_path(lambda: 1) is None
+    assert named.import_path(fast) == (__name__, "fast")
+    assert named.import_path(lambda: 1) is None
 
 
 def test_whatever_can_be_called_can_be_registered():

@@ -279,7 +279,7 @@ def test_an_array_that_lies_in_a_file_arrives_as_an_array(tmp_path):
 def test_names_sent_for_jitted_functions_obey_the_same_rule():
     for name in ("os.system", "run", "table"):
         with pytest.raises(jd.FunctionError, match="may not be named in a message"):
-            unpickling.loads(calling("jdistgrad.rpc.functions", "by_name", MODULE, name))
+            unpickling.loads(calling("jdistgrad.rpc.named", "by_name", MODULE, name))
 
 
 def test_forged_pickles_are_no_sham():
