@@ -135,7 +135,7 @@ class PickleCodec:
             if isinstance(error, DistgradError) or not isinstance(error, Exception):
                 raise
             raise self._explained(error, pickler.last_function, value) from error
-        return Parcel(stream.getbuffer(), raw, shipment.attachment(), shipment.take_back)
+        return Parcel(memoryview(stream.getvalue()), raw, shipment.attachment(), shipment.take_back)
 
     def _explained(self, error: Exception, function: Any, value: Any) -> DistgradError:
         """Return the error to raise, which names the function, or the part of the value, that cannot be sent."""

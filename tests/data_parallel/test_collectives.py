@@ -223,7 +223,8 @@ def test_ranks_that_do_not_come_to_make_collectives_are_named(big_world, missing
     while rank == missing and gave_up[rank] < size - 1:
         time.sleep(0.01)
     told = rank != missing or launcher_env.launched()  # a thread that comes late finds that all have come
-    error = pytest.raises(MissingRanksError, match=rf"rank {missing} has not come within 0\.3 s")
+    # On a busy machine another rank may be late, too.
+    error = pytest.raises(MissingRanksError, match=rf"ranks? .*\b{missing}\b.* not come within 0\.3 s")
     for _ in range(2):  # the next attempt does not meet what is left of this one
         with error if told else contextlib.nullcontext():
             made.append(of_this_world(timeout=0.3))
