@@ -102,7 +102,8 @@ class Step:
         self.plan = cut(traced, [one for one, _ in self._uses])
         self._prepared = Prepared.of(self.plan)
         self._takes_gradients = _has_gradients(jax.tree.unflatten(structure, leaves))
-        self._records = any(_needs_context(operation) for operation in self.plan.operations)
+        operations = [*self.plan.operations, *self.plan.operations_in_pieces]
+        self._records = any(_needs_context(operation) for operation in operations)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         with some_context(needed=self._records) as lease:

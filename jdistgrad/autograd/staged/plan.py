@@ -21,6 +21,7 @@ from jdistgrad.autograd.staged.bundling import with_bundles
 from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, require_all, require_gradients
+from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.wire.arrays import ALIAS_FROM
 
 
@@ -39,6 +40,10 @@ class Unit:
         """Yield the variables that must be known before the unit can run."""
         return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
+    @property
+    def jax_equations(self) -> list[Any]:
+        return [one.eqn for one in self.equations if one.eqn is not None]
+
 
 @dataclasses.dataclass
 class Plan:
@@ -52,6 +57,11 @@ class Plan:
     @property
     def operations(self) -> list[Any]:
         return [unit.operation for unit in self.units if unit.operation is not None]
+
+    @property
+    def operations_in_pieces(self) -> Iterator[Any]:
+        """Yield the operations in loops and branches, which pieces carry out."""
+        return (one for unit in self.units if unit.operation is None for one in operations_in(unit.jax_equations))
 
     def __str__(self) -> str:
         return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))

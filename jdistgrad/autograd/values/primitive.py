@@ -7,7 +7,7 @@ considers the primitive free of side effects: it may drop unused results, and ``
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,9 +73,16 @@ def as_array(value: Any) -> Any:
 
 def has_wire(jaxpr: Any) -> bool:
     """Return whether a jaxpr contains an operation."""
-    return any(
-        eqn.primitive is wire_p or any(has_wire(inner) for inner in jaxprs_in_params(eqn.params)) for eqn in jaxpr.eqns
-    )
+    return any(True for _ in operations_in(jaxpr.eqns))
+
+
+def operations_in(equations: Iterable[Any]) -> Iterator[Any]:
+    """Yield the operations of equations, also those in the bodies of loops and branches."""
+    for eqn in equations:
+        if eqn.primitive is wire_p:
+            yield eqn.params["operation"]
+        for inner in jaxprs_in_params(eqn.params):
+            yield from operations_in(inner.eqns)
 
 
 def _shapes(*operands: Any, operation: Operation) -> list[Any]:

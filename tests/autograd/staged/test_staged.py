@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -98,8 +99,25 @@ def test_scan_and_cond_with_calls_inside(world):
             carry = mix(carry, x) if k % 2 == 0 else carry * 0.5
         return carry.sum()
 
+    step, expected = jd.jit(jd.value_and_grad(distributed)), jax.value_and_grad(serial)(X)
+    assert_close(step(X), expected)  # in a context of its own
     with jd.context():
-        assert_close(jd.jit(jd.value_and_grad(distributed))(X), jax.value_and_grad(serial)(X))
+        assert_close(step(X), expected)
+
+
+@on_worker0
+def test_the_gradient_of_a_reference_that_a_scan_uses_belongs_to_a_context_of_its_own(world):
+    params = jd.remote(last(), make_params, args=(1,))
+
+    def loss(params, call):
+        return jax.lax.scan(lambda c, k: (call(params, X * c).sum() * k, None), 1.0, jnp.arange(1.0, 4.0))[0]
+
+    def remotely(params, x):
+        return jd.rpc_sync(last(), affine, args=(params, x))
+
+    value, gradient = jd.jit(jd.value_and_grad(functools.partial(loss, call=remotely)))(params)
+    expected = jax.value_and_grad(functools.partial(loss, call=affine))(make_params(1))
+    assert_close((value, gradient.to_here()), expected)
 
 
 @on_worker0
