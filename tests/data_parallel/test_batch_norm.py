@@ -56,6 +56,16 @@ def of_nnx(norm, x):
     return y, {"mean": layer.mean[...], "var": layer.var[...]}, layer(x, use_running_average=True)
 
 
+@pytest.mark.parametrize("layer", [of_linen, of_nnx])
+@on_every_worker
+def test_batch_norm_where_jax_adds_no_dimensions(world, layer, rank, size):
+    x = jnp.arange(24.0).reshape(2, 3, 4) * (rank + 1)
+    norm = functools.partial(SyncBatchNorm if layer is of_linen else NnxSyncBatchNorm, collectives=of_this_world())
+    expected = layer(norm, x)
+    with jax.numpy_rank_promotion("raise"):
+        assert_close(layer(norm, x), expected)
+
+
 @on_every_worker
 def test_the_variance_of_complex_numbers_is_real(big_world, rank, size):
     c, rng = of_this_world(), np.random.default_rng(0)

@@ -187,3 +187,12 @@ def test_gradients_in_other_dtypes_than_the_parameters(world, jitted, rank, size
         tx = average_gradients(hook=hooks.int8(block=4))
         with pytest.raises(HookError, match=r"'int8\(block=4\)' has states for . buckets.*Cast them"):
             (jax.jit(tx.update) if jitted else tx.update)(other, tx.init(like))
+
+
+@pytest.mark.parametrize("hook", [hooks.int8(), hooks.powersgd(rank=1, start=0)], ids=["int8", "powersgd"])
+@on_every_worker
+def test_hooks_where_jax_converts_no_dtypes(world, hook, rank, size):
+    tx, gradients = average_gradients(hook=hook), {"w": jnp.arange(6.0).reshape(2, 3) + 3 * rank}
+    expected = jax.jit(tx.update)(gradients, tx.init(gradients))
+    with jax.numpy_dtype_promotion("strict"):
+        assert_close(jax.jit(tx.update)(gradients, tx.init(gradients)), expected)

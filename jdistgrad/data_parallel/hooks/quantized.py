@@ -42,7 +42,7 @@ def _quantize(wanted: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.
     blocks = jnp.pad(wanted, (0, -wanted.size % block)).reshape(-1, block).astype(jnp.float32)
     scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0) / 127
     small = jnp.round(blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
-    sent = (small * scales).reshape(-1)[: wanted.size]
+    sent = (small.astype(scales.dtype) * scales).reshape(-1)[: wanted.size]
     return small, scales, finite_or(wanted - sent.astype(wanted.dtype))
 
 
