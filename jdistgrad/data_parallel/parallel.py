@@ -13,7 +13,7 @@ from jdistgrad.autograd.contexts import Context
 from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
 from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, refuse_keys
 from jdistgrad.data_parallel.buckets.leaves import refuse_masked
 from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
@@ -345,5 +345,6 @@ class DataParallel(Corrected):
 
 def _as_float(path: Any, number: Any) -> jax.Array:
     refuse_masked(path, number)
+    refuse_keys(number)
     found = number if isinstance(number, jax.Array) else np.asarray(number)  # JAX's integers may be too narrow
     return jnp.asarray(found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float)))

@@ -1,5 +1,7 @@
 """Legal but rare inputs: widths that differ by rank, small dtypes, changed settings, arrays that are written to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,25 @@ def test_masked_arrays_are_refused(big_world, name, rank, size):
     masked = np.ma.array([1.0, 2.0], mask=[False, True], dtype=np.float32)
     with pytest.raises(LeafError, match=r"\['w'\] is a masked array, whose mask would be lost"):
         getattr(DataParallel(), name)({"w": masked})
+
+
+KEYS_GIVEN_TO = {
+    "allreduce": lambda dp, keys: dp.collectives.allreduce(keys),
+    "allgather": lambda dp, keys: dp.collectives.allgather(keys),
+    "gather_rows": lambda dp, keys: dp.collectives.gather_rows(keys),
+    "shift": lambda dp, keys: dp.collectives.shift(keys),
+    "mean": lambda dp, keys: dp.mean({"key": keys}),
+}
+
+
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", KEYS_GIVEN_TO)
+@on_every_worker
+def test_random_keys_are_refused_where_only_numbers_will_do(big_world, name, compiled, rank, size):
+    dp, keys = DataParallel(), jax.random.split(jax.random.key(rank), 2)
+    with pytest.raises(LeafError, match=r"key<fry>\[2\] are random keys, expected numbers.*key_data"):
+        compiled(functools.partial(KEYS_GIVEN_TO[name], dp))(keys)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (dp.broadcast(keys), jax.random.split(jax.random.key(0)))))
 
 
 @on_every_worker

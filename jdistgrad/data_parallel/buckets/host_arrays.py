@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.errors import LeafError
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.wire.buffers import BufferPool
 
@@ -24,6 +25,16 @@ def is_key(leaf: Any) -> bool:
 def numbers(leaf: Any) -> Any:
     """Return a leaf as numbers: a random key's data, any other leaf itself."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def refuse_keys(leaf: Any) -> None:
+    """Raise LeafError for random keys where only numbers will do."""
+    if is_key(leaf):
+        raise LeafError(
+            f"{leaf.dtype}{list(leaf.shape)} are random keys, expected numbers. Give their data, "
+            "jax.random.key_data(keys), and make keys of what arrives, jax.random.wrap_key_data(data). "
+            "DataParallel.broadcast takes keys as they are."
+        )
 
 
 def on_numbers(function: Callable[..., Any], leaf: Any, *args: Any) -> Any:
@@ -53,7 +64,9 @@ def to_jax(leaf: Any) -> jax.Array:
 
     Raises:
       OverflowError: an integer does not fit into JAX's dtype. JAX itself refuses Python's, and wraps NumPy's around.
+      LeafError: it holds random keys.
     """
+    refuse_keys(leaf)
     array = jax.numpy.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype != array.dtype:
         held = np.iinfo(array.dtype)

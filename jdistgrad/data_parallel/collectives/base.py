@@ -72,7 +72,8 @@ class Collectives(abc.ABC):
           counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
             exchange these numbers.
         """
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        arrays = jax.tree.map(to_jax, tree)
+        shapes = [array.shape for array in jax.tree.leaves(arrays)]
         mine = {shape[:1] for shape in shapes}
         if () in mine or len(mine) > 1:
             raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
@@ -80,11 +81,11 @@ class Collectives(abc.ABC):
             counts = self._row_counts(*next(iter(mine), (0,)))
         counts = self._checked_counts([int(count) for count in counts], *next(iter(mine), (0,)))
 
-        def gathered(x: Any) -> jax.Array:
-            rows = self.perform("allgather", _padded(to_jax(x), max(counts)))
+        def gathered(x: jax.Array) -> jax.Array:
+            rows = self.perform("allgather", _padded(x, max(counts)))
             return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(counts)])
 
-        return jax.tree.map(gathered, tree)
+        return jax.tree.map(gathered, arrays)
 
     def alltoall(self, tree: Any, splits: Sequence[int] | Sequence[Sequence[int]] | None = None) -> Any:
         """Send a block of rows to each rank; return the blocks that the ranks have sent here, in their order.
