@@ -16,7 +16,8 @@ from jdistgrad.optim.averaging import average_gradients, with_extra_arguments
 class LocalSgdState(NamedTuple):
     """The state of ``local_sgd`` on this rank.
 
-    ``steps``: those taken since the last exchange. ``start``: the parameters after it, the same on all ranks.
+    ``steps``: those taken since the last exchange. ``start``: the parameters after it, the same on all ranks. So is
+    ``outer``. A rank's own are ``inner`` and ``exchange``, the hook's state.
     """
 
     steps: Any

@@ -171,6 +171,32 @@ def in_groups(size, groups, folder, seed, *, saves=False):
     return jd.spawn(main, size)
 
 
+def test_local_sgd_goes_on_on_another_number_of_ranks(tmp_path):
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+    def main(steps):
+        me, tx, params = jd.init(), jd.local_sgd(optax.sgd(0.1), every=2, outer=outer), jnp.zeros(2)
+        state = tx.init(params)
+        own = state._replace(inner=jd.per_worker(state.inner), exchange=jd.per_worker(state.exchange))
+        start, (params, state) = jd.restore(tmp_path, (params, own))
+        for _ in range(start, steps):
+            updates, state = tx.update(params - 3 - me.rank, state, params)
+            params = optax.apply_updates(params, updates)
+        own = state._replace(inner=jd.per_worker(state.inner), exchange=jd.per_worker(state.exchange))
+        jd.save(tmp_path, steps, (params, own))
+        jd.shutdown()
+        return params
+
+    jd.spawn(main, 2, args=(4,))
+    found = jd.spawn(main, 3, args=(8,))
+    start, state = jnp.zeros(2), outer.init(jnp.zeros(2))
+    for size in (2, 2, 3, 3):
+        way = start - np.mean([start + 0.19 * (3 + k - start) for k in range(size)], 0)  # by two steps of a tenth each
+        updates, state = outer.update(way, state, start)
+        start = optax.apply_updates(start, updates)
+    np.testing.assert_allclose(found, [start] * 3, rtol=1e-6)
+
+
 def test_each_group_gets_the_slices_of_its_own(tmp_path):
     saved = in_groups(4, [(0, 2), (3, 1)], tmp_path, 1, saves=True)
     assert float(saved[1][0].trace["w"][0]) == 4  # of worker 3, the first of its group
