@@ -3,7 +3,8 @@
 Copying a reference gives one unit of its weight away and sends no message; dropping a reference returns its weight. The
 owner's value is free when all weight has returned: there are no acknowledgements, no tree of copies and no races
 (Bevan 1987; Watson and Watson 1987). The classic weakness, a weight of one that cannot be halved, is solved by
-finer units instead of a message: ``units / 2**scale``, and 32 more bits whenever the last unit is split.
+finer units instead of a message: ``units / 2**scale``, and 32 more bits whenever the last unit is split. The coarsest
+units are given away first: else the weight of a reference that goes to and fro would get 32 bits longer each time.
 """
 
 import dataclasses
@@ -37,7 +38,9 @@ class Weight:
     def split(self) -> tuple["Weight", "Weight"]:
         """Return the weight to keep and the weight to give away; their sum is this weight, and neither is zero."""
         held = self if self.units > 1 else Weight(self._at(self.scale + FINER), self.scale + FINER)
-        return Weight(held.units - 1, held.scale), Weight(1, held.scale)
+        coarser = FINER * min(((held.units - 1).bit_length() - 1) // FINER, held.scale // FINER)
+        given = Weight(1, held.scale - coarser)
+        return held - given, given
 
 
 NOTHING, WHOLE = Weight(0), Weight(1)
