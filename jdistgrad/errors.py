@@ -77,7 +77,7 @@ class NotOwnerError(DistgradError, RuntimeError):
 
 
 class StaleReferenceError(DistgradError, RuntimeError):
-    """A reference was used after its world closed, or in a world it does not belong to."""
+    """A reference was used after its world closed or its value was freed, or in a world it does not belong to."""
 
 
 class ContextError(DistgradError, RuntimeError):

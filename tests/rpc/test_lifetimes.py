@@ -1,5 +1,6 @@
 """Lifetimes of values on their owners: nothing is freed too early, and nothing is left behind."""
 
+import contextlib
 import time
 
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ from helpers.programs import identity
 from helpers.worlds import make, on_worker0, wait_until_owned
 
 import jdistgrad as jd
+from jdistgrad.rpc.references.table import value_of
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.message import Kind
 
 
 @on_worker0
@@ -52,6 +56,47 @@ def never_called(reference, pair):
 
 def unsendable():
     return (k for k in range(3))
+
+
+@on_worker0
+def test_a_fetch_that_comes_after_the_last_drop_does_not_keep_the_world_open(world):
+    last = jd.world_size() - 1
+    rref = jd.remote(last, make, args=(3,))
+    identifier = rref.id
+    del rref
+    wait_until_owned(last, 0)
+    with pytest.raises(jd.StaleReferenceError, match=r"the value of reference 0:\d+ is gone"):
+        jd.rpc_sync(last, value_of, args=(identifier,), timeout=5)
+
+
+@on_worker0
+def test_a_value_lives_until_the_wait_for_its_creation_is_served(world):
+    last = jd.world_size() - 1
+    rref = jd.remote(last, make, args=(3,))
+    with calls_held_back():
+        made = rref.creation(timeout=20)
+        del rref
+        current_worker().releasing.flush()
+    assert made.result() is None
+    wait_until_owned(last, 0)
+
+
+@contextlib.contextmanager
+def calls_held_back():
+    """Send the calls that this worker makes in the block when it ends."""
+    transport, held = current_worker().transport, []
+    genuine = transport.send
+
+    def send(peer, message):
+        held.append((peer, message)) if message.kind is Kind.CALL else genuine(peer, message)
+
+    transport.send = send
+    try:
+        yield
+    finally:
+        transport.send = genuine
+        for one in held:
+            genuine(*one)
 
 
 @on_worker0

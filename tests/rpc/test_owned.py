@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.references.claims import ClaimTable
-from jdistgrad.rpc.references.owned import OwnerTable
+from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
 from jdistgrad.rpc.references.weights import WHOLE
 
 
@@ -41,6 +42,23 @@ def test_a_fetch_may_overtake_the_creation():
     assert not asked.done()
     table.announce(1).value.set_result("value")
     assert asked.result(0) == "value"
+
+
+def test_a_fetch_that_is_served_after_the_last_drop_does_not_wait():
+    table = OwnerTable()
+    table.announce(1).value.set_result("value")
+    table.release_all([(1, WHOLE)])
+    with pytest.raises(StaleReferenceError, match="the value of reference 0:1 is gone"):
+        table.value(1).result(0)
+    assert len(table) == 0
+
+
+def test_the_memory_of_freed_values_does_not_grow():
+    table = OwnerTable()
+    for identifier in range(REMEMBERED + 100):
+        table.announce(identifier)
+        table.release_all([(identifier, WHOLE)])
+    assert len(table._freed) == REMEMBERED
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,5 +1,6 @@
 """The values that a worker owns for references held anywhere."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -7,9 +8,12 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.futures import Promise
 from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
-from jdistgrad.wire.ids import worker_of
+from jdistgrad.wire.ids import spell, worker_of
+
+REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +37,7 @@ class OwnerTable:
 
     def __init__(self) -> None:
         self._entries: dict[int, Owned] = {}
+        self._freed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._held = False
         self._orphans: dict[int, BaseException] = {}  # by lost creator: the error of values that will never be made
@@ -58,7 +63,7 @@ class OwnerTable:
     def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
-            error = None if identifier in self._entries else self._orphans.get(worker_of(identifier))
+            error = None if identifier in self._entries else self._error_of(identifier)
             return self._entry(identifier).value if error is None else _failed(error)
 
     def share(self, identifier: int) -> bool:
@@ -139,6 +144,15 @@ class OwnerTable:
         self._drop_if_free(identifier, entry)
         return entry
 
+    def _error_of(self, identifier: int) -> BaseException | None:
+        """Return why a value that is not here will not come, or None."""
+        if identifier in self._freed:
+            return StaleReferenceError(
+                f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. Keep "
+                "the RRef while its value is being used."
+            )
+        return self._orphans.get(worker_of(identifier))
+
     def _entry(self, identifier: int) -> Owned:
         entry = self._entries.get(identifier)
         if entry is None:
@@ -149,6 +163,9 @@ class OwnerTable:
         if entry.announced and not entry.outstanding and not self._held:
             del self._entries[identifier]
             entry.freed = True
+            self._freed[identifier] = None
+            if len(self._freed) > REMEMBERED:
+                self._freed.popitem(last=False)
 
 
 def _failed(error: BaseException) -> concurrent.futures.Future[Any]:

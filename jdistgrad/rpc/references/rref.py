@@ -150,7 +150,8 @@ class RRef(Elsewhere, Generic[T]):
         On the worker that called ``remote``, the future fails after the timeout given there; the value itself can still
         be fetched later.
         """
-        return self._home("creation").part(References).creation(self._claim, timeout)
+        sent = ByReference(RRef._of(self._claim))
+        return self._home("creation").part(References).creation(self._claim, sent, timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""

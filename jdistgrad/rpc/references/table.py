@@ -92,12 +92,16 @@ class References:
         with within(None):
             return self._caller.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
 
-    def creation(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
-        """Return a future that is done when a claim's value has been made."""
+    def creation(self, claim: Claim, sent: Any, timeout: float | None) -> concurrent.futures.Future[Any]:
+        """Return a future that is done when a claim's value has been made.
+
+        Arguments:
+          sent: the reference, to be passed by reference: the caller may drop its own before the owner has been asked.
+        """
         if claim.created is not None and timeout is None:
             return claim.created
         with within(None):
-            return self._caller.rpc_async(claim.owner, creation_of, (claim.id,), {}, timeout)
+            return self._caller.rpc_async(claim.owner, creation_of, (sent,), {}, timeout)
 
     def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
         """Take back weights that a worker has dropped; return the entries of values without references."""
@@ -205,7 +209,7 @@ def value_of(identifier: int) -> concurrent.futures.Future[Any]:
 
 
 @shown_as("the wait for a reference's value to be made")
-def creation_of(identifier: int) -> concurrent.futures.Future[Any]:
+def creation_of(reference: Any) -> concurrent.futures.Future[Any]:
     """Return a future, with the result None, that is done when the value has been made."""
     made: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -213,5 +217,5 @@ def creation_of(identifier: int) -> concurrent.futures.Future[Any]:
         error = value.exception()
         made.set_result(None) if error is None else made.set_exception(error)
 
-    value_of(identifier).add_done_callback(pass_on)
+    value_of(reference.id).add_done_callback(pass_on)
     return made
