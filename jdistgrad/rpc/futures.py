@@ -114,7 +114,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
 
         ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already. Calls
-        that it makes belong to the context in which ``then`` was called.
+        that it makes belong to the context in which ``then`` was called. ``shutdown`` waits for ``fn``.
         """
         after: CallFuture[U] = CallFuture(self._wait_for)
         scope = current_scope()

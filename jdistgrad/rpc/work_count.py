@@ -1,7 +1,8 @@
 """Counts of the messages that carry work, by which a world decides when it may close."""
 
+import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from jdistgrad.wire.message import WORK, Kind
 
@@ -43,6 +44,15 @@ class WorkCount:
     def served(self, peer: int | None = None) -> None:
         with self._lock:
             self._serving[self._rank if peer is None else peer] -= 1
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Keep this worker busy during a block."""
+        self.started()
+        try:
+            yield
+        finally:
+            self.served()
 
     def serves(self, peer: int) -> bool:
         """Return whether a call of this worker has arrived that has not been answered."""

@@ -3,17 +3,19 @@
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import threading
 import time
 
 import pytest
-from helpers.worlds import on_worker0
+from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.rpc.members import closing
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import local
 from jdistgrad.wire.message import Kind
+from jdistgrad.wire.polling import poll
 
 released = [threading.Event() for _ in range(4)]
 promised = []
@@ -207,6 +209,73 @@ def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
 
     assert jd.spawn(main, 3) == [0, 1, 2]
     assert asked.is_set()
+
+
+def add_then(future, callback):
+    future.then(callback)
+
+
+def add_callback(future, callback):
+    future.add_done_callback(lambda done: callback(done.result()))
+
+
+@pytest.mark.parametrize("add", [add_then, add_callback])
+def test_shutdown_waits_for_callbacks_and_for_what_they_call(world, add):
+    done = []
+
+    def call_on(worker, shared):
+        assert poll(lambda: worker.closing.wanted, 20)
+        time.sleep(0.1)
+        done.append(jd.rpc_sync(last(), length, args=(shared.to_here(),)))
+
+    def main():
+        if jd.init().rank == 0:
+            add(jd.rpc_async(last(), shared_zeros), functools.partial(call_on, current_worker()))
+            assert jd.shutdown() == []
+            assert done == [3]
+        else:
+            jd.shutdown()
+
+    world.run(main)
+
+
+def shared_zeros():
+    time.sleep(0.1)
+    return jd.RRef([0, 0, 0])
+
+
+def length(items):
+    return len(items)
+
+
+def test_a_callback_that_runs_for_long_is_named_with_its_call(big_world):
+    runs, returns = threading.Event(), threading.Event()
+
+    def callback(shared):
+        runs.set()
+        returns.wait(60)
+
+    def main():
+        if jd.init().rank == 1:
+            jd.rpc_async(2, shared_zeros).then(callback)
+            assert runs.wait(20)
+            with pytest.raises(jd.CallTimeoutError, match=r"serves the callbacks of .*shared_zeros, called by worker2"):
+                jd.shutdown(timeout=1)
+            returns.set()
+        jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_a_callback_cannot_wait_for_its_own_end(big_world):
+    def main():
+        if jd.init().rank == 1:
+            ended = jd.rpc_async(2, shared_zeros).then(lambda shared: jd.shutdown())
+            with pytest.raises(jd.WorldError, match=r"shutdown of worker1 .*: this thread runs a callback of a call"):
+                ended.result(20)
+        jd.shutdown()
+
+    big_world.run(main)
 
 
 def shut_down():

@@ -15,6 +15,7 @@ from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.config import settings
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.calls.callbacks import Callbacks
 from jdistgrad.rpc.calls.events import call_ended
 from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
@@ -35,7 +36,7 @@ Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 
 class Caller:
-    """The pending calls of one worker.
+    """The pending calls of one worker, and the callbacks of those that have been answered.
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
@@ -44,7 +45,7 @@ class Caller:
 
     def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None], is_serving: Callable[[], bool]):
         self._mailbox, self._check, self._is_serving = mailbox, check, is_serving
-        self._calls = PendingCalls()
+        self._calls, self.callbacks = PendingCalls(), Callbacks(mailbox)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -141,7 +142,7 @@ class Caller:
             self._mailbox.refuse(message.source, f"a {message.kind.name}", why, logging.DEBUG)
         else:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
-            pending.future.answer(functools.partial(self._outcome, message), self._mailbox.run)
+            self._complete(pending, functools.partial(self._outcome, message))
 
     def _outcome(self, message: Message) -> Outcome:
         body = self._mailbox.open(message)
@@ -153,6 +154,10 @@ class Caller:
         if not overdue:
             return
         told = self._mailbox.error_suffix(f"{overdue[0]}: no answer within {overdue[0].timeout:g} s")
+        with self._mailbox.work.under_way():  # from a call's end to its callbacks
+            self._fail_overdue(now, told)
+
+    def _fail_overdue(self, now: float, told: str) -> None:
         for pending in self._calls.expire(now):
             text = (
                 f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
@@ -175,7 +180,10 @@ class Caller:
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
-        pending.future.answer(lambda: (None, error), self._mailbox.run)
+        self._complete(pending, lambda: (None, error))
+
+    def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
+        pending.future.answer(opener, functools.partial(self.callbacks.start, pending))
 
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError

@@ -12,13 +12,14 @@ import time
 
 from jdistgrad import errors
 from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.functions import describe as described
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.termination import Report, Survey
 from jdistgrad.rpc.members.waiting import Patience, describe
 from jdistgrad.rpc.references.releasing import Releasing
-from jdistgrad.rpc.serving.being_served import BeingServed
+from jdistgrad.rpc.serving.being_served import BeingServed, Serving
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.polling import poll
 
@@ -243,8 +244,16 @@ class Closing:
         lost = tuple(sorted(self._peers.lost))
         sent, received, serving = self._mailbox.work.counts(lost)
         busy = bool(serving or len(self._caller) or self._losses.busy())
-        shown = self._being_served.shown() + self._losses.shown()
+        shown = self._being_served.shown() + self._callbacks_shown() + self._losses.shown()
         return Report(self._wants_to_close, busy, sent, received, shown, lost)
+
+    def _callbacks_shown(self) -> tuple[Serving, ...]:
+        """Return the callbacks of calls that run here, as calls that those who have answered have made."""
+        now = time.monotonic()
+        return tuple(
+            Serving(f"the callbacks of {described(one.call.function)}", one.call.peer.rank, now - one.since)
+            for one in self._caller.callbacks.now()
+        )
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from closing."""

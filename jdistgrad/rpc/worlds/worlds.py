@@ -121,9 +121,10 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     """Leave the world.
 
     Every worker of the world must call ``shutdown``. A graceful shutdown goes on serving until all workers have called
-    it and no call is in flight anywhere, however deep; then all return together. If that takes long, warnings of the
-    logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is not graceful leaves now, and
-    calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers that wait for this one.
+    it, no call is in flight anywhere, however deep, and no callback of a call runs; then all return together. If that
+    takes long, warnings of the logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is
+    not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers
+    that wait for this one.
 
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
     leaves without waiting: the other workers may wait for calls that this worker did not make.
@@ -141,8 +142,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
-      WorldError: a function that another worker has called, or a callback of ``on_lost``, called this: ``shutdown``
-        would wait for that function to return.
+      WorldError: a function that another worker has called, or a callback of a call or of ``on_lost``, called this:
+        ``shutdown`` would wait for that function to return.
     """
     worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
@@ -180,8 +181,9 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
     calls = worker.server.being_served.on_this_thread()
-    if calls or worker.losses.calls_here():
-        doing = f"serves {name_of(calls[0])}" if calls else "runs a callback of on_lost"
+    if calls or worker.losses.calls_here() or worker.calls.callbacks.on_this_thread():
+        of = "on_lost" if worker.losses.calls_here() else "a call"
+        doing = f"serves {name_of(calls[0])}" if calls else f"runs a callback of {of}"
         raise errors.WorldError(
             f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
             "function set a flag, and call shutdown in the program that called init."
