@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import contextvars
+import ctypes
 import functools
 import threading
 import time
@@ -274,6 +275,24 @@ def test_a_callback_cannot_wait_for_its_own_end(big_world):
             with pytest.raises(jd.WorldError, match=r"shutdown of worker1 .*: this thread runs a callback of a call"):
                 ended.result(20)
         jd.shutdown()
+
+    big_world.run(main)
+
+
+def test_the_others_are_told_by_what_a_shutdown_was_interrupted(big_world, beside):
+    def interrupt_when_closing(worker, thread):
+        assert poll(lambda: worker.closing.wanted, 20)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+
+    def main():
+        if jd.init().rank == 0:
+            beside(functools.partial(interrupt_when_closing, current_worker(), threading.get_ident()))
+            with pytest.raises(KeyboardInterrupt):
+                jd.shutdown()
+        else:
+            assert poll(lambda: current_worker().peers.lost, 20)
+            with pytest.raises(jd.WorkerLostError, match=r"worker0 .* is lost: its shutdown failed: KeyboardInterrupt"):
+                jd.shutdown()
 
     big_world.run(main)
 

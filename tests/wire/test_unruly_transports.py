@@ -283,7 +283,7 @@ def test_a_world_that_cannot_be_told_to_close_ends_with_the_error(big_world):
             with pytest.raises(jd.WireError, match="could not be sent"):
                 jd.shutdown()
         else:
-            with pytest.raises(jd.WorkerLostError, match=r"worker0 .* its shutdown failed: the message to rank"):
+            with pytest.raises(jd.WorkerLostError, match=r"worker0 .* its shutdown failed: .*the message to rank"):
                 jd.shutdown()
 
     big_world.run(main)

@@ -16,7 +16,7 @@ from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
 from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.being_served import name_of
-from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
@@ -162,7 +162,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         raise
     except BaseException as error:
         try:
-            worker.peers.leave(f"its shutdown failed: {error}")
+            worker.peers.leave(f"its shutdown failed: {spelled(error)}")
         finally:
             _close(worker, graceful=False)
         raise
