@@ -39,6 +39,12 @@ def child(work):
     work()
     sys.exit(0)
 
+def stop():
+    sys.exit(5)
+
+def fail():
+    1 / 0
+
 def program(wait):
     rref = jd.remote(2, jnp.ones, args=(3,))
     future = jd.rpc_async(1, wait, args=(2,))
@@ -47,6 +53,7 @@ def program(wait):
         print("used:", child(lambda: use_everything(future, rref)), flush=True)
     print("exited:", child(lambda: sys.exit(5)), flush=True)
     print("raised:", child(lambda: 1 / 0), flush=True)
+    print("called:", [jd.rpc_sync(rank, child, args=(end,), timeout=20) for rank in (0, 1) for end in (stop, fail)])
     assert future.result() is None
     assert rref.to_here().sum() == 3
     del rref
@@ -71,7 +78,7 @@ print("done", flush=True)
 
 
 def check(output):
-    for line in ("used: 0", "exited: 5", "raised: 1", "ZeroDivisionError"):
+    for line in ("used: 0", "exited: 5", "raised: 1", "ZeroDivisionError", "called: [5, 1, 5, 1]"):
         assert line in output, output
     assert "ending the job" not in output
 

@@ -18,6 +18,7 @@ from typing import Any
 from jdistgrad.config import settings
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.serving.forked import leave, status_of
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi_process import abort_job, when_mpi_ends
@@ -135,7 +136,7 @@ class Fork:
         sys.exit, sys.excepthook = self.exit, self.excepthook  # type: ignore[assignment]
 
     def exit(self, status: Any = None) -> None:
-        self.status = status & 0xFF if isinstance(status, int) else int(status is not None)
+        self.status = status_of(status)
         self._exit(status)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -143,10 +144,7 @@ class Fork:
         self._excepthook(kind, error, trace)
 
     def end(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or None
-                stream.flush()
-        os._exit(self.status)
+        leave(self.status)
 
 
 _fork: Fork | None = None

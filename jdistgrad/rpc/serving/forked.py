@@ -1,0 +1,29 @@
+"""The end of a process that was forked in a served function: the function's answer is the parent's to give."""
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+
+def end_forked(error: BaseException | None) -> NoReturn:
+    """End this process as Python ends a program that ended with this exception, or without one."""
+    if isinstance(error, SystemExit):
+        leave(status_of(error.code))
+    if error is not None:
+        traceback.print_exception(error)
+    leave(int(error is not None))
+
+
+def status_of(code: object) -> int:
+    """Return the exit status for an argument of ``sys.exit``."""
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without its last exit handlers, which would wait for its parent."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(status)
