@@ -7,6 +7,7 @@ calls, and the thread that ``spawn`` starts. Every other thread has the worker o
 import contextlib
 import contextvars
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,9 +43,12 @@ _of_process: Resident | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
 # Part of JAX's trace key: a function traced on one worker is traced anew on another worker of the same process. JAX
-# compares the value at every dispatch, so it is a small number for each rank, name and size, not the worker itself.
+# compares the value at every dispatch, so it is a small number for each rank, name and size, not the worker itself: a
+# world uses what the one before it has compiled. Worlds that are open at the same time have different numbers.
 _trace_key = jax.make_user_context(default_value=None)
-_trace_keys: dict[tuple[WorkerInfo, int], int] = {}
+_trace_keys: dict[tuple[WorkerInfo, int], list[int]] = {}
+_new_keys = itertools.count()
+_choosing = threading.Lock()
 
 # Host callbacks of compiled code run on XLA's threads. They find their worker and scope by the origin of the code: the
 # trace key of the worker that compiled it, and the slot that each open scope has while a thread is in it. The first
@@ -213,12 +217,25 @@ def bind_thread(worker: Resident) -> None:
     """Let this thread, and contexts copied from it, belong to this worker."""
     _bound.set(worker)
     if worker.hands_over:
-        key = _trace_keys.setdefault((worker.info, worker.size), len(_trace_keys))
-        _workers[key] = worker
+        key = _key_of(worker)
         _origin.set(Origin(key, 0))
         _trace_key(key).__enter__()
     if worker.device is not None:
         jax.default_device(worker.device).__enter__()
+
+
+def _key_of(worker: Resident) -> int:
+    """Return the trace key of a worker: its own, or one that no open world uses."""
+    with _choosing:
+        keys = _trace_keys.setdefault((worker.info, worker.size), [])
+        users = {key: _workers.get(key) for key in keys}
+        own = [key for key, user in users.items() if user is worker]
+        free = [key for key, user in users.items() if user is None or user.closed]
+        key = (own or free or [next(_new_keys)])[0]
+        if key not in users:
+            keys.append(key)
+        _workers[key] = worker
+        return key
 
 
 def bind_process(worker: Resident) -> None:

@@ -223,3 +223,49 @@ def test_spawn_says_why_a_worker_has_not_left():
     )
     with pytest.raises(jd.WorldError, match=said):
         jd.spawn(main, 3)
+
+
+def test_compiled_calls_of_two_worlds_at_a_time_stay_in_their_worlds():
+    tags, meet = {}, threading.Barrier(6)
+
+    def tagged(x):
+        return x + tags[current_worker().world]
+
+    @jax.jit
+    def compiled(x):
+        return jd.rpc_sync(1, tagged, args=(x,))
+
+    @jd.jit
+    def staged(x):
+        return jd.rpc_sync(1, tagged, args=(x,))
+
+    def main(tag):
+        jd.init()
+        tags[current_worker().world] = tag
+        meet.wait(30)
+        found = [float(step(jnp.ones(()))) for step in (compiled, staged) for _ in range(2)]
+        meet.wait(30)
+        jd.shutdown()
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda tag: jd.spawn(main, 3, args=(tag,)), (10, 20)))
+    assert found == [[[11.0] * 4] * 3, [[21.0] * 4] * 3]
+
+
+def test_worlds_one_after_the_other_share_what_is_compiled():
+    traced = []
+
+    @jax.jit
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    def main():
+        jd.init()
+        assert float(double(jnp.ones(()))) == 2.0
+        jd.shutdown()
+
+    for _ in range(3):
+        jd.spawn(main, 2)
+    assert len(traced) == 2
