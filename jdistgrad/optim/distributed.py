@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Never
@@ -40,7 +41,8 @@ class DistributedOptimizer(Corrected):
       tx: any optax transformation. Each owner applies it to its own values; to clip by a norm over all of them, use
         ``max_global_norm``.
       rrefs: the values to optimize. Leaves that are not float arrays stay as they are.
-      max_global_norm: scale gradients down so that their norm, over all owners, is at most this.
+      max_global_norm: scale gradients down so that their norm, over all owners, is at most this. None, or ``math.inf``:
+        any norm.
       refuse_nan: if a gradient is not finite, raise and change nothing on any owner.
 
     Example:
@@ -74,7 +76,8 @@ class DistributedOptimizer(Corrected):
         self._rrefs = _checked(rrefs)
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
-        self._max_norm, self._refuse_nan = max_global_norm, refuse_nan
+        self._max_norm = None if max_global_norm == math.inf else max_global_norm
+        self._refuse_nan = refuse_nan
         self._takes_extra, transformation = isinstance(tx, optax.GradientTransformationExtraArgs), WithClosures(tx)
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):

@@ -1,5 +1,6 @@
 """Optimizers of parameters that live on other workers, compared with optax on one worker."""
 
+import math
 import threading
 
 import jax
@@ -62,6 +63,14 @@ def test_clipping_by_the_norm_over_all_owners(world):
     refs = references()
     train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
     assert_close(values(refs), trained_serially(tx, 4))
+
+
+@pytest.mark.parametrize("refuse", [False, True], ids=["any gradients", "finite gradients"])
+@on_worker0
+def test_an_infinite_norm_clips_nothing(world, refuse):
+    refs = references()
+    train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=math.inf, refuse_nan=refuse), refs, 2)
+    assert_close(values(refs), trained_serially(optax.sgd(0.1), 2))
 
 
 @pytest.mark.one_process
