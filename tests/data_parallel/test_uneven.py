@@ -124,6 +124,18 @@ def test_join_with_hooks_and_unused_parameters(big_world, rank, size):
 
 
 @on_every_worker
+def test_what_a_hook_owes_is_sent_by_ranks_that_have_joined(big_world, rank, size):
+    # Only the last rank goes on, with zeros: the rounding errors of the first step come after it, those of all ranks.
+    dp, every = DataParallel(hook=hooks.int8(block=8)), np.random.default_rng(0).normal(size=(size, 8))
+    mine = [every[rank], np.zeros(8), np.zeros(8)][: 3 if rank == size - 1 else 1]
+    with dp.join() as join:
+        found = [dp.average({"w": jnp.asarray(own, jnp.float32)})["w"] for own in mine]
+        total = join.finish(sum(found))
+    np.testing.assert_allclose(total, every.mean(axis=0), atol=1e-5)
+    assert np.abs(total - found[0]).max() > 1e-4
+
+
+@on_every_worker
 def test_numbers_that_are_not_finite_do_not_end_a_join(big_world, rank, size):
     # Active ranks get the error and go on; ranks that have joined go on with them.
     dp, params = DataParallel(check_finite=True, timeout=20), {"w": jnp.ones(3)}
