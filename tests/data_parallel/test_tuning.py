@@ -95,6 +95,16 @@ def test_steps_of_uneven_ranks_do_not_count(big_world, rank, size):
 
 
 @on_every_worker
+def test_averages_of_other_kinds_of_leaves_on_one_rank(big_world, rank, size):
+    dp = DataParallel(bucket_cap_mb="auto")
+    step = dp.value_and_grad(lambda params: jnp.sum(params))
+    for number in (jnp.float32(rank), float(rank) if rank == 1 else np.float32(rank)):
+        np.testing.assert_allclose(dp.average({"loss": number})["loss"], (size - 1) / 2, rtol=1e-6)
+        for _ in range(2):
+            step(jnp.ones(3))
+
+
+@on_every_worker
 def test_a_step_that_is_interrupted_on_one_rank_counts_on_all(big_world, rank, size):
     dp = DataParallel(bucket_cap_mb="auto")
     params = [jnp.full((400, 400), 0.01 * k) for k in range(10)]

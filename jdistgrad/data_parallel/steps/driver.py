@@ -43,6 +43,7 @@ class Driver:
         meets = collectives.meets_in_programs
         twin = self._channel(collectives.adjusted(timeout=rules.timeout, meets_in_programs=meets))
         self._rules, self._reducer = rules, Reducer(twin, rules)
+        self._untuned = rules  # of averages: a rank may meet another kind of leaves when the others have their plan
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
         self._usage = Usage()
@@ -244,18 +245,19 @@ class Driver:
     def _agree_on_model(self, traced: Trace) -> BucketPlan:
         like = traced.like
         self._rules.require_sparse_paths(like)
-        return self._agree(like, readiness(traced.closed, traced.gradients.num_leaves), traced.static)
+        order = readiness(traced.closed, traced.gradients.num_leaves)
+        return self._agree(self._rules.terms(like, traced.static), order)
 
     def _plan_for(self, tree: Any) -> BucketPlan:
         with self._telling_failures():
             leaves, structure = flatten(tree)
             key = kind_of(leaves, structure)
             if key not in self._plans:
-                self._plans[key] = self._agree(tree, None)
+                self._plans[key] = self._agree(self._untuned.terms(tree), None)
             return self._plans[key]
 
-    def _agree(self, tree: Any, order: Sequence[int] | None, static: tuple[str, ...] | None = None) -> BucketPlan:
-        plan = self._thread.run(self._reducer.agree, self._rules.terms(tree, static), order)
+    def _agree(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
+        plan = self._thread.run(self._reducer.agree, terms, order)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
 
