@@ -127,6 +127,21 @@ def test_hooks_compute_in_the_precision_of_who_calls(big_world, hook, small, ran
 
 
 @on_every_worker
+def test_hooks_multiply_in_the_precision_of_who_calls(big_world, rank, size):
+    seen = []
+
+    def apply(bucket, state, collectives):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return collectives.allreduce(bucket.flat) / bucket.divisor, state
+
+    dp = DataParallel(hook=hooks.Hook(lambda bucket: (), apply, "asking"))
+    for precision in ("highest", None):
+        with jax.default_matmul_precision(precision):
+            dp.average({"w": jnp.ones(3)})
+    assert seen == ["highest", None]
+
+
+@on_every_worker
 def test_sums_that_would_overflow(big_world, rank, size):
     for hook in (None, hooks.average(), hooks.int8(), hooks.bfloat16()):
         found = DataParallel(hook=hook).average({"w": jnp.full(4, 3e38)})["w"]

@@ -43,6 +43,25 @@ def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
 @on_every_worker
+def test_what_a_loss_calls_keeps_its_order(big_world, overlap, rank, size):
+    # The first segment needs the second call only; the gradients need none.
+    seen = []
+
+    def noted(params, x):
+        jax.experimental.io_callback(lambda: seen.append("first"), None, ordered=True)
+        y = jax.experimental.io_callback(lambda x: seen.append("second") or x, x, x, ordered=True)
+        jax.experimental.io_callback(lambda: seen.append("third"), None, ordered=True)
+        return jnp.sum(params["a"]) + jnp.sum(params["b"]) + jnp.sum(y)
+
+    params, x = {"a": jnp.ones(3), "b": jnp.ones(2)}, np.full(2, rank, np.float32)
+    value, _ = DataParallel(bucket_cap_mb=1e-6, overlap=overlap).value_and_grad(noted)(params, x)
+    jax.effects_barrier()
+    assert seen == ["first", "second", "third"]
+    assert value == 5 + 2 * rank
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
+@on_every_worker
 def test_results_that_are_constants_or_arguments_are_arrays_of_their_own(big_world, overlap, rank, size):
     def constant(params, x, n):
         aux = {"batch": x, "number": n, "constant": jnp.int32(4), "Python": 2.5, "NumPy": np.float32(1)}

@@ -32,6 +32,17 @@ def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world, rank, size
 
 
 @on_every_worker
+def test_blocks_without_sync_inside_others(big_world, rank, size):
+    dp = DataParallel()
+    step = dp.value_and_grad(lambda w, x: jnp.sum(w * x))
+    with dp.no_sync():
+        with dp.no_sync():
+            pass
+        np.testing.assert_array_equal(step(jnp.ones(3), jnp.full(3, rank))[1], np.full(3, rank))
+    np.testing.assert_allclose(step(jnp.ones(3), jnp.full(3, rank))[1], np.full(3, (size - 1) / 2), rtol=1e-6)
+
+
+@on_every_worker
 def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
     # Gradients of unused values count as zero; leaves without a derivative stay as they are.
     dp = DataParallel()
