@@ -187,7 +187,8 @@ def _known(identifier: int) -> OwnedParameters:
 
 @jax.jit
 def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
-    squares = [jnp.sum(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))) ** 2) for leaf in leaves]
+    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in leaves]
+    squares = [jnp.sum(jnp.abs(leaf) ** 2) for leaf in wide]
     return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 

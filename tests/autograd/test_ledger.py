@@ -251,3 +251,13 @@ def test_one_gradient_in_the_place_of_its_parts():
         ledger.put(NODE, part(number))
     ledger.write(NODE, [jnp.full(2, 9.0)])
     np.testing.assert_array_equal(total(ledger.read(NODE))[0], [9.0, 9.0])
+
+
+def test_uses_after_an_average_take_what_has_replaced_their_gradient():
+    ledger = Ledger()
+    ledger.put(NODE, part(1))
+    assert numbers(ledger.take(NODE, marks(1), keep=True).result(0)) == [1]
+    for average in (8.0, 9.0):
+        ledger.write(NODE, [jnp.full(2, average)])
+        (found,) = ledger.take(NODE, marks(1), keep=True).result(0)
+        np.testing.assert_array_equal(found.leaves[0], [average, average])

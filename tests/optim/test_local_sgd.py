@@ -208,3 +208,13 @@ def test_a_language_model_with_few_exchanges_learns_as_well():
     synchronous, few = (float(text_loss(model, held_out)) for model in models)
     assert synchronous < 0.9 * float(text_loss(new_model(), held_out))
     assert few < 1.02 * synchronous, (few, synchronous)
+
+
+@on_every_worker
+def test_steps_may_donate_the_parameters(big_world, rank, size):
+    tx, params = local_sgd(optax.sgd(0.1), every=2), parameters()
+    state, apply = tx.init(params), jax.jit(optax.apply_updates, donate_argnums=0)
+    for step in range(STEPS - 1):
+        updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
+        params = apply(params, updates)
+    assert_close(params, train_serially(size, optax.sgd(0.1), optax.sgd(1.0), 2, STEPS - 1)[rank])

@@ -57,12 +57,25 @@ def test_equals_the_same_transformation_on_one_worker(world, tx):
     assert_close(values(refs), trained_serially(tx, 5))
 
 
+@pytest.mark.parametrize("norm", [0.5, 1e6], ids=["below the gradients'", "above"])
 @on_worker0
-def test_clipping_by_the_norm_over_all_owners(world):
-    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+def test_clipping_by_the_norm_over_all_owners(world, norm):
+    tx = optax.chain(optax.clip_by_global_norm(norm), optax.sgd(0.1))
     refs = references()
-    train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5), refs, 4)
+    train(jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=norm), refs, 4)
     assert_close(values(refs), trained_serially(tx, 4))
+
+
+@pytest.mark.one_process
+@pytest.mark.parametrize(
+    ("gradient", "square"),
+    [([3 + 4j], 25), (np.full(4, 300, "float16"), 360_000), (np.full(2, 3, jnp.float8_e4m3fn), 18), ([np.inf], np.inf)],
+    ids=["complex", "float16", "float8", "infinity"],
+)
+def test_norms_of_gradients_of_other_dtypes(gradient, square):
+    with jd.local_workers(1):
+        owned = OwnedParameters(optax.sgd(1.0), [jd.RRef(jnp.asarray(gradient))])
+        np.testing.assert_allclose(owned.inspect([[jnp.asarray(gradient)]]), [square, np.isfinite(square)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("refuse", [False, True], ids=["any gradients", "finite gradients"])
@@ -177,10 +190,12 @@ def changing_values():
     """Yield values of one reference, one after the other, with what a step must leave of each beside float arrays."""
     one = {"w": jnp.ones(3), "steps": 1, "name": "a", "table": np.arange(3), "none": None}
     yield one
+    yield one | {"w": jnp.arange(3)}
+    yield one
+    yield one | {"steps": 2, "table": np.arange(3)}
     yield one | {"w": jnp.zeros(3)}
     yield one | {"w": jnp.zeros(3, jnp.bfloat16)}
     yield one | {"w": np.ones(3)}
-    yield one | {"steps": 2, "table": np.arange(3)}
     yield one | {"w": 3, "steps": jnp.ones(2)}
     yield {"w": [jnp.ones(3), jnp.ones(2)]}
     yield {"w": jnp.ones(3), "inner": jd.RRef(jnp.ones(2))}
