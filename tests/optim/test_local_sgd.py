@@ -59,7 +59,11 @@ def train_serially(size, inner, outer, every, steps=STEPS):
     return ranks
 
 
-OUTER = {"averages": None, "DiLoCo": optax.sgd(0.7, momentum=0.9, nesterov=True)}
+OUTER = {
+    "averages": None,
+    "DiLoCo": optax.sgd(0.7, momentum=0.9, nesterov=True),
+    "decay": optax.chain(optax.add_decayed_weights(0.3), optax.sgd(1.0)),
+}
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
@@ -218,3 +222,14 @@ def test_steps_may_donate_the_parameters(big_world, rank, size):
         updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
         params = apply(params, updates)
     assert_close(params, train_serially(size, optax.sgd(0.1), optax.sgd(1.0), 2, STEPS - 1)[rank])
+
+
+@on_every_worker
+def test_inner_optimizers_that_take_the_loss(big_world, rank, size):
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+    tx, params = local_sgd(plateau, every=3), {"w": jnp.zeros(2)}
+    state = tx.init(params)
+    for _ in range(3):  # the loss stands still, so each rate is half of that before
+        updates, state = tx.update({"w": jnp.full(2, rank)}, state, params, value=1.0)
+        params = optax.apply_updates(params, updates)
+    assert_close(params, {"w": jnp.full(2, -0.1 * (1 + 1 / 2 + 1 / 4) * (size - 1) / 2)})
