@@ -32,6 +32,17 @@ def test_arrays_of_numpy_keep_their_width(big_world, rank, size):
     np.testing.assert_array_equal(found["x"], np.full(2, 1 / 3))
 
 
+@on_every_worker
+def test_numbers_of_python_keep_their_digits(big_world, rank, size):
+    numbers = {"rate": 0.1, "time": 1.7e9 + 1 / 3, "large": 1e300, "z": 0.1j, "zero": -0.0, "n": 7, "on": True}
+    mine = numbers if rank == 0 else {name: type(one)(rank) for name, one in numbers.items()}
+    found = DataParallel().broadcast(mine)
+    assert str(found) == str(dict(sorted(numbers.items())))
+    arrays = {"jax": jnp.float32(0.1 + rank), "numpy": np.float32(0.1 + rank), "one": np.full((), 0.1 + rank)}
+    found = DataParallel().broadcast(arrays)
+    assert_close(found, {"jax": jnp.float32(0.1), "numpy": jnp.float32(0.1), "one": np.full((), 0.1)}, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("number", [2**31 + 5, np.int64(2**40)], ids=["Python", "NumPy"])
 @on_every_worker
 def test_integers_that_do_not_fit(big_world, number, rank, size):

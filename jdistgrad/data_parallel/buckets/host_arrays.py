@@ -14,6 +14,8 @@ from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.wire.buffers import BufferPool
 
 WARM_FROM = 1 << 20  # bytes
+NUMBERS = (bool, int, float, complex)
+WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
 _warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
 
 
@@ -59,6 +61,13 @@ def to_host(leaf: Any) -> np.ndarray:
     return memory
 
 
+def with_all_digits(leaf: Any, memory: np.ndarray) -> np.ndarray:
+    """Return the memory of a leaf; of a single number as wide as Python's, whether the leaf is one of these or not."""
+    if memory.ndim or memory.dtype not in WIDE:
+        return memory
+    return np.array(leaf if type(leaf) in NUMBERS else memory, WIDE[memory.dtype])
+
+
 def to_jax(leaf: Any) -> jax.Array:
     """Return a leaf as an array of JAX's.
 
@@ -94,17 +103,18 @@ def copied(x: Any) -> np.ndarray:
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:
-    """Return memory as a value of a leaf's kind: a number, or an array on the leaf's device (committed if it is).
+    """Return memory as a value of a leaf's kind: a number, or an array of its dtype on its device (committed if it is).
 
     The memory is the array's from now on.
     """
-    if type(leaf) in (bool, int, float, complex):
-        return leaf if np.asarray(leaf, memory.dtype) == memory else type(leaf)(memory.item())
+    if type(leaf) in NUMBERS:
+        return type(leaf)(memory.item())
     if is_key(leaf):
         return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
+    own = memory.astype(leaf.dtype, copy=False)
     if isinstance(leaf, jax.Array):
-        return jax.device_put(memory, leaf.sharding if leaf.committed else None, may_alias=True)
-    return memory if isinstance(leaf, np.ndarray) else jax.numpy.asarray(memory)
+        return jax.device_put(own, leaf.sharding if leaf.committed else None, may_alias=True)
+    return own if isinstance(leaf, np.ndarray) else jax.numpy.asarray(own)
 
 
 def any_traced(tree: Any) -> bool:

@@ -70,8 +70,10 @@ class Driver:
     def broadcast(self, tree: Any, root: int) -> Any:
         """Return the root's tree."""
         leaves, structure = jax.tree.flatten(tree)
-        memories = self._thread.run(self._reducer.broadcast, *self._on_host(tree), root)
-        return jax.tree.unflatten(structure, map(host_arrays.like, memories, leaves))
+        terms, memories = self._on_host(tree)
+        sent = list(map(host_arrays.with_all_digits, leaves, memories))
+        found = self._thread.run(self._reducer.broadcast, terms, sent, root)
+        return jax.tree.unflatten(structure, map(host_arrays.like, found, leaves))
 
     def verify(self, tree: Any) -> None:
         """Check that a tree is the same on every rank."""
