@@ -40,6 +40,15 @@ def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
     np.testing.assert_array_equal(second, np.full((2, 1), 7.0))
 
 
+def test_constants_that_are_equal_but_of_other_types():
+    function = jax.jit(lambda a, flag: (a * 2, flag))
+    for flag, dtype in ((1, "int32"), (True, "bool"), (1, "int32")):
+        layout, operands = split(((jnp.ones(3), flag), {}), lambda leaf: isinstance(leaf, jax.Array))
+        found = differentiate(function, layout, operands, ((0,),), references=False)
+        assert found.compiled
+        assert jnp.result_type(found.result[1]) == dtype
+
+
 def test_each_order_has_a_pullback_of_its_own_operands():
     # One run gives both pullbacks: the outer one differentiates the forward pass of the inner one.
 

@@ -46,6 +46,21 @@ def test_a_reference_used_here_and_there(big_world):
     assert_close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
 
 
+@on_worker0
+def test_a_reference_that_is_passed_twice_gets_one_contribution(big_world):
+    # The owner of a value that was made waits for all that its users have announced.
+    def squared(call, x):
+        made = jd.remote(rank(1), product, args=(x, 2.0)) if call is sync else product(x, 2.0)
+        return jnp.sum(call(2, product, made, made) * x)
+
+    x = vector(3)
+    assert_close(jd.grad(lambda x: squared(sync, x))(x), jax.grad(lambda x: squared(serial, x))(x))
+    rref = jd.RRef(x)
+    gradient = jd.grad(lambda p: jnp.sum(sync(1, product, p, p)))(rref)
+    assert gradient.parts == 1
+    assert_close(gradient.to_here(), jax.grad(lambda p: jnp.sum(product(p, p)))(x))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:

@@ -95,6 +95,7 @@ TRANSFORMED = {
     "jit of grad of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
     "vmap": lambda f: lambda x: jax.vmap(f)(rows(x)),
     "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(rows(x)),
+    "vmap of hessian": lambda f: lambda x: jax.vmap(jax.jacrev(jax.grad(f)))(rows(x)),
     "vmap of second": lambda f: lambda x: jax.vmap(second(f))(rows(x)),
     "grad of vmap": lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(rows(x)) ** 2)),
     "second of vmap": lambda f: second(lambda x: jnp.sum(jax.vmap(f)(rows(x)) ** 2)),
