@@ -91,3 +91,11 @@ def test_dtypes_are_those_of_flax(big_world, given, dtype, rank, size):
         y, statistics, frozen = run(plain, whole)
         found = run(synchronous, whole[rows])
         assert_close(found, (y[rows], statistics, frozen[rows]), rtol=1e-5, atol=1e-5)
+
+
+@on_every_worker
+def test_variances_of_numbers_far_from_zero(big_world, rank, size):
+    every = np.random.default_rng(0).normal(1e4, 1.0, size=(size, 50, 2)).astype("float32")
+    mean, variance = batch_statistics(jnp.asarray(every[rank]), of_this_world())
+    np.testing.assert_allclose(mean, every.mean((0, 1), np.float64), rtol=1e-6)
+    np.testing.assert_allclose(variance, every.var((0, 1), np.float64), rtol=1e-2)

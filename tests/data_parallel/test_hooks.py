@@ -170,6 +170,19 @@ def test_factors_wider_than_the_matrix(big_world, rank, size):
         np.testing.assert_allclose(found["w"], sum(every) / size, atol=1e-4)
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
+@on_every_worker
+def test_the_first_steps_are_plain_averages(big_world, jitted, rank, size):
+    tx = average_gradients(hook=hooks.powersgd(rank=1, start=2, min_rate=0.1))
+    every = np.random.default_rng(0).normal(size=(size, 4, 4)).astype("float32")
+    state, update = tx.init({"w": every[rank]}), jax.jit(tx.update) if jitted else tx.update
+    errors = []
+    for _ in range(3):
+        found, state = update({"w": jnp.asarray(every[rank])}, state)
+        errors.append(np.abs(found["w"] - every.mean(0)).max())
+    assert [error < 1e-5 for error in errors] == [True, True, False]
+
+
 @pytest.mark.parametrize("factor", [None, 1, 2.5])
 @on_every_worker
 def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank, size):
