@@ -31,6 +31,13 @@ def test_averages_of_equal_leaves_are_arrays_of_their_own(big_world, rank, size)
     assert len({one.unsafe_buffer_pointer() for one in found}) == 5
 
 
+@pytest.mark.host_memory
+@on_every_worker
+def test_averages_are_weakly_typed_where_the_gradients_are(big_world, rank, size):
+    found = DataParallel().average([jnp.full(3, 0.5), jnp.full(3, 0.5, jnp.float32), 0.5])
+    assert [one.weak_type for one in found] == [True, False, True]
+
+
 @pytest.mark.host_memory  # XLA adds over devices in another order than host memory, where jax.jit adds
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @on_every_worker

@@ -43,6 +43,22 @@ def test_numbers_of_python_keep_their_digits(big_world, rank, size):
     assert_close(found, {"jax": jnp.float32(0.1), "numpy": jnp.float32(0.1), "one": np.full((), 0.1)}, rtol=0, atol=0)
 
 
+@on_every_worker
+def test_a_broadcast_binds_arrays_to_a_device_only_where_they_are_bound(big_world, rank, size):
+    free = jnp.arange(3.0) + rank
+    found = DataParallel().broadcast({"bound": jax.device_put(free, jax.local_devices()[-1]), "free": free})
+    assert (found["free"].committed, found["bound"].committed) == (False, True)
+    assert found["bound"].devices() == {jax.local_devices()[-1]}
+
+
+@on_every_worker
+def test_bits_that_compare_equal_are_told_apart(big_world, rank, size):
+    dp = DataParallel()
+    dp.verify([np.nan, jnp.array([np.nan, -0.0])])
+    with pytest.raises(DisagreementError, match=r"\['w'\]\[1\] is 0\.0 on rank 0, -0\.0 on rank 1"):
+        dp.verify({"w": jnp.array([1.0, -0.0 if rank == 1 else 0.0])})
+
+
 @pytest.mark.parametrize("number", [2**31 + 5, np.int64(2**40)], ids=["Python", "NumPy"])
 @on_every_worker
 def test_integers_that_do_not_fit(big_world, number, rank, size):

@@ -76,16 +76,18 @@ def test_sparse_gradients_in_an_optimizer(big_world, hook, rank, size):
 
 
 @HOOKS
+@pytest.mark.parametrize("initially", [True, False], ids=["by all", "by active"])
 @on_every_worker
-def test_a_rank_that_has_joined_sends_no_rows(big_world, hook, rank, size):
+def test_a_rank_that_has_joined_sends_no_rows(big_world, hook, initially, rank, size):
     dp = DataParallel(hook=hook, sparse=["['named']"])
     tree = {"table": rows_of(rank), "named": rows_of(rank).todense()}
-    with dp.join():
+    with dp.join(divide_by_initial_world_size=initially):
         for _ in range(1 + rank):
             averaged = dp.average(tree)
-    if rank == size - 1:
-        np.testing.assert_allclose(averaged["table"].todense(), rows_of(rank).todense() / size, rtol=1e-6)
-        np.testing.assert_allclose(averaged["named"], rows_of(rank).todense() / size, rtol=1e-6)
+    if rank == size - 1:  # the last step was this rank's alone
+        alone = rows_of(rank).todense() / (size if initially else 1)
+        np.testing.assert_allclose(averaged["table"].todense(), alone, rtol=1e-6)
+        np.testing.assert_allclose(averaged["named"], alone, rtol=1e-6)
 
 
 @on_every_worker
