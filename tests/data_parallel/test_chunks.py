@@ -8,6 +8,7 @@ import pytest
 from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel.buckets import bucket
+from jdistgrad.data_parallel.collectives import mpi
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -41,6 +42,15 @@ def test_who_has_joined_sends_zeros_chunk_by_chunk(small_chunks, big_world, rank
     if rank == size - 1:  # the last step was this rank's alone
         for mine, own in zip(found, leaves(0), strict=True):
             np.testing.assert_allclose(mine, own / size, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_every_worker
+def test_blocks_that_are_exchanged_and_summed_little_by_little(monkeypatch, big_world, dtype, rank, size):
+    monkeypatch.setattr(mpi, "SUMMED", 256)
+    table = jnp.arange(size * 50 * 3).reshape(size * 50, 3) % 8
+    found = of_this_world().reduce_scatter((table * (1 + rank)).astype(dtype))
+    np.testing.assert_array_equal(found, table[rank * 50 : (rank + 1) * 50] * sum(range(1, size + 1)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128", "int64", "uint64"])

@@ -135,9 +135,12 @@ def test_numbers_smaller_than_a_byte(big_world, rank, size):
 def test_precision_that_is_switched_on_later(big_world, rank, size):
     dp, third = DataParallel(), np.full(3, rank + 1 / 3)
     step = dp.value_and_grad(lambda w, x: jnp.sum(w.astype(float) * x.astype(float)) / 3)
+    narrow = jnp.ones(3, jnp.float32)
     before = dp.average(third), step(jnp.ones(3), third)[1]
+    assert step(narrow, narrow)[0].dtype == jnp.float32
     with jax.enable_x64(True):
         after, (value, _) = dp.average(third), step(jnp.ones(3), third)
+        assert step(narrow, narrow)[0].dtype == jnp.float64
     assert (before[0].dtype, after.dtype, value.dtype) == (jnp.float32, jnp.float64, jnp.float64)
     np.testing.assert_allclose(after, (size - 1) / 2 + 1 / 3, rtol=1e-14)
     np.testing.assert_allclose(value, rank + 1 / 3, rtol=1e-14)
