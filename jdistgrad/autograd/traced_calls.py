@@ -10,7 +10,7 @@ from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.values.holes import is_array, leaves_of, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
-from jdistgrad.rpc import traced_hook
+from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.references.claims import StandIn
@@ -25,7 +25,7 @@ class TracedCalls:
 
     def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
-        function, args, kwargs = plain(function, args, kwargs)
+        function, args, kwargs = _to_trace(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         operation = Call(peer.rank, function, arguments, results, timeout, where=where())
         return results.rebuild(rules.call(operation)(*operands))
@@ -36,7 +36,7 @@ class TracedCalls:
 
     def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
         peer, results = current_worker().directory.find(to), Results()
-        function, args, kwargs = plain(function, args, kwargs)
+        function, args, kwargs = _to_trace(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         staged = traced_hook.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
@@ -63,6 +63,13 @@ class TracedCalls:
         (handle,) = rule(*operands)
         claim.add(WHOLE)
         return RRef._of(claim, handle)
+
+
+def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
+    """Return a call with plain arrays. NumPy arrays of a staged one stay as they are now, as constants of JAX do."""
+    if traced_hook.staging():
+        args, kwargs = trees.steady((args, kwargs))
+    return plain(function, args, kwargs)
 
 
 def install() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
-import numpy as np
 
 from jdistgrad import errors
 from jdistgrad.ffi import sites
@@ -18,7 +17,6 @@ from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
-from jdistgrad.wire.arrays import may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
@@ -216,23 +214,7 @@ def _steady(call: Any) -> Any:
     Without such arrays its arguments are the caller's own objects.
     """
     function, args, kwargs, *scope = call
-    if not any(map(_may_change, trees.leaves((args, kwargs)))):
-        return call
-    copies: dict[int, tuple[Any, Any]] = {}  # with the arrays, which keeps their ids their own
-
-    def steady(leaf: Any) -> Any:
-        if not _may_change(leaf):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf, leaf.copy(order="K")
-        return copies[id(leaf)][1]
-
-    args, kwargs = trees.map_leaves(steady, (args, kwargs))
-    return function, args, kwargs, *scope
-
-
-def _may_change(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and may_be_written(leaf)
+    return function, *trees.steady((args, kwargs)), *scope
 
 
 # Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.

@@ -6,10 +6,14 @@ arguments of a remote call must arrive as they were sent.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+from jdistgrad.wire.arrays import may_be_written
+
+T = TypeVar("T")
 
 # Types that JAX would take apart but calls must not.
 OPAQUE: set[type] = set()
@@ -24,6 +28,27 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
         return change(tree)
     children, together = parts
     return together([map_leaves(change, child) for child in children])
+
+
+def steady(tree: T) -> T:
+    """Return the tree with copies of its NumPy arrays that somebody may change; itself if it has none."""
+    if not any(map(_may_change, leaves(tree))):
+        return tree
+    copies: dict[int, tuple[Any, Any]] = {}  # with the arrays, which keeps their ids their own
+
+    def own(leaf: Any) -> Any:
+        if not _may_change(leaf):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf, leaf.copy(order="K")
+        return copies[id(leaf)][1]
+
+    copied: T = map_leaves(own, tree)
+    return copied
+
+
+def _may_change(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and may_be_written(leaf)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

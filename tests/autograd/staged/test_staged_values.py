@@ -51,6 +51,22 @@ def test_results_do_not_change_with_what_they_were_made_of(world):
     assert_close([first, step(X)], [np.full(ALIAS_FROM, 1.0), np.full(ALIAS_FROM, 2.0)])
 
 
+@pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
+@on_worker0
+def test_calls_take_arrays_closed_over_as_they_were_when_traced(world, staged):
+    scale = np.full(3, 2.0, np.float32)
+
+    def loss(x):
+        here, there = x * scale, jd.rpc_sync(last(), mix, args=(x, scale))
+        return (here + there + jd.rpc_async(last(), mix, args=(x,), kwargs={"y": scale}).result()).sum()
+
+    with jd.context():
+        step = staged(jax.value_and_grad(loss))
+        first = step(X)
+        scale[:] = 7
+        assert_close(step(X), first)
+
+
 @on_worker0
 def test_gradients_are_no_arguments(world):
     # Donating the gradients to an update must not delete the batch.
