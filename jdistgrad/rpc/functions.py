@@ -1,5 +1,6 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
+import contextlib
 import pickle
 import sys
 import types
@@ -134,14 +135,19 @@ def equals_only_alike(value: Any) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """Return what tells a value from equal ones: its type, and all that it holds if a user's class defines equality."""
+    """Return what tells a value from equal ones, and from itself before a change: its type, and what it holds.
+
+    Of a method it is that of its object. What is not of a user's class is told by its type alone.
+    """
+    if isinstance(value, types.MethodType):
+        return content_of(value.__self__)
     kind = type(value)
-    if equals_only_alike(value):
+    if kind.__module__.partition(".")[0] in ALIKE:
         return kind
-    try:
-        return kind, pickle.dumps(value)
-    except Exception:  # whatever the reason: what it holds cannot be compared
-        return kind, id(value)
+    for held in (value, getattr(value, "__dict__", value)):  # a class may have no name to pickle it by, as in --local
+        with contextlib.suppress(Exception):  # whatever the reason: what it holds cannot be compared
+            return kind, pickle.dumps(held)
+    return kind, id(value)
 
 
 def describe(function: Any) -> str:

@@ -90,6 +90,40 @@ def test_functions_share_what_is_compiled_where_all_that_they_hold_is_alike():
     assert local[0].compiled(wanted) is not local[1].compiled(wanted)
 
 
+class Gain:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, params, x):
+        return self.factor * x @ params
+
+    def applied(self, params, x):
+        return self.factor * x @ params
+
+
+@pytest.mark.parametrize("stage_of", [lambda gain: gain, lambda gain: gain.applied], ids=["object", "method"])
+@on_worker0
+def test_a_new_pipeline_takes_an_object_as_it_is_now_on_all_workers(world, stage_of):
+    gain, losses = Gain(2.0), []
+    for factor in (2.0, 3.0):
+        gain.factor = factor
+        _, pipeline = three_stages([stage_of(gain)] * 3)
+        with jd.context():
+            losses.append(float(pipeline.step(X, targets=Y)))
+    assert losses == [8.0, 27.0]
+
+
+def test_what_an_object_without_an_importable_class_holds_is_told_by_its_attributes():
+    class Inner(Gain):
+        pass
+
+    gain, wanted = Inner(2.0), (True, True)
+    before = StageFunction(gain).compiled(wanted)
+    assert StageFunction(gain).compiled(wanted) is before
+    gain.factor = 3.0
+    assert StageFunction(gain).compiled(wanted) is not before
+
+
 def shares_under_way(ctx):
     return len(find_context(ctx).scope.content(UnderWay).runs)
 
