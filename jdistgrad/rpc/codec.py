@@ -145,7 +145,9 @@ class PickleCodec:
             return EncodingError(
                 f"it is nested too deeply to be sent ({spelled(error)}). Send it as a flat list or array"
             )
-        return EncodingError(f"{self._culprit(value)}{spelled(error)}")
+        again = "not the same object as" in str(error)  # pickle's own words
+        why = ". It has been defined again since: make its objects, and what holds them, again" if again else ""
+        return EncodingError(f"{self._culprit(value)}{spelled(error)}{why}")
 
     def _culprit(self, value: Any) -> str:
         """Return the path and type of the first leaf that cannot be encoded by itself, as text."""

@@ -1,11 +1,11 @@
 """Functions that travel by name: what a message names, and how the receiver sees that the name means the same there."""
 
-import contextlib
 import inspect
 import pickle
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -149,12 +149,33 @@ def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
 def refuse(function: Any) -> FunctionError:
     """Return the error for a function that can be sent neither by name nor by value."""
     what = describe(function)
-    why = "nothing can be imported there under that name"
-    with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
-        lookup(function.__module__, function.__qualname__)
-        why = f"this one is made of {what}, as by jax.vmap, and has no name of its own there that tells it from others"
-    return FunctionError(
-        f"{what} cannot be called on another process: {why}. Define it at the top level of a module, or register it on "
-        "both sides (jdistgrad.register), or open the world with init(allow_code=True) to send code by value.",
-        function=what,
+    return FunctionError(f"{what} cannot be called on another process: {_why_not(what, function)}.", function=what)
+
+
+def _why_not(what: str, function: Any) -> str:
+    remedy = (
+        "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the world "
+        "with init(allow_code=True) to send code by value"
     )
+    try:
+        found = lookup(function.__module__, function.__qualname__)
+    except Exception:  # a callable object may raise anything when its name is read
+        return f"nothing can be imported there under that name. {remedy}"
+    if isinstance(found, types.FunctionType | JITTED) and not _are_made_of_each_other(found, function):
+        return (
+            "it has been defined again since, and its name is that of the new one. What holds the old one, such as a "
+            "step of jd.jit, a pipeline or an optimizer, has to be made again"
+        )
+    how = f"this one is made of {what}, as by jax.vmap, and has no name of its own there that tells it from others"
+    return f"{how}. {remedy}"
+
+
+def _are_made_of_each_other(one: Any, other: Any) -> bool:
+    """Return whether a decorator has made one of two functions of the other, or both of a third."""
+    return bool({id(each) for each in _layers(one)} & {id(each) for each in _layers(other)})
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = inspect.getattr_static(function, "__wrapped__", None)

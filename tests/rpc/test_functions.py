@@ -2,12 +2,14 @@
 
 import functools
 import math
+import types
 
 import jax
 import numpy as np
 import pytest
 
 import jdistgrad as jd
+from jdistgrad.errors import EncodingError, FunctionError
 from jdistgrad.rpc import functions, named
 from jdistgrad.rpc.codec import PickleCodec
 
@@ -33,6 +35,25 @@ def carried(value):
 @pytest.mark.parametrize("function", [top_level, fast, batched, derivative, math.sin, jax.numpy.add, str.upper])
 def test_importable_functions_arrive_as_themselves(function):
     assert carried(function) == function
+
+
+def defined_before():
+    """Return what a cell of a notebook holds after another has defined its function again."""
+    return types.FunctionType(top_level.__code__, globals(), "top_level")
+
+
+@pytest.mark.parametrize("made", [lambda old: old, jax.jit, jax.vmap], ids=["itself", "jit", "vmap"])
+def test_the_error_of_a_function_that_was_defined_again_says_so(made):
+    with pytest.raises(FunctionError, match=r"test_functions\.top_level .* it has been defined again since"):
+        carried(made(defined_before()))
+    with pytest.raises(FunctionError, match=r"this one is made of test_functions\.top_level, as by jax\.vmap"):
+        carried(jax.jit(top_level))
+
+
+def test_the_error_of_an_object_whose_class_was_defined_again_says_so():
+    before = type("Power", (), {"__module__": __name__})()
+    with pytest.raises(EncodingError, match=r"'test_functions\.Power'.*It has been defined again since"):
+        carried(before)
 
 
 def scaled(by, noted=None):
