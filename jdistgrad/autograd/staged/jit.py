@@ -17,7 +17,9 @@ from jdistgrad.autograd.operations.uses import Use, kept
 from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
+from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.errors import ContextError
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import find_worker
 
 P = ParamSpec("P")
@@ -94,8 +96,10 @@ class Step:
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any):
         def flat(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(structure, leaves)
-            results, self._result = jax.tree.flatten(fun(*args, **kwargs))
-            return results
+            found, self._result = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
+            for path, leaf in found:
+                _check_result(fun, path, leaf)
+            return [leaf for _, leaf in found]
 
         with kept() as self._uses:
             traced = jax.make_jaxpr(flat)(*leaves)
@@ -114,6 +118,16 @@ class Step:
                 )
             outputs = Run(self._prepared, leaves).outputs()
             return hold(jax.tree.unflatten(self._result, outputs), lease)
+
+
+def _check_result(fun: Callable[..., Any], path: tuple[Any, ...], leaf: Any) -> None:
+    """Raise TypeError for a result that JAX cannot trace: it would name neither the function nor the place."""
+    if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex) and not hasattr(leaf, "__jax_array__"):
+        where = f" at {jax.tree_util.keystr(path)}" if path else ""
+        raise TypeError(
+            f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}{where}: {leaf!r:.60}. Results must be "
+            "arrays, numbers, RRefs and containers of them."
+        )
 
 
 def _has_gradients(tree: Any) -> bool:

@@ -1,7 +1,10 @@
 """Errors of a staged step: they name the function, the worker and the line of the call."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.programs import X
@@ -38,6 +41,18 @@ def test_a_failure_while_a_row_runs_names_its_function_too(world):
     with pytest.raises(Exception, match="a negative number") as caught:
         jax.block_until_ready(step(X))
     assert f"in {moody.__module__}.fails_when_negative, called by" in "\n".join(caught.value.__notes__)
+
+
+def with_a_note(x, note):
+    return jd.rpc_sync(last(), jnp.sin, args=(x,)), {"note": note}
+
+
+@pytest.mark.parametrize("note", ["warm", np.array(["warm"]), object()], ids=["str", "array of str", "object"])
+@on_worker0
+def test_a_result_that_is_no_array_is_named_with_its_place_and_the_function(world, note):
+    expected = rf"jdistgrad\.jit: .*with_a_note returned a {type(note).__name__} at \[1\]\['note'\]"
+    with pytest.raises(TypeError, match=expected):
+        jd.jit(functools.wraps(with_a_note)(lambda x: with_a_note(x, note)))(X)
 
 
 @on_worker0
