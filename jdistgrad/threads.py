@@ -5,7 +5,9 @@ A call may wait for another that waits for a third that needs this worker: any f
 starts no more threads, tasks wait until one is free.
 """
 
+import atexit
 import collections
+import ctypes
 import gc
 import itertools
 import logging
@@ -14,13 +16,16 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 IDLE_LIMIT = 64
 IDLE_SECONDS = 5.0  # after which a thread that has nothing to do ends
 END_SECONDS = 0.2  # for all threads together: those that have nothing to do end at once
+STOP_SLICE = 0.05
+STOP_SECONDS = 5.0  # for all threads together: each goes on until its step in compiled code is done
 
 Inbox = queue.SimpleQueue[Any]
 
@@ -34,16 +39,32 @@ def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thr
     return thread
 
 
-def join_soon(threads: Iterable[threading.Thread]) -> None:
+def join_soon(threads: Iterable[threading.Thread], seconds: float = END_SECONDS) -> None:
     """Wait until threads that have nothing more to do have ended.
 
     JAX keeps arrays for each thread, the tokens of ordered effects. A thread that frees them while the interpreter ends
     aborts the process.
     """
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + seconds
     for thread in list(threads):
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class StoppedError(SystemExit):
+    """What ends a thread that another stops."""
+
+
+def stop(threads: Sequence[threading.Thread]) -> None:
+    """Stop threads, each as soon as it runs Python code; wait for them, if it does not take long.
+
+    Before Python 3.14, a thread that comes back from compiled code while the interpreter ends aborts the process.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    while (running := [one for one in threads if one.is_alive()]) and time.monotonic() < deadline:
+        for one in running:  # again, if the exception came in a destructor, which ignores it
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one.ident or 0), ctypes.py_object(StoppedError))
+        join_soon(running, STOP_SLICE)
 
 
 def frames() -> dict[int, FrameType]:
@@ -95,6 +116,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._closed = False
+        _pools.add(self)
         self._idle.append(self._spawn(stays=True))  # tasks for which no thread can be started do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
@@ -118,9 +140,13 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads: idle ones now, busy ones after their task. Wait for those that end soon."""
+        join_soon(self.take_no_more())
+
+    def take_no_more(self) -> list[threading.Thread]:
+        """Let each thread end when it has nothing to do; return the threads."""
         self._closed = True
         self._end_idle()
-        join_soon(self._threads)
+        return self._threads
 
     def _end_idle(self) -> None:
         while True:
@@ -178,6 +204,8 @@ class ThreadPool:
         while (task := self._next(inbox, patience)) is not None:
             try:
                 task()
+            except StoppedError:
+                return
             except BaseException:
                 log.exception("a task of %s failed outside of any call", self._name)
             del task  # an idle thread must not keep a call's arrays alive
@@ -187,3 +215,16 @@ class ThreadPool:
             self.resume()
             if self._closed:
                 self._end_idle()
+
+
+_pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
+
+
+def _end_tasks() -> None:
+    """Stop the tasks that still run when the program ends."""
+    threads = [thread for pool in list(_pools) for thread in pool.take_no_more()]
+    join_soon(threads)
+    stop(threads)
+
+
+atexit.register(_end_tasks)

@@ -171,3 +171,48 @@ def test_frames_of_threads_are_found_while_others_start_and_garbage_is_collected
     """Without care, Python 3.11 stands still within the first hundred."""
     asked = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=100, check=True)
     assert asked.stdout.split() == ["True", "False"]
+
+
+COMPUTING = """
+import _thread, threading
+import jax, jax.numpy as jnp
+import jdistgrad as jd
+
+begun = threading.Barrier(3)
+
+def compute():
+    x = jnp.ones((200, 200))
+    begun.wait()
+    while True:
+        x = jax.jit(lambda x: jnp.sin(x @ x))(x)
+"""
+
+SERVED = """
+workers = jd.local_workers(3)
+for rank in (1, 2):
+    jd.rpc_async(rank, compute)
+begun.wait()
+raise ValueError("mine")
+"""
+
+INTERRUPTED = """
+def main():
+    if jd.init().rank == 2:
+        begun.wait()
+        _thread.interrupt_main()
+    else:
+        compute()
+
+jd.spawn(main, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "last"), [(SERVED, 1, "ValueError: mine"), (INTERRUPTED, -2, "KeyboardInterrupt")]
+)
+def test_a_program_ends_as_it_says_while_its_workers_compute(program, status, last):
+    """Threads that come back from compiled code while Python ends would abort the process."""
+    program = COMPUTING + program
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == status
+    assert ended.stderr.rstrip().endswith(last)

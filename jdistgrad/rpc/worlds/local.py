@@ -17,6 +17,7 @@ from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
+from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import wait_in_slices
 from jdistgrad.wire.local import Hub
@@ -37,6 +38,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     Raises:
       Exception: the first ``main`` that failed raised it; the waits of the others end at once.
+      KeyboardInterrupt: Ctrl-C, which stops every ``main``.
       WorldError: a ``main`` returned without ``shutdown``.
 
     Example:
@@ -52,10 +54,11 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
     hub = Hub(checked_size(n))
     results: list[Any] = [None] * n
     failures: list[BaseException] = []
+    ended = [threading.Event() for _ in range(n)]  # where Ctrl-C ends a join, Python 3.11 takes the thread for ended
 
     def run(rank: int) -> None:
-        take_seat(hub, rank)
         try:
+            take_seat(hub, rank)
             results[rank] = main(*args)
             _require_shutdown(rank)
         except BaseException as error:
@@ -63,15 +66,19 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             told = recorder.record_error(f"the main of rank {rank} failed: {in_short(error)}")
             add_note(error, f"raised by the main of rank {rank} of spawn{told}")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
+        finally:
+            ended[rank].set()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
     for thread in threads:
         thread.start()
     try:
-        for thread in threads:
-            _join(thread)
+        for rank in range(n):
+            wait_in_slices(ended[rank].wait)
+            threads[rank].join()
     except KeyboardInterrupt:
         hub.fail(errors.WorldClosedError("spawn was interrupted"))
+        stop(threads)
         raise
     if failures:
         raise failures[0]
