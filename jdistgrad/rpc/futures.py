@@ -61,7 +61,9 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
-        super().add_done_callback(functools.partial(_called_back, fn, threading.get_ident()))
+        adding = [threading.get_ident()]
+        super().add_done_callback(functools.partial(_called_back, fn, adding))
+        adding.clear()
 
     def answer(self, opener: Callable[[], Outcome], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
         """Complete the future. ``opener`` returns the outcome, or raises if it cannot be opened.
@@ -210,13 +212,17 @@ def refuse_coroutine(result: Any) -> None:
         raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")
 
 
-def _called_back(fn: Callable[[Any], object], added_by: int, future: concurrent.futures.Future[Any]) -> None:
-    """Call a callback. The base class logs an exception, but lets others, such as SystemExit, end all callbacks."""
+def _called_back(fn: Callable[[Any], object], adding: list[int], future: concurrent.futures.Future[Any]) -> None:
+    """Call a callback. The base class logs an exception, but lets others, such as SystemExit, end all callbacks.
+
+    Arguments:
+      adding: the thread that adds the callback right now, if any.
+    """
     try:
         fn(future)
     except Exception:
         raise
     except BaseException:
-        if threading.get_ident() == added_by:
+        if threading.get_ident() in adding:
             raise
         log.exception("a callback of %r raised", future)

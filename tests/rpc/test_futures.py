@@ -10,6 +10,7 @@ from helpers.worlds import on_worker0
 
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.futures import CallFuture
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -53,6 +54,16 @@ def test_a_callback_that_would_end_its_thread_ends_no_other_callback(world, capl
     assert "SystemExit: enough" in caplog.text
     with pytest.raises(SystemExit, match="enough"):
         future.add_done_callback(lambda done: sys.exit("enough"))
+
+
+def test_a_callback_that_would_end_the_thread_that_added_it_ends_no_other_callback(caplog):
+    """A thread that has added a callback may be the one that calls it: the thread that served the call, say."""
+    future, seen = CallFuture(lambda futures, timeout: None), []
+    future.add_done_callback(lambda done: sys.exit("enough"))
+    future.add_done_callback(lambda done: seen.append(done.result()))
+    future.answer(lambda: (9, None), lambda task: task())
+    assert seen == [9]
+    assert "SystemExit: enough" in caplog.text
 
 
 @on_worker0
