@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
+from jdistgrad.forked import end_forked
+
 IDLE_LIMIT = 64
 IDLE_SECONDS = 5.0  # after which a thread that has nothing to do ends
 END_SECONDS = 0.2  # for all threads together: those that have nothing to do end at once
@@ -37,6 +39,20 @@ def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thr
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def run_task(task: Callable[[], Any], whose: str) -> None:
+    """Run a task; what it raises is logged. A process that it has forked ends: what comes next is its parent's."""
+    process = os.getpid()
+    try:
+        task()
+    except BaseException as error:
+        if os.getpid() != process:
+            end_forked(error)
+        if not isinstance(error, StoppedError):
+            log.exception("a task of %s failed outside of any call", whose)
+    if os.getpid() != process:
+        end_forked(None)
 
 
 def join_soon(threads: Iterable[threading.Thread], seconds: float = END_SECONDS) -> None:
@@ -202,12 +218,7 @@ class ThreadPool:
     def _serve(self, inbox: Inbox, patience: float | None) -> None:
         self._enter()
         while (task := self._next(inbox, patience)) is not None:
-            try:
-                task()
-            except StoppedError:
-                return
-            except BaseException:
-                log.exception("a task of %s failed outside of any call", self._name)
+            run_task(task, self._name)
             del task  # an idle thread must not keep a call's arrays alive
             if patience is not None and len(self._idle) >= IDLE_LIMIT:
                 return

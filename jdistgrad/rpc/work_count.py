@@ -1,8 +1,10 @@
 """Counts of the messages that carry work, by which a world decides when it may close."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from jdistgrad.wire.message import WORK, Kind
 
@@ -36,23 +38,33 @@ class WorkCount:
             self._received[peer] += 1
             self._serving[peer] += 1
 
-    def started(self) -> None:
-        """Count work that is no call as being served, until ``served``; it keeps this worker busy."""
+    def served(self, peer: int) -> None:
         with self._lock:
-            self._serving[self._rank] += 1
-
-    def served(self, peer: int | None = None) -> None:
-        with self._lock:
-            self._serving[self._rank if peer is None else peer] -= 1
+            self._serving[peer] -= 1
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
         """Keep this worker busy during a block."""
-        self.started()
+        self._started()
         try:
             yield
         finally:
-            self.served()
+            self.served(self._rank)
+
+    def counted(self, task: Callable[[], Any]) -> Callable[[], None]:
+        """Return a task, for any thread, that keeps this worker busy from now until it has run."""
+        self._started()
+        return functools.partial(self._finish, task)
+
+    def _started(self) -> None:
+        with self._lock:
+            self._serving[self._rank] += 1
+
+    def _finish(self, task: Callable[[], Any]) -> None:
+        try:
+            task()
+        finally:
+            self.served(self._rank)
 
     def serves(self, peer: int) -> bool:
         """Return whether a call of this worker has arrived that has not been answered."""

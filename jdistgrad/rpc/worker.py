@@ -113,8 +113,7 @@ class Worker(Mailbox):
         elif isinstance(message.body, errors.WireError):
             self.refuse(message.source, f"a {kind.name}", message.body)
         elif kind is Kind.RELEASE:
-            self.work.started()
-            return functools.partial(self.releasing.closed_elsewhere, message.id)
+            return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is Kind.DROP:
             self._returned(message.source, message.body)
         elif kind is Kind.PING:
@@ -154,8 +153,7 @@ class Worker(Mailbox):
     def _returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> None:
         freed = self.references.returned(source, dropped)
         if freed:
-            self.work.started()
-            self.run(functools.partial(self.releasing.destroy, freed))
+            self.run(self.work.counted(freed.clear))  # until references inside the values have returned their weight
 
     def _take_over(self, source: int, parcel: Parcel) -> Parcel | errors.WireError | None:
         """Take over a message's references; return None if it comes from a worker that is being lost."""

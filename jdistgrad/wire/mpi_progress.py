@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.threads import IDLE_SECONDS, join_soon, started
+from jdistgrad.threads import IDLE_SECONDS, join_soon, run_task, started
 from jdistgrad.wire.interrupts import is_put_off, put_off_interrupt
 from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
 from jdistgrad.wire.sleepers import Sleepers
@@ -312,10 +312,7 @@ class Progress:
             return False
 
     def _run_here(self, task: Task) -> None:
-        try:
-            task()
-        except BaseException:
-            log.exception("a task of %s failed outside of any call", self._name)
+        run_task(task, self._name)
         with self._counting:
             self._free += 1
             self._busy -= 1

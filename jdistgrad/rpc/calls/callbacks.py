@@ -26,8 +26,7 @@ class Callbacks:
 
     def start(self, call: Pending, run: Callable[[], Any]) -> None:
         """Run the callbacks of a call on another thread."""
-        self._mailbox.work.started()
-        self._mailbox.run(functools.partial(self._run, [(call, run)]))
+        self._mailbox.run(self._mailbox.work.counted(functools.partial(self._run, [(call, run)])))
 
     def on_this_thread(self) -> bool:
         return threading.get_ident() in self._by_thread
@@ -37,11 +36,10 @@ class Callbacks:
         return list(self._by_thread.values())
 
     def _run(self, todo: list[tuple[Pending, Callable[[], Any]]]) -> None:
-        """Run callbacks. The worker stays busy until nothing here refers to the answer, which may hold references."""
+        """Run callbacks. When this returns, nothing here refers to the answer any more, which may hold references."""
         call, run = todo.pop()
         self._by_thread[threading.get_ident()] = UnderWay(call, time.monotonic())
         try:
             run()
         finally:
             del self._by_thread[threading.get_ident()], call, run
-            self._mailbox.work.served()

@@ -167,8 +167,9 @@ class Caller:
 
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
         """Fail every call, or every call to one peer."""
-        for pending in self._calls.close_all(peer):
-            self._fail(pending, make_error(pending))
+        with self._mailbox.work.under_way():
+            for pending in self._calls.close_all(peer):
+                self._fail(pending, make_error(pending))
 
     def pending(self) -> list[Pending]:
         """Return the calls that are not answered yet."""

@@ -91,14 +91,7 @@ class Losses:
 
     def _start(self, task: Task) -> None:
         """Run a task on a thread that may wait; this worker is busy until it has ended."""
-        self._mailbox.work.started()
-        self._mailbox.run(functools.partial(self._finish, task))
-
-    def _finish(self, task: Task) -> None:
-        try:
-            task()
-        finally:
-            self._mailbox.work.served()
+        self._mailbox.run(self._mailbox.work.counted(task))
 
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
         self._called[threading.get_ident()] = callback, info, time.monotonic()
@@ -199,7 +192,7 @@ class Losses:
 
     def takes_part(self, message: Message) -> Task:
         """Return the task that answers a worker that takes part in contexts which were opened here."""
-        return self._counted(functools.partial(self._takes_part, message.source, message.id, message.body))
+        return self._mailbox.work.counted(functools.partial(self._takes_part, message.source, message.id, message.body))
 
     def _takes_part(self, peer: int, lost: int, contexts: list[tuple[int, bool]]) -> None:
         for identifier, reached in contexts:
@@ -231,7 +224,7 @@ class Losses:
         lost, why = message.body
         self._peers.lose(lost, why)
         scope, error = self._scopes.find_open(message.id), self._error(message.id, lost)
-        return self._counted(lambda: None if scope is None else scope.give_up(error))
+        return self._mailbox.work.counted(lambda: None if scope is None else scope.give_up(error))
 
     def _error(self, context: int, lost: int) -> errors.WorkerLostError:
         text = (
@@ -239,7 +232,3 @@ class Losses:
             f"{self._peers.lost[lost]}. Compute it again in a new context, without this worker."
         )
         return errors.WorkerLostError(text, worker=self._mailbox.directory.workers[lost], context=context)
-
-    def _counted(self, task: Task) -> Task:
-        self._mailbox.work.started()
-        return functools.partial(self._finish, task)

@@ -3,7 +3,6 @@
 import collections
 import logging
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.mailbox import Mailbox
@@ -45,18 +44,6 @@ class Releasing:
         finally:
             for content in contents:
                 content.close()
-
-    def closed_elsewhere(self, scope: int) -> None:
-        """Release a scope that another worker has closed, and tell the workers that this worker called in it."""
-        try:
-            self.close_scope(scope)
-        finally:
-            self._mailbox.work.served()
-
-    def destroy(self, freed: list[Any]) -> None:
-        """Destroy freed values. The worker stays busy until references inside them have returned their weight."""
-        freed.clear()
-        self._mailbox.work.served()
 
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""

@@ -19,7 +19,6 @@ from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.arguments import delivered
 from jdistgrad.rpc.serving.being_served import BeingServed
 from jdistgrad.rpc.serving.failures import Failure, pack, spelled
-from jdistgrad.rpc.serving.forked import end_forked
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.transport import Task
 
@@ -82,8 +81,10 @@ class Served:
             refuse_coroutine(result)
         except BaseException as raised:
             result, error = None, raised
-        if self.server.mailbox.severed:
-            end_forked(error)
+        if self.server.mailbox.severed:  # the answer is the parent's to give
+            if error is not None:
+                raise error
+            return
         self._end(result, error)
         del result, error
         self.server.being_served.leave(self)

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from jdistgrad.config import settings
+from jdistgrad.forked import leave, status_of
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
-from jdistgrad.rpc.serving.forked import leave, status_of
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi_process import abort_job, when_mpi_ends

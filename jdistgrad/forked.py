@@ -1,4 +1,4 @@
-"""The end of a process that was forked in a served function: the function's answer is the parent's to give."""
+"""The end of a process that a task of a thread has forked: the thread's other work is the parent's."""
 
 import contextlib
 import os
