@@ -1,6 +1,7 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
 import contextlib
+import hashlib
 import pickle
 import sys
 import types
@@ -146,8 +147,15 @@ def content_of(value: Any) -> Any:
         return kind
     for held in (value, getattr(value, "__dict__", value)):  # a class may have no name to pickle it by, as in --local
         with contextlib.suppress(Exception):  # whatever the reason: what it holds cannot be compared
-            return kind, pickle.dumps(held)
+            return kind, _digest_of(held)
     return kind, id(value)
+
+
+def _digest_of(value: Any) -> bytes:
+    """Return a digest of a value's pickle: what is compared is kept for long, and values may be large."""
+    digest = hashlib.blake2b()
+    pickle.Pickler(types.SimpleNamespace(write=digest.update)).dump(value)
+    return digest.digest()
 
 
 def describe(function: Any) -> str:
