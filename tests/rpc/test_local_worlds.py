@@ -253,6 +253,29 @@ def test_compiled_calls_of_two_worlds_at_a_time_stay_in_their_worlds():
     assert found == [[[11.0] * 4] * 3, [[21.0] * 4] * 3]
 
 
+def test_worlds_whose_mains_fail_are_closed_and_share_what_is_compiled():
+    traced, workers = [], []
+
+    @jax.jit
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    def main():
+        jd.init()
+        workers.append(current_worker())
+        double(jnp.ones(()))
+        with jd.context():
+            jd.rpc_sync(0, operator.neg, args=(1.0,))
+            raise ValueError("here")
+
+    for _ in range(3):
+        with pytest.raises((ValueError, jd.WorkerLostError)):
+            jd.spawn(main, 2)
+    assert len(traced) == 2
+    assert all(worker.closed for worker in workers)
+
+
 def test_worlds_one_after_the_other_share_what_is_compiled():
     traced = []
 

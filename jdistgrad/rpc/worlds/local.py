@@ -66,6 +66,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             told = recorder.record_error(f"the main of rank {rank} failed: {in_short(error)}")
             add_note(error, f"raised by the main of rank {rank} of spawn{told}")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
+            _leave_open_world()
         finally:
             ended[rank].set()
 
@@ -164,6 +165,13 @@ def _require_shutdown(rank: int) -> None:
         gave_up = worker.closing.gave_up
         how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."
         raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
+
+
+def _leave_open_world() -> None:
+    """Close the worker of a main that has failed: its threads end, and later worlds use what it has compiled."""
+    worker = find_worker()
+    if worker is not None and not worker.closed:
+        worker.close(graceful=False)
 
 
 def _join(thread: threading.Thread) -> None:

@@ -208,5 +208,9 @@ def _open(
     forks.watch(worker)
     recorder.watch(worker)
     log_records.install()
-    transport.start(worker)
+    try:
+        transport.start(worker)
+    except errors.DistgradError:  # another local worker failed before all were there
+        worker.close(graceful=False)
+        raise
     return worker
