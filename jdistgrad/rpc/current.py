@@ -34,6 +34,7 @@ class Resident(Protocol):
     failure: BaseException | None
     severed: bool
     hands_over: bool
+    work: Any
 
 
 _bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistgrad_worker", default=None)
@@ -225,12 +226,12 @@ def bind_thread(worker: Resident) -> None:
 
 
 def _key_of(worker: Resident) -> int:
-    """Return the trace key of a worker: its own, or one that no open world uses."""
+    """Return the trace key of a worker: its own, or one that no open world uses, nor a call that outlives one."""
     with _choosing:
         keys = _trace_keys.setdefault((worker.info, worker.size), [])
         users = {key: _workers.get(key) for key in keys}
         own = [key for key, user in users.items() if user is worker]
-        free = [key for key, user in users.items() if user is None or user.closed]
+        free = [key for key, user in users.items() if user is None or (user.closed and not user.work.serves_any)]
         key = (own or free or [next(_new_keys)])[0]
         if key not in users:
             keys.append(key)

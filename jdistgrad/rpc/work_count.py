@@ -70,6 +70,11 @@ class WorkCount:
         """Return whether a call of this worker has arrived that has not been answered."""
         return self._serving[peer] > 0
 
+    @property
+    def serves_any(self) -> bool:
+        """Return whether this worker does any work."""
+        return any(self._serving)
+
     def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
         """Return the numbers sent to and received from workers that are not lost, and being served, at one moment."""
         with self._lock:
