@@ -107,7 +107,12 @@ class MissingRanksError(CollectiveError, TimeoutError):
 
 
 class DisagreementError(CollectiveError, ValueError):
-    """The ranks differ in their leaves, their settings or their step. Nothing was reduced."""
+    """The ranks differ in their leaves, their settings or their step. Nothing was reduced.
+
+    ``failed``: the ranks whose step has failed, for a reason of their own, where that is why.
+    """
+
+    failed: frozenset[int] = frozenset()
 
 
 class LeafError(DistgradError, TypeError):

@@ -745,3 +745,76 @@ def test_a_rank_that_finalizes_mpi_is_lost(surviving_job):
         print(me.name, told, jd.shutdown(timeout=20))
         """,
     ).expect("worker0 {1: 'MPI.Finalize() was called before", "worker2 {1: 'MPI.Finalize() was called before")
+
+
+FAILING = """
+    import jax
+
+    def checked(x):
+        if number == 3 and me.rank in failing and where == "run":
+            raise ValueError("no data")
+        return x
+
+    def loss(p, x):
+        if x.ndim == 2:
+            raise ValueError("no data")
+        y = jax.pure_callback(checked, x, x)
+        return (p["a"] * y[0]).sum() + (p["b"] * y[1]).sum()
+
+    def apply(bucket, state, collectives):
+        if number == 3 and me.rank in failing and where == "hook" and bucket.index == 1:
+            raise ValueError("no data")
+        return collectives.allreduce(bucket.flat / bucket.divisor), state
+
+    me = jd.init()
+    hook = jd.hooks.Hook(lambda bucket: 0, apply, "failing") if where == "hook" else None
+    dp = jd.DataParallel(hook=hook, bucket_cap_mb=1e-5, timeout=60)
+    step = dp.value_and_grad(loss)
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 5))}
+
+    def take():
+        x = jnp.full(2, float(me.rank))
+        return step(params, x[None] if number == 3 and me.rank in failing and where == "traced" else x)[1]
+"""
+
+
+@pytest.mark.parametrize("where", ["traced", "run", "hook"])
+def test_steps_go_on_without_ranks_that_an_exception_in_a_step_ends(surviving_job, where):
+    surviving_job(
+        4,
+        f"    failing, where = (1, 2), {where!r}\n"
+        + FAILING
+        + """
+    for number in range(6):
+        gradients = take()
+        there = [0, 1, 2, 3] if number < 3 else [0, 3]
+        assert dp.statistics().size == len(there), (number, dp.statistics())
+        for leaf in gradients.values():
+            assert abs(leaf - sum(there) / len(there)).max() < 1e-6, (number, gradients)
+    print(me.name, jd.shutdown(timeout=20))
+    """,
+    ).expect("worker0 []", "worker3 []", "ValueError: no data")
+
+
+def test_a_step_that_fails_on_a_rank_that_goes_on_fails_on_all(surviving_job):
+    """The others wait a while whether the exception ends that rank; meanwhile it waits for them in new collectives."""
+    surviving_job(
+        3,
+        '    failing, where = (1,), "run"\n'
+        + FAILING
+        + """
+    for number in range(4):
+        try:
+            take()
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+    assert "no data" in failed if me.rank == 1 else failed.startswith("DisagreementError: the ranks"), failed
+    assert me.rank == 1 or "rank 1 has failed at bucket 0 in step 4" in failed, failed
+    again, number = jd.DataParallel(), 4
+    assert again.mean({"x": me.rank})["x"] == 1
+    try:
+        take()
+    except jd.errors.DisagreementError:
+        print(me.name, again.mean({"x": me.rank})["x"], jd.shutdown(timeout=20))
+    """,
+    ).expect("worker0 1.0 []", "worker1 1.0 []", "worker2 1.0 []")

@@ -61,7 +61,7 @@ class Agreeing:
         words = [roll_call.unpack(word) for word in self._words(timeout)]
         elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
         if elsewhere is not None:
-            raise roll_call.disagreement(self._collectives.rank, self._mine, elsewhere, words[elsewhere])
+            raise roll_call.disagreement(words, self._collectives.rank, elsewhere)
         if len(set(words)) > 1:
             self._raise_difference()
 

@@ -114,10 +114,10 @@ def read_words(words: Sequence[bytes]) -> RollCall:
         first = rolls[active[0]]
         for rank in active:
             if _place(rolls[rank]) != _place(first):
-                raise disagreement(active[0], first, rank, rolls[rank])
+                raise disagreement(rolls, active[0], rank)
         joined = next((rank for rank, roll in enumerate(rolls) if roll.act is Act.SHADOW), None)
         if joined is not None and first.act in (Act.BROADCAST, Act.VERIFY):
-            raise disagreement(active[0], first, joined, rolls[joined])
+            raise disagreement(rolls, active[0], joined)
     return RollCall(rolls, active)
 
 
@@ -143,8 +143,11 @@ def meet_with_trees(rolls: Iterable[Roll]) -> bool:
     return begins or len({(roll.act, roll.number) for roll in found}) == 1
 
 
-def disagreement(first: int, its: Roll, other: int, theirs: Roll) -> DisagreementError:
-    return _come_apart(f"rank {first} {its}, rank {other} {theirs}", other)
+def disagreement(rolls: Sequence[Roll], first: int, other: int) -> DisagreementError:
+    """Return the error that says that two of the ranks, whose words these are, are not at the same place."""
+    error = _come_apart(f"rank {first} {rolls[first]}, rank {other} {rolls[other]}", other)
+    error.failed = frozenset(rank for rank, roll in enumerate(rolls) if roll.act is Act.FAILED)
+    return error
 
 
 def _come_apart(how: str, rank: int) -> DisagreementError:

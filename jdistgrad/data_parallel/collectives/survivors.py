@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from jdistgrad.data_parallel.collectives.world import (
     CollectiveEntry,
     WatchedBlock,
     is_failure,
+    lost_among,
     names_of,
     raise_lost,
 )
@@ -36,6 +38,7 @@ from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.polling import poll
 
+ENDING_SECONDS = 5.0  # how long a rank whose step has failed may take to end by that
 UNKNOWN_SECONDS = 10.0  # how long MPI may take a worker to be alive that is known to be lost
 VOTE = -1  # the turn of all votes: ranks come to a vote from different operations
 
@@ -113,10 +116,18 @@ class Survivors(MPI):
             let_go(request)
             return
 
+    def lose(self, failed: Collection[int]) -> bool:
+        """Return whether a rank is lost, after a wait for those that an exception in a step may be about to end."""
+        ending = {self.world_ranks[rank] for rank in failed}
+        if ending:
+            poll(lambda: ending <= set(lost_among(self.world_ranks)), ENDING_SECONDS)
+        return bool(ending) and bool(lost_among(self.world_ranks))
+
     def without_lost(self) -> "Survivors":
         """Return the group of those that are alive. All of them must call it, after a vote that was not for all."""
         from mpi4py import MPI as mpi  # noqa: N811
 
+        _require_to_stay()
         self._interrupt()
         other = copy.copy(self)
         other.comm = self.comm.Shrink()
@@ -150,6 +161,13 @@ class Survivors(MPI):
         self.comm.Revoke()
 
 
+def _require_to_stay() -> None:
+    """Raise if this worker is about to end, which others know: it must not be in the group that they form."""
+    worker = find_worker()
+    if worker is None or worker.peers.left:
+        raise WorkerLostError("this worker has left the others, which go on without it")
+
+
 class _Check:
     """Raises, while ranks vote, if one will never come, or is lost and MPI does not find out."""
 
@@ -158,6 +176,7 @@ class _Check:
 
     def __call__(self) -> None:
         self._together.check()
+        _require_to_stay()
         worker, now = find_worker(), time.monotonic()
         assert worker is not None
         for rank in worker.peers.lost.keys() & set(self._group.world_ranks):

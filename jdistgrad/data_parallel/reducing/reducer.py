@@ -40,6 +40,7 @@ class Reducer:
         self.broken: CollectiveError | WorkerLostError | None = None
         self._announced: list[Callable[[float], list[bytes]]] = []
         self._failed = 0  # the last step that this rank has announced as failed
+        self._told: DisagreementError | None = None  # the last failure of others that the ranks have voted on
         self._scratch = Scratch()
 
     # Meeting.
@@ -114,10 +115,13 @@ class Reducer:
         group = self.collectives
         if isinstance(group, Survivors) and isinstance(error, CollectiveError | NonFiniteError):
             group.explain(error)
-        if not self.votes or isinstance(self.broken, CollectiveError) or not isinstance(group, Survivors):
+        if not self.votes or not isinstance(group, Survivors):
+            return True
+        failed = self._failed_elsewhere(error)
+        if isinstance(self.broken, CollectiveError) and not failed:
             return True
         try:
-            if group.vote(whole=not isinstance(error, WorkerLostError)):
+            if group.vote(whole=not isinstance(error, WorkerLostError) and not group.lose(failed)):
                 return True
             self.collectives = group.without_lost()
         except (WorkerLostError, MissingRanksError) as failure:
@@ -126,6 +130,13 @@ class Reducer:
         self.broken, self._failed = None, 0
         self._announced.clear()
         return False
+
+    def _failed_elsewhere(self, error: BaseException | None) -> frozenset[int]:
+        """Return the other ranks whose failure has ended this operation. The ranks vote once on each failure."""
+        if not isinstance(error, DisagreementError) or error is self._told or self.collectives.rank in error.failed:
+            return frozenset()
+        self._told = error
+        return error.failed
 
     def memory(self) -> Memory:
         """Return what must be put back before an operation is done again."""
@@ -143,6 +154,10 @@ class Reducer:
             error = lost
         if not self.vote(error):
             self.abandon(step, bucket)
+
+    def has_failed(self, step: int) -> bool:
+        """Return whether this rank has announced that a step has failed here, on which the others will vote."""
+        return self._failed >= step
 
     def fail(self, step: int, bucket: int) -> None:
         """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
@@ -326,7 +341,7 @@ class Reducer:
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.number, np.uint8))
             elif lead.act is not Act.FAILED:  # after a failure, which the others raise, they may go on
-                raise roll_call.disagreement(self.collectives.rank, self._roll(Act.SHADOW), call.leader, lead)
+                raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
 
     def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall) -> None:
         bucket = plan.buckets[number]

@@ -149,6 +149,9 @@ class Reduction:
         return self._gradients
 
     def _vote(self) -> bool:
+        if self._reducer.has_failed(self.handling.step):
+            self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
+            return True
         errors = (launched.exception() for launched in self._launched)
         return self._reducer.vote(next(filter(None, errors), None))
 

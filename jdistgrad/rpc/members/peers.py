@@ -23,6 +23,7 @@ class Peers:
     Attributes:
       lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
       hung: the first worker that gave no sign of life, and may still be there.
+      left: whether this worker has begun to tell the others that it leaves.
     """
 
     def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
@@ -31,6 +32,7 @@ class Peers:
         self.lost: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self.hung: WorkerInfo | None = None
+        self.left = False
 
     def heard(self, peer: int) -> None:
         self._liveness.heard(peer)
@@ -67,7 +69,7 @@ class Peers:
 
     def leave(self, why: str) -> None:
         """Tell all other workers that this worker leaves."""
-        mailbox = self._mailbox
+        self.left, mailbox = True, self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:
                 try:
