@@ -1,5 +1,10 @@
 """Steps that fail on some or all ranks: gradients of different steps are never averaged, and no rank waits long."""
 
+import contextlib
+import gc
+import threading
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +15,7 @@ from jax.experimental.sparse import BCOO
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
+from jdistgrad.wire.polling import poll
 
 MIXED = {"a": jnp.ones(3), "b": jnp.ones(4, jnp.float16), "c": jnp.ones(5, jnp.bfloat16)}  # three buckets
 
@@ -183,3 +189,19 @@ def test_an_error_does_not_grow_with_each_use(big_world, rank, size):
             dp.average(jnp.ones(3))
         lengths.add(len(found.traceback))
     assert len(lengths) == 1
+
+
+@on_every_worker
+def test_an_object_that_refuses_further_steps_keeps_nothing_of_the_caller_alive(big_world, rank, size):
+    """A reference in the caller's frame might be to this object itself, which would then never be freed."""
+    dp = DataParallel(hook=failing_on({1}, rank), timeout=15)
+
+    def take():
+        held = threading.Event()
+        with contextlib.suppress(KeyError, DisagreementError):
+            dp.average({"w": jnp.ones(2)})
+        return weakref.ref(held)
+
+    for _ in range(3):
+        found = take()
+        assert poll(lambda found=found: gc.collect() >= 0 and found() is None, 10)

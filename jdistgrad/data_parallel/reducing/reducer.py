@@ -4,6 +4,7 @@ Every method runs on the communication thread and begins with a roll call of all
 """
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Reducer:
         self.broken: CollectiveError | WorkerLostError | None = None
         self._announced: list[Callable[[float], list[bytes]]] = []
         self._failed = 0  # the last step that this rank has announced as failed
-        self._told: DisagreementError | None = None  # the last failure of others that the ranks have voted on
+        self._told = ""  # the last failure of others that the ranks have voted on
         self._scratch = Scratch()
 
     # Meeting.
@@ -70,11 +71,11 @@ class Reducer:
     def _breaking(self) -> Iterator[None]:
         """Refuse all later meetings once ranks came apart or did not come: reductions would no longer match."""
         if self.broken is not None:
-            raise self.broken.with_traceback(None)  # else the error would grow each time it is raised
+            raise copy.copy(self.broken)
         try:
             yield
         except (DisagreementError, MissingRanksError, WorkerLostError) as error:
-            self.broken = error
+            self.broken = copy.copy(error)  # without the traceback, whose frames may hold references to this
             raise
 
     @contextlib.contextmanager
@@ -133,9 +134,11 @@ class Reducer:
 
     def _failed_elsewhere(self, error: BaseException | None) -> frozenset[int]:
         """Return the other ranks whose failure has ended this operation. The ranks vote once on each failure."""
-        if not isinstance(error, DisagreementError) or error is self._told or self.collectives.rank in error.failed:
+        if not isinstance(error, DisagreementError) or self.collectives.rank in error.failed:
             return frozenset()
-        self._told = error
+        if str(error) == self._told:
+            return frozenset()
+        self._told = str(error)
         return error.failed
 
     def memory(self) -> Memory:
