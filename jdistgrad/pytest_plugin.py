@@ -29,6 +29,10 @@ RAISED_ELSEWHERE = (
     "If the body of world.drive raised on worker 0, only rank 0 of this job knows. Expect what it raises inside of the "
     "body (with pytest.raises), and skip before drive."
 )
+RAISED_BEFORE = (
+    "world.drive: the body of an earlier drive of this test raised {error}, and its world is still open, since the "
+    "other ranks do not know. Expect what it raises inside of the body (with pytest.raises)."
+)
 
 
 class World:
@@ -40,6 +44,7 @@ class World:
 
     def __init__(self, size: int):
         self.size = size
+        self._raised: BaseException | None = None
 
     def run(self, main: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``main`` on every worker; ``main`` calls ``init`` and ``shutdown`` itself.
@@ -62,12 +67,18 @@ class World:
 
         Returns:
           The result of ``body``; ``None`` on other ranks of an MPI job.
+
+        Raises:
+          WorldError: in an MPI job, the body of an earlier ``drive`` of the test raised: that exception is the cause.
         """
         import jdistgrad as jd
 
+        if self._raised is not None and launcher_env.launched():
+            raise jd.WorldError(RAISED_BEFORE.format(error=repr(self._raised))) from self._raised
+
         def main() -> Any:
             me = jd.init(**settings)
-            result = body() if me.rank == 0 else None
+            result = self._result(body) if me.rank == 0 else None
             try:
                 left = jd.shutdown()
             except jd.WorkerLostError as error:
@@ -80,6 +91,13 @@ class World:
             return result
 
         return self.run(main)[0]
+
+    def _result(self, body: Callable[[], Any]) -> Any:
+        try:
+            return body()
+        except BaseException as error:
+            self._raised = error
+            raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
