@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 Node = tuple[str, int]  # the world and the rank of a worker
 
+CALL, COLLECTIVE, SHUTDOWN = "call", "collective", "shutdown"
+
 
 class Wait(NamedTuple):
     """A worker waits for another one: for what, and for how many seconds."""
@@ -19,6 +21,7 @@ class Wait(NamedTuple):
     awaited: Node
     what: str
     seconds: float
+    kind: str = CALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,7 @@ def _collectives(node: Node, member: Member, members: Mapping[Node, Member]) -> 
     found = []
     for one in member.facts["collectives"]:
         missing = [rank for rank in one["peers"] if present(one, members.get((node[0], rank))) is False]
-        found += [Wait(node, (node[0], rank), one["what"], one["seconds"]) for rank in missing]
+        found += [Wait(node, (node[0], rank), one["what"], one["seconds"], COLLECTIVE) for rank in missing]
     return found
 
 
@@ -95,15 +98,22 @@ def _shutdown(node: Node, member: Member, members: Mapping[Node, Member]) -> lis
     others = {other: one.facts for other, one in members.items() if other[0] == node[0] and other != node}
     outside = [other for other, facts in others.items() if facts["shutdown"] is None]
     if outside:
-        return [Wait(node, other, "shutdown, which it has not called", seconds) for other in outside]
+        return [Wait(node, other, "shutdown, which it has not called", seconds, SHUTDOWN) for other in outside]
     busy = [other for other, facts in others.items() if facts["serving"]]
-    return [Wait(node, other, "shutdown, as it serves calls", seconds) for other in busy]
+    return [Wait(node, other, "shutdown, as it serves calls", seconds, SHUTDOWN) for other in busy]
 
 
 def cycles(edges: Iterable[Wait]) -> list[list[Node]]:
-    """Return the cycles of a graph: for each worker in one, a shortest through it, from its lowest worker on."""
+    """Return the cycles of a graph: for each worker in one, a shortest through it, from its lowest worker on.
+
+    A worker answers calls in its shutdown too, so whoever waits for an answer does not wait for what ends the shutdown.
+    """
+    found_edges = list(edges)
+    needed = {edge.awaited for edge in found_edges if edge.kind == COLLECTIVE}
     following: dict[Node, set[Node]] = collections.defaultdict(set)
-    for edge in edges:
+    for edge in found_edges:
+        if edge.kind == SHUTDOWN and edge.waiter not in needed:
+            continue
         following[edge.waiter].add(edge.awaited)
     found = (_shortest(node, following) for node in sorted(following))
     return [list(cycle) for cycle in dict.fromkeys(_rotated(one) for one in found if one is not None)]

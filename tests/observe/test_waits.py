@@ -100,6 +100,14 @@ def test_in_shutdown_a_worker_waits_for_those_outside_and_then_for_those_that_se
     assert edges(worker(0, shutdown=3.0), serves) == [(0, 1, "shutdown, as it serves calls")]
 
 
+def test_who_serves_a_call_in_its_shutdown_is_in_no_cycle_but_who_is_missed_in_a_collective_is():
+    serves = worker(1, shutdown=2.0, serving=[served(0)])
+    called = waits.merge([process(worker(0, calls=[call(1)]), serves)]).edges
+    assert (len(called), waits.cycles(called)) == (2, [])
+    missed = waits.merge([process(worker(0, collectives=[meeting(5, [1])]), worker(1, shutdown=2.0))]).edges
+    assert waits.cycles(missed) == [[("w", 0), ("w", 1)]]
+
+
 def test_two_worlds_of_one_process_do_not_mix():
     first, second = worker(0, calls=[call(1)]), worker(1, calls=[call(0)], world="another")
     assert waits.cycles(waits.merge([process(first, second)]).edges) == []
