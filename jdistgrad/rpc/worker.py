@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
+from jdistgrad.rpc.calls.callbacks import Callbacks
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
@@ -39,16 +40,23 @@ class Worker(Mailbox):
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
-        self.calls = self.add(Caller(self, self._check, lambda: bool(self.server.being_served.on_this_thread())))
+        self.callbacks = Callbacks(self)
+        self.calls = self.add(Caller(self, self.callbacks, self._check, self._serves_here))
         self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.server = self.add(Server(self, self.scopes))
-        self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
+        self.losses = self.add(Losses(self, self.callbacks, self.peers, self.references, self.releasing, self.scopes))
         served = self.server.being_served
-        self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing, served))
+        self.closing = self.add(
+            Closing(self, self.calls, self.callbacks, self.peers, self.losses, self.releasing, served)
+        )
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, served))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
+
+    def _serves_here(self) -> bool:
+        """Return whether this thread serves a call."""
+        return bool(self.server.being_served.on_this_thread())
 
     def _check(self, call: Pending) -> None:
         """Raise if a call cannot be made."""

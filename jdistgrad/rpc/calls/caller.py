@@ -15,7 +15,7 @@ from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.config import settings
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.calls.callbacks import Callbacks
+from jdistgrad.rpc.calls.callbacks import CALL, Callbacks
 from jdistgrad.rpc.calls.events import call_ended
 from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.current import current_scope
@@ -36,16 +36,22 @@ Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 
 class Caller:
-    """The pending calls of one worker, and the callbacks of those that have been answered.
+    """The pending calls of one worker.
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
       is_serving: returns whether this thread serves a call.
     """
 
-    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None], is_serving: Callable[[], bool]):
-        self._mailbox, self._check, self._is_serving = mailbox, check, is_serving
-        self._calls, self.callbacks = PendingCalls(), Callbacks(mailbox)
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        callbacks: Callbacks,
+        check: Callable[[Pending], None],
+        is_serving: Callable[[], bool],
+    ):
+        self._mailbox, self._callbacks, self._check, self._is_serving = mailbox, callbacks, check, is_serving
+        self._calls = PendingCalls()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -184,7 +190,8 @@ class Caller:
         self._complete(pending, lambda: (None, error))
 
     def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
-        pending.future.answer(opener, functools.partial(self.callbacks.start, pending))
+        start = functools.partial(self._callbacks.start, CALL, pending.function, pending.peer.rank)
+        pending.future.answer(opener, start)
 
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError

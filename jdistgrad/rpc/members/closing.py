@@ -11,6 +11,7 @@ import threading
 import time
 
 from jdistgrad import errors
+from jdistgrad.rpc.calls.callbacks import CALL, ON_LOST, Callbacks
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.functions import describe as described
 from jdistgrad.rpc.mailbox import Mailbox
@@ -43,13 +44,14 @@ class Closing:
         self,
         mailbox: Mailbox,
         caller: Caller,
+        callbacks: Callbacks,
         peers: Peers,
         losses: Losses,
         releasing: Releasing,
         being_served: BeingServed,
     ):
-        self._losses = losses
-        self._mailbox, self._caller, self._peers = mailbox, caller, peers
+        self._mailbox, self._caller, self._callbacks = mailbox, caller, callbacks
+        self._peers, self._losses = peers, losses
         self._releasing, self._being_served = releasing, being_served
         self._wants_to_close = False
         self._told_to_close = threading.Event()
@@ -244,15 +246,16 @@ class Closing:
         lost = tuple(sorted(self._peers.lost))
         sent, received, serving = self._mailbox.work.counts(lost)
         busy = bool(serving or len(self._caller) or self._losses.busy())
-        shown = self._being_served.shown() + self._callbacks_shown() + self._losses.shown()
+        shown = self._being_served.shown() + self._callbacks_shown()
         return Report(self._wants_to_close, busy, sent, received, shown, lost)
 
     def _callbacks_shown(self) -> tuple[Serving, ...]:
-        """Return the callbacks of calls that run here, as calls that those who have answered have made."""
+        """Return the callbacks that run here, as calls that those who have answered, or are lost, have made."""
         now = time.monotonic()
+        texts = {CALL: "the callbacks of {}", ON_LOST: "{} (on_lost)"}
         return tuple(
-            Serving(f"the callbacks of {described(one.call.function)}", one.call.peer.rank, now - one.since)
-            for one in self._caller.callbacks.now()
+            Serving(texts[one.of].format(described(one.function)), one.peer, now - one.since)
+            for one in self._callbacks.now()
         )
 
     def awaited(self) -> set[int]:

@@ -12,19 +12,17 @@ tells the opener of each context that it still takes part; the opener answers if
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from jdistgrad import errors
+from jdistgrad.rpc.calls.callbacks import ON_LOST, Callbacks
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.references.settling import Settling
 from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import Scope, ScopeTable
-from jdistgrad.rpc.serving.being_served import Serving
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.transport import Task
@@ -38,16 +36,21 @@ class Losses:
     """The lost workers, as one worker deals with them."""
 
     def __init__(
-        self, mailbox: Mailbox, peers: Peers, references: References, releasing: Releasing, scopes: ScopeTable
+        self,
+        mailbox: Mailbox,
+        callbacks: Callbacks,
+        peers: Peers,
+        references: References,
+        releasing: Releasing,
+        scopes: ScopeTable,
     ):
-        self._mailbox, self._peers, self._references = mailbox, peers, references
+        self._mailbox, self._running, self._peers, self._references = mailbox, callbacks, peers, references
         self._releasing, self._scopes = releasing, scopes
         self._settling = Settling(mailbox.rank, mailbox.size)
         self._lost: dict[int, WorkerInfo] = {}
         self._to_sweep = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
-        self._called: dict[int, tuple[Callback, WorkerInfo, float]] = {}  # callbacks that run, by thread
         self._lock = threading.RLock()
 
     def on_lost(self, callback: Callback) -> None:
@@ -55,19 +58,7 @@ class Losses:
             self._callbacks.append(callback)
             before = list(self._lost.values())
         for info in before:
-            self._start(functools.partial(self._call, callback, info))
-
-    def calls_here(self) -> bool:
-        """Return whether this thread runs a callback of ``on_lost``."""
-        return threading.get_ident() in self._called
-
-    def shown(self) -> tuple[Serving, ...]:
-        """Return the callbacks of ``on_lost`` that run, as calls that the lost worker has made."""
-        now = time.monotonic()
-        return tuple(
-            Serving(f"{describe(callback)} (on_lost)", info.rank, now - since)
-            for callback, info, since in self._called.copy().values()
-        )
+            self._call(callback, info)
 
     def busy(self) -> bool:
         """Return whether settlements of accounts are still to come, or what they have left free is still here."""
@@ -87,20 +78,22 @@ class Losses:
             if self._mailbox.survives:
                 self._settle(info.rank)
         for callback in callbacks:
-            self._start(functools.partial(self._call, callback, info))
+            self._call(callback, info)
 
     def _start(self, task: Task) -> None:
         """Run a task on a thread that may wait; this worker is busy until it has ended."""
         self._mailbox.run(self._mailbox.work.counted(task))
 
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
-        self._called[threading.get_ident()] = callback, info, time.monotonic()
-        try:
-            callback(info, self._peers.reasons[info.rank])
-        except BaseException:  # SystemExit too: it would end only this thread
-            log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
-        finally:
-            del self._called[threading.get_ident()]
+        """Call a callback on another thread."""
+
+        def run() -> None:
+            try:
+                callback(info, self._peers.reasons[info.rank])
+            except BaseException:  # SystemExit too: it would end only this thread
+                log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
+
+        self._running.start(ON_LOST, callback, info.rank, run)
 
     def _tell(self, peer: int, message: Message) -> None:
         """Tell another worker of a loss. If that fails, the others must still be told."""

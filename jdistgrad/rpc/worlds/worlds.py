@@ -180,10 +180,9 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
-    calls = worker.server.being_served.on_this_thread()
-    if calls or worker.losses.calls_here() or worker.calls.callbacks.on_this_thread():
-        of = "on_lost" if worker.losses.calls_here() else "a call"
-        doing = f"serves {name_of(calls[0])}" if calls else f"runs a callback of {of}"
+    calls, callbacks = worker.server.being_served.on_this_thread(), worker.callbacks.here()
+    if calls or callbacks is not None:
+        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {name_of(calls[0])}"
         raise errors.WorldError(
             f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
             "function set a flag, and call shutdown in the program that called init."
