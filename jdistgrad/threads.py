@@ -1,4 +1,4 @@
-"""Threads: an unbounded pool of reusable daemon threads, which serve calls; and the frames that all threads are in.
+"""Threads: an unbounded pool of reusable daemon threads, which serve calls; how threads are stopped; where they are.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
