@@ -285,13 +285,20 @@ def test_a_served_function_that_outlives_its_world_calls_no_other_one():
     jd.spawn(stays, 2)
 
 
-def test_worlds_whose_mains_fail_are_closed_and_share_what_is_compiled():
-    traced, workers, meet = [], [], threading.Barrier(2)
+def jitted_double():
+    """Return a jitted function, and the list of what it has been traced with."""
+    traced = []
 
     @jax.jit
     def double(x):
         traced.append(x)
         return 2 * x
+
+    return double, traced
+
+
+def test_worlds_whose_mains_fail_are_closed_and_share_what_is_compiled():
+    (double, traced), workers, meet = jitted_double(), [], threading.Barrier(2)
 
     def main():
         jd.init()
@@ -308,12 +315,7 @@ def test_worlds_whose_mains_fail_are_closed_and_share_what_is_compiled():
 
 
 def test_worlds_one_after_the_other_share_what_is_compiled():
-    traced = []
-
-    @jax.jit
-    def double(x):
-        traced.append(x)
-        return 2 * x
+    double, traced = jitted_double()
 
     def main():
         jd.init()

@@ -116,7 +116,7 @@ class Survivors(MPI):
             let_go(request)
             return
 
-    def lose(self, failed: Collection[int]) -> bool:
+    def has_lost_after(self, failed: Collection[int]) -> bool:
         """Return whether a rank is lost, after a wait for those that an exception in a step may be about to end."""
         ending = {self.world_ranks[rank] for rank in failed}
         if ending:

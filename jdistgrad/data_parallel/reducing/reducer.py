@@ -122,7 +122,7 @@ class Reducer:
         if isinstance(self.broken, CollectiveError) and not failed:
             return True
         try:
-            if group.vote(whole=not isinstance(error, WorkerLostError) and not group.lose(failed)):
+            if group.vote(whole=not isinstance(error, WorkerLostError) and not group.has_lost_after(failed)):
                 return True
             self.collectives = group.without_lost()
         except (WorkerLostError, MissingRanksError) as failure:
