@@ -51,6 +51,7 @@ def cannot_survive() -> str:
 def devices() -> Facts:
     import jax
 
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # ranks may share a GPU
     try:
         return {"platform": jax.default_backend(), "devices": [str(device) for device in jax.local_devices()]}
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import ServedFunction, content_of, describe
+from jdistgrad.wire.pinned import accelerated
 
 SHARED = 64  # compiled forward passes that are kept though their stages are gone: some MiB each
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
@@ -279,7 +280,10 @@ class Sum:
             self._next += 1
 
     def wait(self) -> None:
-        """Return when what was added has been computed. Mostly it has, and waiting would let other threads run."""
+        """Return when what was added has been computed; raise if its computation has failed.
+
+        Mostly it has been computed, and waiting would let other threads run. On CPUs what fails raises where it begins.
+        """
         for leaf in self.leaves:
-            if not leaf.is_ready():
+            if accelerated() or not leaf.is_ready():
                 leaf.block_until_ready()

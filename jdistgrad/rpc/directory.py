@@ -40,6 +40,7 @@ class Hello:
       process: this worker's process, as its neighbours name it; None unless the others survive it.
       doorbell: the address of this worker's doorbell, see ``wire.doorbell``.
       left: the worlds that this process has left whose communicators it has kept, see ``wire.mpi``.
+      card: the GPU that JAX will open in this process; "" if none, or unknown.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Hello:
     process: Any = None
     doorbell: str = ""
     left: tuple[str, ...] = ()
+    card: str = ""
 
 
 class Directory:

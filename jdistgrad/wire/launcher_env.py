@@ -13,6 +13,7 @@ LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LO
 # The variables by which a process finds its job. The settings of MPI (OMPI_MCA_...) are not among them.
 OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
 OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
+OF_A_JOB_IN_OPEN_MPI_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix")  # where settings name the job, too
 
 
 # Where ranks leave notes for `jdistgrad run`, and what the notes are called: before MPI starts, ranks cannot tell each
@@ -83,11 +84,11 @@ def mpi_is_left_open() -> bool:
 
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name != PLACE and (not name.startswith(OF_A_JOB) or name.startswith(OF_MPI))
-    }
+    return {name: value for name, value in os.environ.items() if not _is_of_a_job(name)}
+
+
+def _is_of_a_job(name: str) -> bool:
+    return name == PLACE or name.startswith(OF_A_JOB if not name.startswith(OF_MPI) else OF_A_JOB_IN_OPEN_MPI_4)
 
 
 def launched() -> bool:

@@ -36,7 +36,11 @@ def in_pinned_memory(sharding: Any) -> Any:
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array] | None:
     """Begin to copy arrays to pinned host memory; None if one of them cannot be, or need not be, copied there."""
     places = [in_pinned_memory(array.sharding) for array in arrays]
-    return None if not places or None in places else jax.device_put(list(arrays), places)
+    if not places or None in places:
+        return None
+    with jax.ensure_compile_time_eval():  # calls are also made while JAX traces, which would trace the copy
+        made: list[jax.Array] = jax.device_put(list(arrays), places)
+    return made
 
 
 class Copies:
@@ -60,8 +64,14 @@ def _is_copied(leaf: Any) -> bool:
 
 
 def of_all(leaves: Callable[[], Iterable[Any]]) -> Copies:
-    """Return copies of the arrays on accelerators among some leaves, which are looked at only if there may be any."""
-    return Copies(leaves()) if accelerated() else NONE
+    """Return copies of the arrays on accelerators among some leaves, which are looked at only if there may be any.
+
+    What contains itself, or is nested too deeply, has no leaves: its arrays are copied one by one.
+    """
+    try:
+        return Copies(leaves()) if accelerated() else NONE
+    except RecursionError:
+        return NONE
 
 
 def accelerated() -> bool:

@@ -12,6 +12,7 @@ import jdistgrad as jd
 from jdistgrad.data_parallel.buckets.leaves import describe
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.reducing import averaging, memory
+from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire import pinned
 
 pytestmark = pytest.mark.host_memory
@@ -86,6 +87,27 @@ def test_arguments_and_results_of_calls(accelerators, big_world):
     with jd.context():
         gradient = jax.grad(lambda x: jd.rpc_sync(last(), doubled, args=(x,)).sum())(tree["large"])
     assert_close(gradient, jnp.full(70_000, 2.0))
+
+
+def test_copies_that_are_made_while_jax_traces_are_no_tracers(accelerators):
+    given, found = jnp.arange(3.0), []
+
+    @jax.jit
+    def traced(x):
+        found.append(pinned.Copies([given]).of(given))
+        return x
+
+    traced(given)
+    assert_close(found, [given])
+    assert kinds(found) == {"pinned_host"}
+
+
+def test_what_contains_itself(accelerators):
+    itself, codec = [jnp.arange(3.0)], PickleCodec(allow_code=False)
+    itself.append(itself)
+    found = codec.decode(codec.encode(itself, snapshot=False))
+    assert found[1] is found
+    assert_close(found[0], jnp.arange(3.0))
 
 
 class Made:

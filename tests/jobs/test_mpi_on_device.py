@@ -1,5 +1,7 @@
 """Jobs whose ranks reduce arrays where they lie, by mpi4jax. Here they lie on CPU devices."""
 
+import pytest
+
 from jdistgrad.data_parallel.collectives import mpi_on_device
 
 STEPS = """
@@ -16,11 +18,19 @@ STEPS = """
     expected = serial(loss, params, batches)[1]
 """
 
+# As in programs for GPUs, which call no Python of ours but JAX's callbacks.
+AS_ON_GPUS = """
+    from jdistgrad.data_parallel.collectives import host, mpi
+    host.on_cpus = mpi.on_cpus = lambda: False
+"""
 
-def test_steps_averages_and_operations(mpi_job):
+
+@pytest.mark.parametrize("programs", ["", AS_ON_GPUS], ids=["for CPUs", "as for GPUs"])
+def test_steps_averages_and_operations(mpi_job, programs):
     mpi_job(
         3,
-        STEPS
+        programs
+        + STEPS
         + """
     for settings in ({"bucket_cap_mb": 2e-4, "check_finite": True}, {"hook": jd.hooks.average()}):
         dp = jd.DataParallel(everybody, **settings)
@@ -34,6 +44,7 @@ def test_steps_averages_and_operations(mpi_job):
     assert_close(everybody.allgather(jnp.float32(rank)), jnp.arange(3.0))
     assert_close(everybody.reduce_scatter(jnp.arange(6.0)), jnp.arange(6.0).reshape(3, 2)[rank] * 3)
     np.testing.assert_array_equal(jax.jit(everybody.allreduce)(jnp.ones(2)), [3, 3])
+    assert_close(jax.jit(jd.DataParallel(everybody).average)(jax.tree.map(lambda p: p * rank, params)), params)
     try:
         everybody.allreduce(jnp.ones(2 + rank))
     except jd.DisagreementError as error:
@@ -42,6 +53,45 @@ def test_steps_averages_and_operations(mpi_job):
     jd.shutdown()
     """,
     ).expect("right DataParallel(MPI(rank=2, size=3, on_device=True)", "named:")
+
+
+def test_compiled_averages_in_host_memory_as_on_gpus(mpi_job):
+    mpi_job(
+        3,
+        AS_ON_GPUS
+        + STEPS
+        + """
+    dp = jd.DataParallel(jd.collectives.MPI(), bucket_cap_mb=2e-4)
+    averages = jax.jit(lambda p: jax.lax.fori_loop(0, 2, lambda _, p: dp.average(p), p))
+    assert_close(averages(jax.tree.map(lambda p: p * rank, params)), params)
+    assert_close(jax.jit(dp.value_and_grad(loss))(params, batches[rank])[1], expected)
+    total = lambda x: (dp.collectives.allreduce(x * x) * rank).sum()
+    assert_close(jax.jit(jax.grad(total))(jnp.arange(4.0) + rank), 6 * (jnp.arange(4.0) + rank))
+    print("right", type(dp.collectives).__name__)
+    jd.shutdown()
+    """,
+    ).expect("right MPI")
+
+
+def test_ranks_on_cpus_and_gpus_are_told_that_their_programs_reduce_in_other_ways(mpi_job):
+    mpi_job(
+        3,
+        """
+    import os
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        from jdistgrad.data_parallel.collectives import host, mpi
+        host.on_cpus = mpi.on_cpus = lambda: False
+    import jax, jax.numpy as jnp
+    import jdistgrad as jd
+    jd.init()
+    try:
+        jax.block_until_ready(jax.jit(jd.DataParallel().average)(jnp.ones(3)))
+        print("no error")
+    except Exception as error:
+        print(error)
+    jd.shutdown()
+    """,
+    ).expect(", by mpi4jax, rank 1 does compiled average")
 
 
 def test_an_error_on_one_rank_is_named_by_the_others(mpi_job):

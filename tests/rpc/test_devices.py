@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jdistgrad.rpc import devices
@@ -59,3 +61,78 @@ def test_without_a_driver_there_are_none(monkeypatch, tmp_path):
         (tmp_path / "gpus" / name).mkdir(parents=True)
     monkeypatch.setattr(devices, "NVIDIA", tmp_path / "gpus")
     assert devices.visible_gpus() == ["0", "1"]
+
+
+def test_processes_that_share_a_gpu_share_its_memory(monkeypatch):
+    monkeypatch.delenv(devices.SHARE_OF_MEMORY, raising=False)
+    for card, cards in (("", ["", "", ""]), ("a1", ["a1", "b2", ""])):
+        devices.share_memory(card, cards)
+        assert devices.SHARE_OF_MEMORY not in os.environ
+    monkeypatch.setenv(devices.SHARE_OF_MEMORY, "")  # so that it is as before when the test has ended
+    devices.share_memory("a1", ["a1", "b2", "a1", "a1", ""])
+    assert os.environ[devices.SHARE_OF_MEMORY] == "0.2500"
+
+
+CARD = """
+import jax
+from jdistgrad.rpc import devices
+devices.cuda_uuid = lambda number: f"card{{number}}"
+{before}
+devices.take_process_device(1)
+print(",".join(devices.opened_gpus()), devices.card_to_share())
+"""
+
+
+@pytest.mark.parametrize(
+    ("expected", "chosen", "environment"),
+    [
+        ("5 card0", None, {"CUDA_VISIBLE_DEVICES": "5"}),
+        ("4 card1", None, {"CUDA_VISIBLE_DEVICES": "3,4,5"}),
+        ("5 card2", "2", {"CUDA_VISIBLE_DEVICES": "3,4,5"}),
+        ("4,5 ", "1,2", {"CUDA_VISIBLE_DEVICES": "3,4,5"}),
+        (" ", None, {"CUDA_VISIBLE_DEVICES": ""}),
+        ("5 ", None, {"CUDA_VISIBLE_DEVICES": "5", "JAX_PLATFORMS": "cpu"}),
+        ("5 ", None, {"CUDA_VISIBLE_DEVICES": "5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    ],
+)
+def test_the_card_whose_memory_a_process_would_take(expected, chosen, environment):
+    source = CARD.format(before=f'jax.config.update("jax_cuda_visible_devices", "{chosen}")' if chosen else "")
+    variables = {**os.environ, "JAX_PLATFORMS": "cuda", **environment}
+    done = subprocess.run([sys.executable, "-c", source], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected}\n"
+
+
+COMPILE = """
+import os
+{before}
+from jdistgrad.rpc import devices
+devices.compile_beside_waiting_programs()
+print(os.environ.get("XLA_FLAGS", ""))
+"""
+
+
+@pytest.mark.parametrize(
+    ("expected", "before", "environment"),
+    [
+        ("--xla_gpu_autotune_level=0", "", {"XLA_FLAGS": ""}),
+        ("--xla_dump_to= --xla_gpu_autotune_level=0", "", {"XLA_FLAGS": "--xla_dump_to="}),
+        ("--xla_gpu_autotune_level=4", "", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"}),
+        ("", "import jax; jax.devices()", {"XLA_FLAGS": ""}),
+        ("", "", {"XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_local_workers_compile_while_programs_of_others_wait(expected, before, environment):
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0", **environment}
+    source = COMPILE.format(before=before)
+    done = subprocess.run([sys.executable, "-c", source], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
+def test_workers_that_come_too_late_for_that_are_warned(caplog, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jnp.ones(1)
+    for _ in range(2):
+        devices.compile_beside_waiting_programs()
+    assert caplog.text.count("set XLA_FLAGS=--xla_gpu_autotune_level=0 before") == 1
+    devices._say_who_may_wait.cache_clear()

@@ -74,3 +74,12 @@ def test_a_place_does_not_go_to_what_is_started_outside_the_job(rank):
     launcher_env.take_place()
     assert launcher_env.PLACE in os.environ
     assert launcher_env.PLACE not in launcher_env.outside_the_job()
+
+
+def test_what_is_started_outside_the_job_keeps_the_settings_of_mpi_alone(monkeypatch):
+    of_a_job = ["OMPI_COMM_WORLD_RANK", "PMIX_ID", "PMI_RANK", "SLURM_JOB_ID"]
+    of_open_mpi_4 = ["OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_ess", "OMPI_MCA_ess_base_vpid", "OMPI_MCA_pmix"]
+    settings = ["OMPI_MCA_btl", "PMIX_MCA_gds", "OPAL_PREFIX"]
+    for name in (*of_a_job, *of_open_mpi_4, *settings):
+        monkeypatch.setenv(name, "1")
+    assert {*of_a_job, *of_open_mpi_4, *settings} & {*launcher_env.outside_the_job()} == {*settings}

@@ -1,9 +1,5 @@
 """Job of table.py: two ranks, which may share a GPU, measure calls with device arrays and reductions over MPI."""
 
-import os
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the ranks may share a GPU
-
 import pathlib
 import sys
 
@@ -60,7 +56,7 @@ def reductions(layers, width, batch):
         "reduction": lambda: dp.average(gradients),
     }
     made = [lambda run=run: jax.block_until_ready(run()) for run in runs.values()]
-    return dict(zip(runs, in_turn(made, 15, MPI.COMM_WORLD.Barrier), strict=True))
+    return dict(zip(runs, in_turn(made, 8, MPI.COMM_WORLD.Barrier), strict=True))
 
 
 def main():
@@ -68,7 +64,7 @@ def main():
     large = jax.default_backend() != "cpu"
     found = calls((64 if large else 1) << 20) if me.rank == 0 else {}
     jd.barrier()
-    found |= reductions(*(8, 4096, 1024) if large else (3, 64, 16))
+    found |= reductions(*(8, 2048, 1 << 16) if large else (3, 64, 16))
     if me.rank == 0:
         report(**found)
     jd.shutdown()

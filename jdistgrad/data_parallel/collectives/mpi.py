@@ -43,7 +43,7 @@ AT_ONCE = 100e-6  # seconds
 class MPI(HostCollectives):
     """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.
 
-    Where mpi4jax is installed, compiled programs reduce through it, without calling Python for each operation.
+    On CPUs where mpi4jax is installed, compiled programs reduce through it, without calling Python for each operation.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
@@ -59,7 +59,7 @@ class MPI(HostCollectives):
     def __new__(cls, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT) -> "MPI":
         if cls is MPI and on_device:
             return object.__new__(cls.kind_on_device)
-        return object.__new__(WithMpi4jax if cls is MPI and has_mpi4jax() else cls)
+        return object.__new__(WithMpi4jax if cls is MPI and on_cpus() and has_mpi4jax() else cls)
 
     def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
         try:
@@ -273,6 +273,16 @@ class WithMpi4jax(MPI):
     def effect(self) -> Any:
         return _in_order()
 
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        if self._met is None:
+            return super().perform(name, x, how)
+        performer = copy.copy(self)
+        performer._met = None  # a value of the trace that the section is in; the operation may be traced in another
+        return performer.perform(name, self._after_meeting(x), how)
+
+    def _after_meeting(self, x: jax.Array) -> jax.Array:
+        return x if self._met is None else jnp.where(self._met, x, jnp.zeros_like(x))
+
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
         if name == "scatter":
@@ -283,8 +293,7 @@ class WithMpi4jax(MPI):
             return jnp.zeros(shape, x.dtype)
         if self.size == 1 and not isinstance(how, Route):
             return x.reshape(shape)
-        if self._met is not None:
-            x = jnp.where(self._met, x, jnp.zeros_like(x))
+        x = self._after_meeting(x)
         flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype))
         step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name in ("allgather", "alltoall") else 1)))
         pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
@@ -326,13 +335,13 @@ class Sections:
         self._inside: WatchedBlock | None = None
 
     def agree(self, what: str, timeout: float) -> np.ndarray:
-        Agreeing(self.collectives, f"compiled {what}")(timeout)
+        Agreeing(self.collectives, self._described(what))(timeout)
         return np.ones(MET.shape, MET.dtype)
 
     def enter(self, what: str, timeout: float) -> Deferred | None:
         """Begin a section. Ranks that are in step meet at once, which costs less than a wait on another thread."""
         self.leave()  # a program that failed did not end its section
-        agreeing = Agreeing(self.collectives, f"compiled {what}")
+        agreeing = Agreeing(self.collectives, self._described(what))
         if not agreeing.meeting.completes_within(AT_ONCE):
             return Deferred(functools.partial(self._entered, what, agreeing, timeout))
         self._entered(what, agreeing, timeout)
@@ -340,8 +349,11 @@ class Sections:
 
     def _entered(self, what: str, agreeing: Agreeing, timeout: float) -> None:
         agreeing(timeout)
-        self._inside = self.collectives._together(f"compiled {what}")
+        self._inside = self.collectives._together(self._described(what))
         self._inside.__enter__()
+
+    def _described(self, what: str) -> str:
+        return f"compiled {what}, by mpi4jax"  # a rank with a GPU reduces in another way, and must not meet this one
 
     def leave(self) -> None:
         inside, self._inside = self._inside, None

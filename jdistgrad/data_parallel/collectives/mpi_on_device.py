@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad import jaxprs
-from jdistgrad._compat import configured
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mpi import MPI, WithMpi4jax, has_mpi4jax
 from jdistgrad.data_parallel.collectives.rank_devices import default_device
 from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on_several
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, in_one_order
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.arrays import as_jax_array
 
@@ -155,10 +155,9 @@ def trial() -> str:
 
     An MPI that does not take device pointers crashes the process that gives it one.
     """
-    settings = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "JAX_CUDA_VISIBLE_DEVICES": configured("jax_cuda_visible_devices"),
-    }
+    settings, gpus = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, opened_gpus()
+    if gpus:
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         done = subprocess.run(
             [sys.executable, "-c", TRIAL],

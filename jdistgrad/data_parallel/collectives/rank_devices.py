@@ -1,6 +1,5 @@
 """The devices of the ranks of a group: one for each rank, together a mesh with one axis."""
 
-import ctypes
 import hashlib
 import socket
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import numpy as np
 
 from jdistgrad._compat import configured
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc.devices import cuda_uuid
 
 
 class UnusableDevicesError(CollectiveError):
@@ -57,22 +57,7 @@ def of_this_rank() -> tuple[jax.Device, Place]:
 
 
 def _card(device: jax.Device) -> str:
-    return "" if device.platform == "cpu" else _cuda_uuid(device.local_hardware_id or 0)
-
-
-def _cuda_uuid(number: int) -> str:
-    """Return the id of a GPU of this process, or "" where CUDA's driver does not tell.
-
-    Positions in CUDA_VISIBLE_DEVICES do not tell GPUs apart: each process may see its own as the only one, number 0.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number)
-        failed = failed or driver.cuDeviceGetUuid(uuid, device)
-    except (OSError, AttributeError):  # no driver, or one without this function
-        return ""
-    return "" if failed else bytes(uuid).hex()
+    return "" if device.platform == "cpu" else cuda_uuid(device.local_hardware_id or 0)
 
 
 def require_usable(places: Sequence[Place]) -> None:

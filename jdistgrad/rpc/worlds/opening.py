@@ -41,6 +41,8 @@ def refuse_second_world(what: str) -> None:
 
 def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: bool) -> Worker:
     recorder.start_if_asked()
+    if hub.size > 1:
+        devices.compile_beside_waiting_programs()
     world = hub.next_world(rank)
     hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
     hellos = world.gather(rank, hello, timeout)
@@ -77,6 +79,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         _hello(name_of(name, comm.rank, comm.size), facts),
         process=mpi_failures.this_process() if survive else None,
         left=worlds_left(),
+        card=devices.card_to_share(),
     )
     worker = _worker_of_rank(comm, hello, timeout, allow_code=allow_code, with_devices=with_devices, survive=survive)
     mpi_exit.joined(worker)
@@ -121,6 +124,7 @@ def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tup
         likeness.check([facts for _, _, facts, *_ in said])  # first: another version's hellos may have other fields
         hellos = [Hello(*one) for one in said]
         free_left([one.left for one in hellos])
+        devices.share_memory(hello.card, [one.card for one in hellos])
         directory = agree(hellos)
         if with_devices:
             jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
