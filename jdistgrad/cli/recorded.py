@@ -13,4 +13,7 @@ if __name__ == "__main__":
         with recorded:
             program.run()
     finally:
-        recorded.save(in_this_rank(path))
+        saved = in_this_rank(path)
+        torn = saved.with_suffix(".torn")  # where another rank's failure may end this one, it has no part
+        recorded.save(torn)
+        torn.replace(saved)

@@ -125,6 +125,14 @@ def test_a_script_finds_its_file_from_everywhere(jdistgrad, how, tmp_path):
     assert jdistgrad("run", *how, "-n", "1", "moves.py").startswith("import os\n")
 
 
+@pytest.mark.parametrize("how", [(), ("--timeline", "trace.json")], ids=["plain", "recorded"])
+def test_the_status_of_a_job_of_which_no_rank_comes_to_its_end_is_its_own(jdistgrad, how, tmp_path):
+    (tmp_path / "leaves.py").write_text("import os, jdistgrad as jd\njd.init()\njd.barrier()\nos._exit(3)\n")
+    output = jdistgrad("run", *how, "-n", "2", "leaves.py", status=3)
+    assert ("no rank came to its end: there is no timeline to write to trace.json" in output) == bool(how)
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_the_traceback_of_the_worker_that_failed_comes_first(jdistgrad):
     output = jdistgrad("run", "-n", "3", "fails.py", status=None)
     assert output.startswith("Traceback")
