@@ -10,7 +10,7 @@ from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.corrections import Corrected
-from jdistgrad.errors import ContextError, DifferentiationError
+from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
@@ -62,6 +62,12 @@ class Context(Corrected):
     def close(self) -> None:
         """Release the context on every worker. The end of the block does this."""
         self._worker.releasing.close_scope(self.id)
+
+    def __reduce__(self) -> Any:
+        raise EncodingError(
+            f"{self!r} is this worker's. Send its number, ctx.id, which get_gradients and optimizer.step take, too. "
+            "Calls that are made in a context are in it where they arrive."
+        )
 
     def __repr__(self) -> str:
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
@@ -129,7 +135,7 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
       DifferentiationError: JAX traces this code (grad, vmap, jit ...), to which the gradients would be constants.
 
     Example:
-      >>> jd.rpc_sync("worker1", lambda c: jd.get_gradients(c), args=(ctx.id,))
+      >>> jd.rpc_sync("worker1", jd.get_gradients, args=(ctx.id,))  # of the values that worker1 owns
     """
     if not trace_state_clean():
         raise DifferentiationError(

@@ -1,5 +1,7 @@
 """Uses of contexts that are closed, unknown or not the thread's own: a clear error, and the next pass works."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,13 @@ def test_a_context_this_worker_never_heard_of(big_world):
         with pytest.raises(TypeError, match="expected a context"):
             use("0:1")
     still_differentiates()
+
+
+@on_worker0
+def test_a_context_is_sent_by_its_number(world):
+    told = r"Context\(0:\d+\) is this worker's. Send its number, ctx\.id"
+    with jd.context() as ctx, pytest.raises(jd.EncodingError, match=told):
+        pickle.dumps([ctx])
 
 
 @on_worker0
