@@ -716,6 +716,23 @@ def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
     assert [float(one) for one in found] == [float(found[0])] * 4
 
 
+def driven(pipeline, x, y):
+    drive(pipeline, x, y)
+    report = pipeline.report()
+    return report, report.costs, report.forecast
+
+
+@on_worker0
+def test_who_drives_a_pipeline_may_send_what_a_step_took(world):
+    size = jd.world_size()
+    refs, (x, y) = references(2, [0, 1 % size]), data(2)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=mean_square)
+    report, costs, forecast = jd.rpc_sync(2 % size, driven, args=(pipeline, x, y))
+    assert report.costs == costs
+    assert report.forecast.spans == forecast.spans
+    assert report.text().startswith(f"step {report.seconds * 1e3:.3f} ms")
+
+
 def loss_in_bfloat16(output):
     return jnp.mean(output).astype(jnp.bfloat16)
 
