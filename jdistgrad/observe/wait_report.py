@@ -107,7 +107,8 @@ def _collective(one: Mapping[str, Any], facts: Mapping[str, Any], found: Waits) 
     who = f", without {missing}" if missing else "" if unknown else ", with all others"
     inside = ", inside MPI" if one["inside_mpi"] else ""
     doubt = f"; not known whether with {unknown}" if unknown else ""
-    return f"    in a collective for {one['seconds']:.1f} s: {one['what']} (number {one['turn']}){who}{inside}{doubt}"
+    number = "" if one["turn"] == one["what"] else f" (number {one['turn']})"
+    return f"    in a collective for {one['seconds']:.1f} s: {one['what']}{number}{who}{inside}{doubt}"
 
 
 def _served(call: Mapping[str, Any], facts: Mapping[str, Any], threads: Mapping[int, Mapping[str, Any]]) -> str:

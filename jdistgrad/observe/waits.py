@@ -83,9 +83,11 @@ def _collectives(node: Node, member: Member, members: Mapping[Node, Member]) -> 
 
 
 def present(collective: Mapping[str, Any], member: Member | None) -> bool | None:
-    """Return whether a worker is in a collective; None if that is not known, as it gave no snapshot."""
+    """Return whether a worker is in a collective, or need not be; None if it is not known: it gave no snapshot."""
     if member is None:
         return None
+    if collective["spares_shutdown"] and member.facts["shutdown"] is not None:
+        return True
     where = collective["group"], collective["turn"]
     return any((one["group"], one["turn"]) == where for one in member.facts["collectives"])
 

@@ -156,9 +156,10 @@ def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: fl
     if workers is not None and set(workers) == {me}:
         return {me: said}
     while True:
-        at = _living()[0]
+        at, others = _living()[0], _living() if workers is None else workers
         try:
-            return api.rpc_sync(at, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
+            with current_worker().watchdog.shows(what, others, spares_shutdown=workers is None):
+                return api.rpc_sync(at, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
         except WorkerLostError:
             if not (current_worker().survives and at in current_worker().peers.lost):
                 raise

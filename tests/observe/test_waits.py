@@ -20,7 +20,7 @@ def served(caller, **more):
 
 def meeting(turn, peers, what="a barrier", inside_mpi=False):
     whole = {"what": what, "group": "'all'", "turn": turn, "peers": peers, "seconds": 4.0, "inside_mpi": inside_mpi}
-    return {**whole, "peers": peers}
+    return {**whole, "spares_shutdown": False}
 
 
 def worker(rank, calls=(), serving=(), collectives=(), shutdown=None, world="w", failure=None, refused=()):

@@ -1,5 +1,6 @@
 """The meetings of those that save together: what ends them."""
 
+import re
 import threading
 import time
 import traceback
@@ -7,8 +8,12 @@ import traceback
 import pytest
 
 import jdistgrad as jd
+from jdistgrad.observe.wait_report import render
+from jdistgrad.rpc.flight import snapshots
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving.desk import Desk, hold, meet
 from jdistgrad.threads import frames
+from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
 
@@ -55,6 +60,34 @@ def test_one_that_has_shut_down_is_not_awaited():
     first, _, third = jd.spawn(main, 3)
     assert first == third
     assert "a meeting: worker1 (rank 1) will not come: shutdown() was called there" in first
+
+
+def test_the_report_of_waits_names_who_does_not_come_and_no_call_of_the_meeting():
+    found = []
+
+    def shown():
+        return [snapshots.of_worker(one, time.monotonic()) for one in found]
+
+    def in_meeting():
+        return [one for one in shown() if "a meeting" in [each["what"] for each in one["collectives"]]]
+
+    def main():
+        me = jd.init()
+        found.append(current_worker())
+        jd.barrier()
+        if me.rank == 2:
+            assert poll(lambda: len(in_meeting()) == 2, 60)
+            assert poll(lambda: sum(one["shutdown"] is not None for one in shown()) == 1, 60)
+            process = {"label": "process", "rank": None, "pid": 1, "host": "node", "cause": "a test"}
+            told = render("a job", [{**process, "workers": shown(), "threads": [], "events": []}], [])
+        if me.rank != 3:
+            meet("a meeting", None)
+        jd.shutdown()
+        return told if me.rank == 2 else None
+
+    report, edges = jd.spawn(main, 4)[2].split("who waits for whom:\n")
+    assert len(re.findall(r"in a collective for \d+\.\d s: a meeting, without worker2\n", report)) == 2
+    assert re.findall(r"(worker. -> worker.): a meeting", edges) == ["worker0 -> worker2", "worker1 -> worker2"]
 
 
 def come_to_a_meeting():

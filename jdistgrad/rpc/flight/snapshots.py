@@ -13,7 +13,7 @@ from jdistgrad.events import Event
 from jdistgrad.rpc import places
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.members.watchdog import Participation
+from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation
 from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.server import Served
 from jdistgrad.rpc.worker import Worker
@@ -25,7 +25,8 @@ DEEPEST = 60  # frames of a thread
 
 def of_worker(worker: Worker, now: float) -> dict[str, Any]:
     """Describe what a worker waits for and serves."""
-    served = worker.server.being_served.now()
+    served, meetings = worker.server.being_served.now(), worker.watchdog.by_calls()
+    calls = [call for call in worker.calls.pending() if not is_part_of(meetings.get(call.thread), call)]
     return {
         "rank": worker.rank,
         "world": worker.world,
@@ -33,9 +34,12 @@ def of_worker(worker: Worker, now: float) -> dict[str, Any]:
         "home": worker.home,
         "failure": None if worker.failure is None else str(worker.failure),
         "contexts": [spell(scope) for scope in worker.scopes.identifiers()],
-        "calls": [of_call(call, served, now) for call in worker.calls.pending()],
+        "calls": [of_call(call, served, now) for call in calls],
         "serving": [of_served(one, now) for one in served],
-        "collectives": [of_collective(one, now) for one in worker.watchdog.engaged()],
+        "collectives": [
+            *(of_collective(one, now) for one in worker.watchdog.engaged()),
+            *(of_meeting(one, now) for one in meetings.values()),
+        ],
         "refused": {str(source): count for source, count in worker.refused.copy().items()},
         "shutdown": worker.closing.waited(now),
     }
@@ -73,6 +77,24 @@ def of_collective(one: Participation, now: float) -> dict[str, Any]:
         "peers": sorted(one.peers),
         "seconds": now - one.since,
         "inside_mpi": one.blocking,
+        "spares_shutdown": False,
+    }
+
+
+def is_part_of(meeting: MeetingByCalls | None, call: Pending) -> bool:
+    return meeting is not None and call.since >= meeting.since
+
+
+def of_meeting(one: MeetingByCalls, now: float) -> dict[str, Any]:
+    """Describe a meeting by calls like a collective. It has no number: its name tells it from others."""
+    return {
+        "what": one.what,
+        "group": "by calls",
+        "turn": one.what,
+        "peers": sorted(one.peers),
+        "seconds": now - one.since,
+        "inside_mpi": False,
+        "spares_shutdown": one.spares_shutdown,
     }
 
 

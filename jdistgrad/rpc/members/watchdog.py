@@ -7,10 +7,12 @@ shutting down will never come: then a wait outside MPI ends with an error that s
 job.
 """
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -75,6 +77,21 @@ class Participation:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeetingByCalls:
+    """A meeting whose calls find out who does not come. Reports show it in the place of the calls of its thread.
+
+    Attributes:
+      spares_shutdown: whether workers that are in ``shutdown`` need not come.
+    """
+
+    what: str
+    peers: frozenset[int]
+    spares_shutdown: bool
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True)
 class Location:
     """A worker's answer to the question where it is.
 
@@ -110,6 +127,7 @@ class Watchdog:
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
         self._being_served = being_served
         self._engaged: dict[int, Participation] = {}
+        self._by_calls: dict[int, MeetingByCalls] = {}  # by thread
 
     def begin(
         self,
@@ -134,6 +152,20 @@ class Watchdog:
     def engaged(self) -> list[Participation]:
         """Return the collectives that this worker is in."""
         return list(self._engaged.values())
+
+    @contextlib.contextmanager
+    def shows(self, what: str, peers: Collection[int], *, spares_shutdown: bool) -> Iterator[None]:
+        """Show a meeting by calls of this thread in reports, until the block ends."""
+        one = MeetingByCalls(what, frozenset(peers) - {self._mailbox.rank}, spares_shutdown)
+        self._by_calls[one.thread] = one
+        try:
+            yield
+        finally:
+            self._by_calls.pop(one.thread, None)
+
+    def by_calls(self) -> dict[int, MeetingByCalls]:
+        """Return the meetings by calls that threads of this worker are in."""
+        return self._by_calls.copy()
 
     def end(self, participation: Participation) -> None:
         self._engaged.pop(id(participation), None)
