@@ -125,6 +125,34 @@ def test_a_script_finds_its_file_from_everywhere(jdistgrad, how, tmp_path):
     assert jdistgrad("run", *how, "-n", "1", "moves.py").startswith("import os\n")
 
 
+NAMES_ITS_COLLECTIVES = """
+import sys
+import jax.numpy as jnp
+import jdistgrad as jd
+
+me = jd.init()
+dp = jd.DataParallel(getattr(jd.collectives, sys.argv[1])())
+assert dp.average(jnp.float32(me.rank)) == (jd.world_size() - 1) / 2
+jd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("kind", ["MPI", "Devices"])
+def test_threads_are_no_ranks_of_mpi_and_do_not_average_alone(jdistgrad, kind, tmp_path):
+    (tmp_path / "averages.py").write_text(NAMES_ITS_COLLECTIVES)
+    told = jdistgrad("run", "--local", "-n", "3", "averages.py", kind, status=1)
+    assert "CollectiveError: collectives of processes, made by worker" in told
+    assert "the 3 workers of this world are threads of one process" in told
+    jdistgrad("run", "--local", "-n", "1", "averages.py", kind)
+
+
+def test_processes_are_not_averaged_as_threads(jdistgrad, tmp_path):
+    (tmp_path / "averages.py").write_text(NAMES_ITS_COLLECTIVES)
+    told = jdistgrad("run", "-n", "3", "averages.py", "Local", status=1)
+    assert "CollectiveError: collectives of threads, made by worker" in told
+    jdistgrad("run", "--local", "-n", "3", "averages.py", "Local")
+
+
 @pytest.mark.parametrize("how", [(), ("--timeline", "trace.json")], ids=["plain", "recorded"])
 def test_the_status_of_a_job_of_which_no_rank_comes_to_its_end_is_its_own(jdistgrad, how, tmp_path):
     (tmp_path / "leaves.py").write_text("import os, jdistgrad as jd\njd.init()\njd.barrier()\nos._exit(3)\n")

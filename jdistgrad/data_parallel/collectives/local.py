@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
 from jdistgrad.data_parallel.collectives.posts import LocalPost
 from jdistgrad.data_parallel.collectives.routes import Route
-from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, seat
+from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, refuse_processes, seat
 from jdistgrad.errors import MissingRanksError
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
@@ -36,6 +36,7 @@ class Local(HostCollectives):
 
     def __init__(self, workers: Sequence[int] | None = None) -> None:
         place = seat()
+        refuse_processes()
         self._sit(place, tuple(range(place.size) if workers is None else workers))
 
     def _sit(self, place: Seat, workers: tuple[int, ...]) -> None:

@@ -20,7 +20,13 @@ from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, combined
 from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
-from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock, raise_lost, refuse_forked_process
+from jdistgrad.data_parallel.collectives.world import (
+    CollectiveEntry,
+    WatchedBlock,
+    raise_lost,
+    refuse_forked_process,
+    refuse_threads,
+)
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
@@ -46,7 +52,7 @@ class MPI(HostCollectives):
     On CPUs where mpi4jax is installed, compiled programs reduce through it, without calling Python for each operation.
 
     Arguments:
-      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``.
+      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``, which is refused where the workers are threads.
       on_device: reduce arrays where they lie, by mpi4jax in compiled programs, steps of ``DataParallel`` and operations
         called from Python included. On GPUs the MPI must take pointers to their memory: that is tried, in a process of
         its own, and refused with the reason. Otherwise arrays of GPUs go through pinned host memory.
@@ -70,6 +76,8 @@ class MPI(HostCollectives):
                 "threads need neither (jdistgrad.collectives.Local)."
             ) from error
 
+        if comm is None:
+            refuse_threads(mpi.COMM_WORLD.size)
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         self.rank, self.size, self.timeout = whole.rank, whole.size, timeout
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))

@@ -13,6 +13,7 @@ from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 1.0
+FOR_ANY_WORLD = "Use jdistgrad.collectives.of_this_world(), which DataParallel() does by itself."
 
 _kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
@@ -197,6 +198,25 @@ def refuse_forked_process(what: str) -> None:
     why = fork_error()
     if why is not None:
         raise errors.NotInitializedError(f"{what}: {why}")
+
+
+def refuse_threads(ranks: int) -> None:
+    """Raise CollectiveError for all ranks of MPI if all workers of this world, which are threads, are one of them."""
+    worker = find_worker()
+    if ranks == 1 and worker is not None and worker.shares_process and worker.size > 1:
+        raise errors.CollectiveError(
+            f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are threads of "
+            f"one process, which is one rank of MPI, so each of them would reduce alone. {FOR_ANY_WORLD}"
+        )
+
+
+def refuse_processes() -> None:
+    """Raise CollectiveError for collectives of threads if the workers of this world are processes."""
+    if not is_local():
+        raise errors.CollectiveError(
+            f"collectives of threads, made by {current_worker().info}: this world's workers are processes, and none "
+            f"would meet another one. {FOR_ANY_WORLD}"
+        )
 
 
 def is_local() -> bool:
