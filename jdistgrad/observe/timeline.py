@@ -57,7 +57,10 @@ class Timeline:
     def __enter__(self) -> "Timeline":
         global _recording
         if _recording:
-            raise TimelineError("a timeline is being recorded in this process already; end that block first")
+            raise TimelineError(
+                "a timeline is being recorded in this process already, of all its workers: by another block, on any of "
+                "them, or by `jdistgrad run --timeline`. Record one at a time."
+            )
         if self._path is not None:
             chrome.check_writable(in_this_rank(self._path))
         self._waiters = concurrent.futures.ThreadPoolExecutor(WAITERS, "jdistgrad-timeline")
