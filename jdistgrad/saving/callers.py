@@ -6,12 +6,12 @@ The first of them, the leader, asks owners and the other callers for their parts
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.errors import CheckpointError, DistgradError
+from jdistgrad.errors import CheckpointError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
@@ -71,30 +71,31 @@ class Job:
             result = act()
         except Exception as failed:
             error = failed
-        said = None if error is None else _in_words(error), result if everybody else None
+        said = None if error is None else (_in_words(error), _lost_in(error)), result if everybody else None
         self.meetings += 1
         told = meet(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
         if error is not None:
             raise error
         for failure, _ in told.values():
             if failure is not None:
-                raise CheckpointError(failure)
+                raise _in_type(*failure)
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
 
 
 def call_each(
     function: Callable[..., Any],
     arguments: Sequence[tuple[int, Args]],
-    in_words: Callable[[WorkerInfo, BaseException], str],
+    in_words: Callable[[WorkerInfo, str], str],
 ) -> list[Any]:
     """Call a function on workers, each with its own arguments; return the results. Waits for all, also if some fail.
 
     Arguments:
       arguments: the rank of a worker, and its arguments.
-      in_words: returns the text of the error for a call that failed.
+      in_words: returns the text of the error for a worker whose call failed, and the reason.
 
     Raises:
       CheckpointError: a call failed.
+      WorkerLostError: it failed because a worker is lost.
     """
     futures, failures = dict[int, CallFuture[Any]](), dict[int, BaseException]()
     for number, (rank, args) in enumerate(arguments):
@@ -104,15 +105,34 @@ def call_each(
             failures[number] = error
     failures |= {number: why for number, future in futures.items() if (why := future.exception()) is not None}
     for number, failure in sorted(failures.items(), key=lambda one: one[0]):
-        if isinstance(failure, CheckpointError):
-            raise failure
-        worker = current_worker().directory.workers[arguments[number][0]]
-        raise CheckpointError(in_words(worker, failure)) from failure
+        raise_failed(current_worker().directory.workers[arguments[number][0]], failure, in_words)
     return [future.result() for future in futures.values()]
+
+
+def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[[WorkerInfo, str], str]) -> NoReturn:
+    """Raise what has failed on a worker: an error of a checkpoint as it is, any other in these words."""
+    if isinstance(failure, CheckpointError):
+        raise failure
+    lost = _lost_in(failure)
+    why = in_short(failure) if lost is None else current_worker().peers.lost.get(lost, in_short(failure))
+    raise _in_type(in_words(worker, why), lost) from failure
 
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, DistgradError) else in_short(error)
+
+
+def _lost_in(error: BaseException) -> int | None:
+    """Return the rank of the worker of whose loss an error tells, if it does."""
+    worker = error.worker if isinstance(error, WorkerLostError) else None
+    return worker.rank if isinstance(worker, WorkerInfo) else None
+
+
+def _in_type(text: str, lost: int | None) -> DistgradError:
+    """Return the error with a text, which tells of the loss of a worker or of something else."""
+    if lost is None:
+        return CheckpointError(text)
+    return WorkerLostError(text, worker=current_worker().directory.workers[lost])
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +10,9 @@ from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
-from jdistgrad.saving.callers import Job, call_each
+from jdistgrad.saving.callers import Job, call_each, raise_failed
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
 from jdistgrad.saving.owners import SHARED, Reader, own_part
 from jdistgrad.saving.parts import Plan, works_for
@@ -51,13 +51,8 @@ def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepar
                 if leaf.own or work.identifier not in done
             ]
     for one, failure in [(one, one.creation().exception()) for one in prepared]:
-        if isinstance(failure, CheckpointError):
-            raise failure
         if failure is not None:
-            raise CheckpointError(
-                f"restore of {folder}: {one.owner} could not prepare its part: {in_short(failure)}. Nothing was "
-                "restored on any worker."
-            ) from failure
+            raise_failed(one.owner, failure, functools.partial(_not_prepared, folder))
     step = int(reader.manifest["step"])
     return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
 
@@ -66,9 +61,13 @@ def put_back(prepared: Sequence[RRef[Any]]) -> None:
     call_each(owners.put_back, [(one.owner.rank, (one,)) for one in prepared], _not_put_back)
 
 
-def _not_put_back(worker: WorkerInfo, error: BaseException) -> str:
+def _not_prepared(folder: str, worker: WorkerInfo, why: str) -> str:
+    return f"restore of {folder}: {worker} could not prepare its part: {why}. Nothing was restored on any worker."
+
+
+def _not_put_back(worker: WorkerInfo, why: str) -> str:
     return (
-        f"restore: {worker} could not put back its part: {in_short(error)}. Others may have put back theirs: restore "
+        f"restore: {worker} could not put back its part: {why}. Others may have put back theirs: restore "
         "again before you go on."
     )
 

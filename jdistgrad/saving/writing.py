@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from jdistgrad.errors import CheckpointError
+from jdistgrad.errors import CheckpointError, WorkerLostError
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
@@ -32,8 +32,10 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
     with _writing.setdefault(path, threading.Lock()):
         try:
             _publish(path, step, manifest, asked)
+        except WorkerLostError:  # an OSError too
+            raise
         except OSError as error:
-            raise CheckpointError(_not_written(path, step, current_worker().info, error)) from error
+            raise CheckpointError(_not_written(path, step, current_worker().info, in_short(error))) from error
         folders.remove_all_but(path, keep)
 
 
@@ -67,7 +69,7 @@ def _check_seen(folder: pathlib.Path, rank: int) -> None:
         )
 
 
-def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo, error: BaseException) -> str:
+def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo, why: str) -> str:
     there = folders.complete(path)
     left = f"The checkpoint of step {there[-1][0]} is still complete" if there else "There is no other checkpoint"
-    return f"save: {worker} could not write its part of step {step} in {path}: {in_short(error)}. {left}."
+    return f"save: {worker} could not write its part of step {step} in {path}: {why}. {left}."

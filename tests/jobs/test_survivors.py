@@ -309,6 +309,64 @@ def test_survivors_save_and_restore_whoever_is_lost(surviving_job, tmp_path):
     job.expect("worker2 3 [3.0, 3.0] [0.0, 1.0]", "worker3 3 [3.0, 3.0] [0.0, 1.0, 2.0]")
 
 
+def test_a_worker_that_dies_while_it_writes_or_reads_its_part_is_a_lost_worker_to_all_callers(surviving_job, tmp_path):
+    """What is left can save and restore again."""
+    job = surviving_job(
+        5,
+        f"""
+        import jax
+
+        folder, armed = {str(tmp_path / "saved")!r}, []
+
+        @jax.tree_util.register_pytree_node_class
+        class Dies:
+            def tree_flatten(self):
+                if armed:
+                    die()
+                return (), None
+
+            @classmethod
+            def tree_unflatten(cls, kept, leaves):
+                return cls()
+
+        def make_dying():
+            return Dies(), jnp.ones(3)
+
+        def arm():
+            armed.append(True)
+
+        def told_of(victim, do):
+            try:
+                do()
+            except jd.WorkerLostError as error:
+                assert error.worker.rank == victim, error
+                print(me.rank, "is told:", error, flush=True)
+            else:
+                raise AssertionError("no WorkerLostError")
+
+        me, callers = jd.init(), [0, 1, 2]
+        if me.rank in callers:
+            first, second = jd.per_worker(jd.remote(3, make_dying)), jd.per_worker(jd.remote(4, make_dying))
+            jd.save(folder, 1, second, workers=callers)
+            jd.rpc_sync(3, arm)
+            told_of(3, lambda: jd.save(folder, 2, first, workers=callers))
+            jd.rpc_sync(4, arm)
+            told_of(4, lambda: jd.restore(folder, second, workers=callers))
+            third = jd.per_worker(jd.remote(me, make_dying))
+            jd.save(folder, 3, third)
+            print(me.rank, "restored step", jd.restore(folder, third)[0], flush=True)
+            del first, second, third
+        jd.shutdown(timeout=20)
+        """,
+    )
+    for rank in range(3):
+        job.expect(
+            f"{rank} is told: save: worker3 (rank 3) could not write its part of step 2 in ",
+            f"{rank} is told: restore of ",
+            f"{rank} restored step 3",
+        )
+
+
 def test_shutdown_names_the_callback_that_it_waits_for(surviving_job):
     surviving_job(
         3,
