@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.data_parallel.collectives import world
-from jdistgrad.errors import DisagreementError
+from jdistgrad.errors import CheckpointError, DisagreementError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.saving.alike import Look, Looks, looks_at
 from jdistgrad.saving.callers import Job
+from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.owners import SHARED, HeldWork, OptimizerWork, ValueWork, Work, own_part
 from jdistgrad.saving.places import Leaf
 
@@ -35,6 +36,7 @@ def plan_of(job: Job, *, hold: bool = False) -> Plan:
     asked: Asked = {}
     leaves, looks = job.leaves(), dict[str, Look]()
     if hold:
+        _require_all_slices(job, leaves)
         looks = looks_at((leaf.place, leaf.value) for leaf in leaves if not (leaf.own or _is_owned(leaf)))
         _hold(job, leaves)
     for leaf in leaves:
@@ -44,6 +46,18 @@ def plan_of(job: Job, *, hold: bool = False) -> Plan:
     held = [own_part(job.rank), *([SHARED] if job.leads else [])]
     asked.setdefault(job.rank, []).extend(HeldWork(part, job.what) for part in held)
     return Plan([leaf.place for leaf in leaves], asked, looks)
+
+
+def _require_all_slices(job: Job, leaves: Sequence[Leaf]) -> None:
+    """Raise CheckpointError if a worker that has a slice of an array does not save: nobody could restore the array."""
+    for leaf in leaves:
+        group = (leaf.value.group or ()) if isinstance(leaf.value, Slice) else ()
+        missing = sorted(set(group) - set(job.callers))
+        if missing:
+            raise CheckpointError(
+                f"save: {leaf.place} is divided among the workers {list(group)}, but {missing} do not save, so that it "
+                "could not be restored. Nothing was saved; what was saved before is still there."
+            )
 
 
 def _is_owned(leaf: Leaf) -> bool:

@@ -171,6 +171,30 @@ def in_groups(size, groups, folder, seed, *, saves=False):
     return jd.spawn(main, size)
 
 
+def test_slices_of_some_of_their_workers_are_refused_and_replace_nothing(tmp_path):
+    """As after the loss of a worker: the others can save, but not what it had."""
+    tx, mine = optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(6)}
+
+    def main():
+        me, group = jd.init(), jd.collectives.of_this_world()
+        state = jax.tree.map(lambda x: x + me.rank, jd.shard_state(tx, collectives=group).init(mine))
+        marked = jd.sharded(tx, state, mine, group)
+        jd.save(tmp_path, 1, marked)
+        if me.rank != 1:
+            with pytest.raises(
+                jd.CheckpointError, match=r"divided among the workers \[0, 1, 2\], but \[1\] do not save"
+            ):
+                jd.save(tmp_path, 2, marked, workers=[0, 2], keep=1)
+        jd.barrier()
+        step, found = jd.restore(tmp_path, marked)
+        jd.shutdown()
+        return step, found, state
+
+    for step, found, state in jd.spawn(main, 3):
+        assert step == 1
+        same(found, state)
+
+
 def test_local_sgd_goes_on_on_another_number_of_ranks(tmp_path):
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
