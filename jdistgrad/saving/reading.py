@@ -37,9 +37,11 @@ def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepare
 def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepared, list[Any]]:
     reader, here = Reader(folder), job.leaves()
     _check_places(reader, here, whole=job.optimizers is not None)
-    before: list[int] = reader.manifest["workers"]
-    was = before[job.number] if job.number < len(before) else None  # the rank of the worker of this number
-    found = _local(reader, here, was, job.callers)
+    of_callers = predecessors(
+        job.callers, current_worker().size, reader.manifest["workers"], reader.manifest.get("size")
+    )
+    was = of_callers[job.rank]
+    found = _local(reader, here, was, of_callers)
     of_leader = [] if job.leads else [work for works in plans[job.leader].asked.values() for work in works]
     done = {work.identifier for work in of_leader}
     prepared: Prepared = []
@@ -55,6 +57,22 @@ def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepar
             raise_failed(one.owner, failure, functools.partial(_not_prepared, folder))
     step = int(reader.manifest["step"])
     return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
+
+
+def predecessors(
+    callers: Sequence[int], size: int, before: Sequence[int], size_before: int | None
+) -> dict[int, int | None]:
+    """Return the rank of the worker whose own each caller gets; None for a new one.
+
+    It is the worker of its number, except where the callers are the same but for some that are lost, now or then.
+
+    Arguments:
+      size: of the world.
+      before: the ranks of those that saved; ``size_before``: the size of their world.
+    """
+    if size == size_before and (set(callers) <= set(before) or set(before) <= set(callers)):
+        return {rank: rank if rank in before else None for rank in callers}
+    return {rank: before[number] if number < len(before) else None for number, rank in enumerate(callers)}
 
 
 def put_back(prepared: Sequence[RRef[Any]]) -> None:
@@ -82,7 +100,9 @@ def _check_places(reader: Reader, here: Sequence[Leaf], *, whole: bool) -> None:
         )
 
 
-def _local(reader: Reader, here: Sequence[Leaf], was: int | None, callers: list[int]) -> dict[str, Any]:
+def _local(
+    reader: Reader, here: Sequence[Leaf], was: int | None, of_callers: Mapping[int, int | None]
+) -> dict[str, Any]:
     """Return the leaves that are the callers', by place."""
     local = [leaf for leaf in here if not isinstance(leaf.value, RRef | DistributedOptimizer)]
     shared = {leaf.place: leaf.value for leaf in local if not leaf.own}
@@ -91,12 +111,12 @@ def _local(reader: Reader, here: Sequence[Leaf], was: int | None, callers: list[
     if was is not None:
         mine = {place: one for place, one in reader.part(own_part(was)).items() if "slice" not in one}
         found |= reader.fitting(mine, own, "")
-    return found | {leaf.place: _slice(reader, leaf, callers) for leaf in local if isinstance(leaf.value, Slice)}
+    return found | {leaf.place: _slice(reader, leaf, of_callers) for leaf in local if isinstance(leaf.value, Slice)}
 
 
-def _slice(reader: Reader, leaf: Leaf, callers: list[int]) -> Any:
+def _slice(reader: Reader, leaf: Leaf, of_callers: Mapping[int, int | None]) -> Any:
     """Return this worker's slice of an array, cut anew from the slices that were saved."""
-    saved = _slices_of_group(reader, leaf, callers)
+    saved = _slices_of_group(reader, leaf, of_callers)
     by_rank = {one["slice"]["rank"]: one for one in saved}
     expected = leaves.described(leaf.value.part, leaf.place)
     before = _check_slices(reader, leaf, by_rank, expected)
@@ -108,20 +128,20 @@ def _slice(reader: Reader, leaf: Leaf, callers: list[int]) -> Any:
     return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, leaf.value.part)
 
 
-def _slices_of_group(reader: Reader, leaf: Leaf, callers: list[int]) -> list[leaves.Description]:
-    """Return the slices that one group saved: that of the worker of the same number as the first of our group."""
+def _slices_of_group(reader: Reader, leaf: Leaf, of_callers: Mapping[int, int | None]) -> list[leaves.Description]:
+    """Return the slices that one group saved: that of the predecessor of the first of our group."""
     before: list[int] = reader.manifest["workers"]
     found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(leaf.place, {}))]
     group_of = [tuple(one["slice"].get("group") or before) for one in found]
-    number = min(callers.index(rank) for rank in leaf.value.group or callers if rank in callers)
-    groups = {rank: group for group in group_of for rank in group}
-    if len(set(group_of)) > 1 and (number >= len(before) or before[number] not in groups):
+    first = min(rank for rank in leaf.value.group or of_callers if rank in of_callers)
+    groups: dict[int | None, tuple[int, ...]] = {rank: group for group in group_of for rank in group}
+    if len(set(group_of)) > 1 and of_callers[first] not in groups:
         raise CheckpointError(
             f"restore of {reader.folder}: {leaf.place} was divided in each of the groups {sorted(set(group_of))}, none "
-            f"of which has a worker number {number}, the first of the group of {current_worker().info}. Restore with "
-            "no more groups than there were. Nothing was restored on any worker."
+            f"of which has a worker number {list(of_callers).index(first)}, the first of the group of "
+            f"{current_worker().info}. Restore with no more groups than there were. Nothing was restored on any worker."
         )
-    chosen = groups[before[number]] if len(set(group_of)) > 1 else None
+    chosen = groups[of_callers[first]] if len(set(group_of)) > 1 else None
     return [one for one, group in zip(found, group_of, strict=True) if chosen in (None, group)]
 
 

@@ -28,7 +28,8 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
     files.orbax()
     asked = of_all(plans, job.leader)
     compare({rank: plan.looks for rank, plan in plans.items()}, job.leader)
-    manifest = {"format": FORMAT, "step": step, "workers": job.callers, "places": plans[job.leader].places}
+    who = {"workers": job.callers, "size": current_worker().size}
+    manifest = {"format": FORMAT, "step": step, **who, "places": plans[job.leader].places}
     with _writing.setdefault(path, threading.Lock()):
         try:
             _publish(path, step, manifest, asked)

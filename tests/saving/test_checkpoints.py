@@ -232,6 +232,38 @@ def test_each_group_gets_the_slices_of_its_own(tmp_path):
         in_groups(6, [(0, 1), (2, 3), (4, 5)], tmp_path, 50)
 
 
+def of_pairs(folder, seed, callers, *, saves=False):
+    """Save, or restore, by some of four workers, each worker's own, and momenta that each of two pairs divides."""
+    tx, params = optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(4)}
+
+    def main():
+        me, found = jd.init(), None
+        if me.rank in callers:
+            pair = [rank for rank in callers if rank // 2 == me.rank // 2]
+            group, own = jd.collectives.of_this_world(pair), jd.RRef(jnp.full(3, seed + me.rank))
+            state = jax.tree.map(lambda x: x + seed + me.rank // 2, jd.shard_state(tx, collectives=group).init(params))
+            trees = {"number": jd.per_worker(seed + me.rank), "value": jd.per_worker(own)}
+            trees["state"] = jd.sharded(tx, state, params, group)
+            if saves:
+                jd.save(folder, 1, trees, workers=callers)
+            else:
+                _, trees = jd.restore(folder, trees, workers=callers)
+                whole = jd.gather_state(tx, trees["state"], params, collectives=group)
+                found = trees["number"], float(own.to_here()[0]), float(whole[0].trace["w"][-1])
+        jd.shutdown()
+        return found
+
+    return dict(enumerate(jd.spawn(main, 4)))
+
+
+def test_workers_that_are_left_of_a_world_get_back_what_they_had_themselves(tmp_path):
+    everybody, left = [0, 1, 2, 3], [0, 2, 3]
+    of_pairs(tmp_path / "all", 0, everybody, saves=True)
+    of_pairs(tmp_path / "left", 0, left, saves=True)
+    assert of_pairs(tmp_path / "all", 50, left) == {0: (0, 0, 0), 1: None, 2: (2, 2, 1), 3: (3, 3, 1)}
+    assert of_pairs(tmp_path / "left", 50, everybody) == {0: (0, 0, 0), 1: (51, 51, 0), 2: (2, 2, 1), 3: (3, 3, 1)}
+
+
 def test_an_optimizer_of_each_worker_and_values_of_its_own(tmp_path):
     def main(seed, restores):
         me = jd.init()
