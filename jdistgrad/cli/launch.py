@@ -25,6 +25,7 @@ from jdistgrad.wire import launcher_env
 RANKS_PER_CORE = 32
 
 ENDING = signal.SIGTERM, signal.SIGHUP
+FOR_RANKS = signal.SIGUSR1, signal.SIGUSR2  # mpirun passes them on to all ranks
 
 SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 
@@ -250,7 +251,7 @@ def attend(
 
 @contextlib.contextmanager
 def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
-    """Let signals that would end this process end the job instead during a block; else the job would go on alone.
+    """Pass signals on to the job during a block. Those that would end this process end it; else it would go on alone.
 
     Yields an event that is set by such a signal.
     """
@@ -263,8 +264,9 @@ def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
         told_to_end.set()
         job.terminate()
 
-    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
-    before = {number: signal.signal(number, end) for number in heeded}
+    handlers = dict.fromkeys(ENDING, end) | dict.fromkeys(FOR_RANKS, lambda number, _: job.send_signal(number))
+    heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
+    before = {number: signal.signal(number, handlers[number]) for number in heeded}
     try:
         yield told_to_end
     finally:

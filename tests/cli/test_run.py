@@ -360,6 +360,31 @@ def test_a_command_that_shall_outlast_its_terminal_does(tmp_path):
     assert job.returncode == 0
 
 
+TOLD = """
+import os, pathlib, signal, time
+told = []
+signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+pathlib.Path(f"{os.getpid()}.process").touch()
+while not told:
+    time.sleep(0.05)
+print("told", *map(int, told), flush=True)
+"""
+
+
+@pytest.mark.parametrize("survive", [[], ["--survive"]], ids=["plain", "survive"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_for_the_program_reach_all_ranks(tmp_path, number, survive):
+    """Batch systems announce the end of a job by them."""
+    command = [sys.executable, "-m", "jdistgrad", "run", *survive, "-n", "3", "-c", TOLD]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: len(list(tmp_path.glob("*.process"))) == 3)
+        job.send_signal(number)
+        output, _ = job.communicate(timeout=30)
+    assert output.count(f"told {int(number)}") == 3
+    assert job.returncode == 0
+
+
 def is_alive(process):
     """Return whether a process runs. An ended process stays in the table until its parent asks for its status."""
     try:
