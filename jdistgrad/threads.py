@@ -49,7 +49,7 @@ def run_task(task: Callable[[], Any], whose: str) -> None:
     except BaseException as error:
         if os.getpid() != process:
             end_forked(error)
-        if not isinstance(error, StoppedError):
+        if threading.current_thread() not in _stopped:
             log.exception("a task of %s failed outside of any call", whose)
     if os.getpid() != process:
         end_forked(None)
@@ -67,19 +67,21 @@ def join_soon(threads: Iterable[threading.Thread], seconds: float = END_SECONDS)
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class StoppedError(SystemExit):
-    """What ends a thread that another stops."""
+_stopped: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def stop(threads: Sequence[threading.Thread]) -> None:
     """Stop threads, each as soon as it runs Python code; wait for them, if it does not take long.
 
-    Before Python 3.14, a thread that comes back from compiled code while the interpreter ends aborts the process.
+    A thread that has nothing to do is stopped when its next task comes. Of SystemExit alone, and of no subclass, Python
+    says nothing where it ends a thread. Before Python 3.14, a thread that comes back from compiled code while the
+    interpreter ends aborts the process.
     """
     deadline = time.monotonic() + STOP_SECONDS
+    _stopped.update(threads)
     while (running := [one for one in threads if one.is_alive()]) and time.monotonic() < deadline:
         for one in running:  # again, if the exception came in a destructor, which ignores it
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one.ident or 0), ctypes.py_object(StoppedError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one.ident or 0), ctypes.py_object(SystemExit))
         join_soon(running, STOP_SLICE)
 
 

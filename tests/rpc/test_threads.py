@@ -62,6 +62,18 @@ def test_a_task_may_close_its_own_pool():
     assert closed.wait(20)
 
 
+def test_a_thread_that_is_stopped_between_two_tasks_ends_without_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's own, not pytest's
+    monkeypatch.setattr(threads, "STOP_SECONDS", 0.1)
+    pool = ThreadPool("stopped")
+    (thread,) = threads_of("stopped")
+    threads.stop([thread])
+    pool.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failing_task_ends_no_thread(caplog):
     pool, done = ThreadPool("failing"), threading.Event()
     pool.run(lambda: 1 / 0)
