@@ -37,6 +37,6 @@ def ending_signal(status: int) -> int | None:
 
 
 def described(status: int) -> str:
-    number = ending_signal(status)
-    cause = "" if number is None else f" (a rank was ended by {signal.Signals(number).name})"
+    number, who = ending_signal(status), "mpirun" if status < 0 else "a rank"
+    cause = "" if number is None else f" ({who} was ended by {signal.Signals(number).name})"
     return f"the job ended with status {status}{cause}"

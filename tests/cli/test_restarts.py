@@ -48,7 +48,7 @@ def test_a_job_that_was_told_to_end_is_not_started_again():
     [
         (1, "the job ended with status 1"),
         (137, "the job ended with status 137 (a rank was ended by SIGKILL)"),
-        (-9, "the job ended with status -9 (a rank was ended by SIGKILL)"),
+        (-9, "the job ended with status -9 (mpirun was ended by SIGKILL)"),
         (200, "the job ended with status 200"),
     ],
 )
