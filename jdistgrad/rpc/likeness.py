@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import platform
 import sys
@@ -17,6 +18,7 @@ from jdistgrad.errors import WorldError
 
 SCRIPT, X64, CODE, DEVICES, SURVIVE = "the script", "jax_enable_x64", "allow_code", "devices", "survive"
 COLLECTIVES = "JDISTGRAD_COLLECTIVES"
+TEST = "the test"
 REMEDIES = {
     SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
     "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
@@ -24,6 +26,8 @@ REMEDIES = {
     CODE: "Give init the same allow_code on every rank.",
     COLLECTIVES: "Set it on every rank, or on none; mpirun passes it on to other nodes with -x JDISTGRAD_COLLECTIVES.",
     DEVICES: "Give init the same devices on every rank.",
+    TEST: "Every rank must run the same tests in the same order: give pytest-randomly a seed (--randomly-seed=1), "
+    "parametrize by lists, not by sets, and skip a test on all ranks or on none.",
     SURVIVE: "Give init the same survive on every rank, or set JDISTGRAD_SURVIVE alike.",
 }
 SAME_INSTALLATION = "Start every rank with the same installation."
@@ -43,7 +47,8 @@ def of_this_process() -> dict[str, str]:
         X64: str(jax.dtypes.canonicalize_dtype(np.float64) == np.float64),
     }
     script = _script() if settings.same_script else None
-    return found if script is None else {**found, SCRIPT: script}
+    known = {SCRIPT: script, TEST: os.environ.get("PYTEST_CURRENT_TEST")}
+    return found | {what: value for what, value in known.items() if value is not None}
 
 
 def _installed(package: str) -> str:

@@ -151,6 +151,26 @@ def test_one_ranks_failure_ends_the_job(user_tests):
     assert "AssertionError: boom" in output
 
 
+def test_ranks_that_run_different_tests_say_so(user_tests):
+    output = user_tests(
+        """
+        import pytest
+        import jdistgrad as jd
+
+        @pytest.mark.parametrize("k", [1, 0] if jd.rank() == 2 else [0, 1])
+        def test_it(world, k):
+            world.drive(lambda: None)
+        """,
+        ranks=3,
+        fails=True,
+    )
+    told = (
+        "disagree on the test: rank 0 has test_user.py::test_it[3-workers-0] (call), rank 2 has "
+        "test_user.py::test_it[3-workers-1] (call). Every rank must run the same tests in the same order"
+    )
+    assert told in output
+
+
 def test_ranks_that_have_no_exception_say_where_to_expect_it(user_tests):
     output = user_tests(
         """
