@@ -34,6 +34,11 @@ RAISED_BEFORE = (
     "other ranks do not know. Expect what it raises inside of the body (with pytest.raises)."
 )
 
+A_WORKER_OF_XDIST = (
+    "under mpirun the workers of a world are the ranks, and pytest-xdist has started this process in addition: run the "
+    "job's tests with -n 0, or with -p no:xdist"
+)
+
 
 class World:
     """The value of the fixture ``world``: runs programs on the workers of a world.
@@ -132,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size. Only our own ``world`` needs ``world_size``; a user's is left alone."""
     if "world_size" in metafunc.fixturenames:
         sizes = named_sizes(metafunc.definition.get_closest_marker("world"), metafunc.definition.nodeid)
-        here = [ranks(min(sizes))] if launcher_env.launched() else sizes
+        here = [ranks(min(sizes), metafunc.config)] if launcher_env.launched() else sizes
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
 
 
@@ -143,14 +148,16 @@ def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
     raise pytest.UsageError(f"{test}: @pytest.mark.world takes numbers of workers, as in world(3), not {sizes}")
 
 
-def ranks(least: int) -> Any:
+def ranks(least: int, config: pytest.Config) -> Any:
     """Return the size of the MPI job, as a parameter that skips its test where the job is too small."""
-    size, few = size_and_reason(least)
+    size, few = size_and_reason(least, config)
     return pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))
 
 
-def size_and_reason(least: int) -> tuple[int, str]:
+def size_and_reason(least: int, config: pytest.Config) -> tuple[int, str]:
     """Return the size of the MPI job, and why a test that needs so many workers cannot run in it, or ""."""
+    if hasattr(config, "workerinput"):
+        raise pytest.UsageError(A_WORKER_OF_XDIST)
     from mpi4py import MPI
 
     size = MPI.COMM_WORLD.size
@@ -173,7 +180,7 @@ def size_without_parameter(test: pytest.Item) -> int:
             said = f"{test.nodeid}: for a world of each size, {sizes}, give the test a parameter `world`"
             pytest.fail(said, pytrace=False)
         return sizes[0]
-    size, few = size_and_reason(min(sizes))
+    size, few = size_and_reason(min(sizes), test.config)
     if few:
         pytest.skip(few)
     return size

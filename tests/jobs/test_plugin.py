@@ -83,6 +83,24 @@ def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
     assert "needs 3 workers, and this job has 2" in output
 
 
+@pytest.mark.parametrize("parameter", ["world", "indirect"])
+def test_a_process_that_xdist_adds_to_a_rank_takes_no_place_in_the_job(user_tests, tmp_path, parameter):
+    (tmp_path / "conftest.py").write_text("def pytest_configure(config): config.workerinput = {}")  # as xdist does
+    source = f"""
+        import pytest
+
+        @pytest.fixture
+        def indirect(request):
+            return request.getfixturevalue("world")
+
+        @pytest.mark.world(1)
+        def test_it({parameter}):
+            pass
+    """
+    output = user_tests(source, ranks=1, fails=True)
+    assert "pytest-xdist has started this process in addition: run the job's tests with -n 0" in output
+
+
 INDIRECT = """
     import pytest
     import jdistgrad as jd
