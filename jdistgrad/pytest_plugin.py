@@ -24,6 +24,7 @@ import pytest
 from jdistgrad.wire import launcher_env
 
 SIZE = 3  # two workers hide mistakes that three reveal
+TIMER = pytest.StashKey[threading.Timer]()
 GUARDED = pytest.StashKey[bool]()  # tests in which a world is open, also one that only a fixture has asked for
 RAISED_ELSEWHERE = (
     "If the body of world.drive raised on worker 0, only rank 0 of this job knows. Expect what it raises inside of the "
@@ -106,7 +107,8 @@ class World:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("world_time_limit", "seconds after which a test that uses a world ends the run", default="60")
+    told = "seconds after which a test that uses a world ends the run; 0: never"
+    parser.addini("world_time_limit", told, default="60")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -204,9 +206,17 @@ def world_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     seconds = float(request.config.getini("world_time_limit"))
     timer = threading.Timer(seconds, give_up, [request.node, seconds])
     timer.daemon = True
-    timer.start()
+    if 0 < seconds <= threading.TIMEOUT_MAX:
+        timer.start()
+    request.config.stash[TIMER] = timer
     yield
     timer.cancel()
+
+
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    """Let the test take its time from now on: somebody looks at it."""
+    if TIMER in config.stash:
+        config.stash[TIMER].cancel()
 
 
 def give_up(test: pytest.Item, seconds: float) -> None:

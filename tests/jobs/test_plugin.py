@@ -38,13 +38,15 @@ ADDS = """
 def user_tests(tmp_path):
     """Return a function that runs a test file of another project, in one process or on some ranks."""
 
-    def run(source, *, ranks=0, fails=False, time_limit=60, options=()):
+    def run(source, *, ranks=0, fails=False, time_limit=60, options=(), keys=""):
         (tmp_path / "test_user.py").write_text(textwrap.dedent(source))
         (tmp_path / "pytest.ini").write_text(f"[pytest]\nworld_time_limit = {time_limit}\n")
         pytest_command = ["-m", "pytest", "--color=no", "-rs", "-s", "-v", "-p", "no:cacheprovider", *options]
         command = launch.command(ranks, pytest_command) if ranks else [sys.executable, *pytest_command]
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        done = subprocess.run(command, cwd=tmp_path, env=variables, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, input=keys, text=True, capture_output=True, check=False
+        )
         output = done.stdout + done.stderr
         assert (done.returncode != 0) == fails, output
         return output
@@ -243,6 +245,24 @@ def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests)
     )
     assert "test_user.py::test_waits[3-workers] has not ended within 4 s (world_time_limit)" in output
     assert "in drive" in output
+
+
+@pytest.mark.parametrize("how", ["breakpoint()", "assert False"])
+def test_a_test_in_the_debugger_takes_its_time(user_tests, how):
+    source = f"""
+        from jdistgrad import spawn  # loads JAX before the time runs
+
+        def test_it(world):
+            {how}
+    """
+    keys = "import time; time.sleep(3); print('still', 'here')\nc\n"
+    output = user_tests(source, time_limit=2, options=["--pdb"], keys=keys, fails=how == "assert False")
+    assert "still here" in output
+
+
+def test_time_without_limit(user_tests):
+    for limit in 0, "inf":
+        assert "1 passed" in user_tests("def test_it(world): pass", time_limit=limit, options=["-W", "error"])
 
 
 def test_who_does_not_use_it_is_not_disturbed(user_tests):
