@@ -15,8 +15,9 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
 from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.references.rref import handler_of_call
 from jdistgrad.rpc.scopes import Scope
-from jdistgrad.rpc.traced_hook import handler_for, refuse_traced
+from jdistgrad.rpc.traced_hook import refuse_traced
 from jdistgrad.wire.interrupts import wait_in_slices
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def map(
       [0, 1, 4, 9, 16]
     """
     tasks = list(zip(*iterables, strict=False))
-    if handler_for(tasks) is not None:
+    if handler_of_call(fn, (tasks,), {}) is not None:
         raise refuse_traced(f"jdistgrad.map cannot call {describe(fn)}")
     if isinstance(workers, str):
         raise TypeError(f"map takes a list of workers: for a single one, workers=[{workers!r}]")

@@ -108,6 +108,12 @@ def test_traced_items_are_refused(world):
 
 
 @on_worker0
+def test_functions_that_hold_traced_values_are_refused(world):
+    with jd.context(), pytest.raises(jd.EncodingError, match=r"cannot call .*<lambda>: it, .* holds an array"):
+        jax.grad(lambda x: sum(jd.map(lambda k: k * x, [1.0, 2.0])))(jnp.float32(1))
+
+
+@on_worker0
 def test_somebody_must_work(world):
     with pytest.raises(ValueError, match="at least one worker"):
         jd.map(add, range(3), workers=[])

@@ -289,7 +289,7 @@ def _wrapped(leaf: Any) -> Any:
     return ByReference(leaf)
 
 
-def _handler_for(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.TracedCallHandler | None:
+def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.TracedCallHandler | None:
     """Return the handler that takes over a call on traced values, or None.
 
     Raises EncodingError if a function holds a traced value, because no derivative would see it.
@@ -305,20 +305,20 @@ def _handler_for(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.Trace
 
 def rpc_sync(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
     """Call a function on a worker and wait for its result."""
-    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     return (handler or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
     """Call a function on a worker and return a future of its result."""
-    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     caller.make_room()
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
     """Call a function on several workers and return futures of the results."""
-    caller, handler = current_part(Caller), _handler_for(function, args, kwargs)
+    caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     if handler is not None:
         return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]
     caller.make_room()
@@ -327,7 +327,7 @@ def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, t
 
 def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
     """Run a function on a worker and return a reference to its result."""
-    references, handler = current_part(References), _handler_for(function, args, kwargs)
+    references, handler = current_part(References), handler_of_call(function, args, kwargs)
     current_part(Caller).make_room()
     if handler is not None:
         made: RRef[Any] = handler.remote(to, function, args, kwargs, timeout)
