@@ -297,3 +297,18 @@ def test_a_mark_without_sense_is_refused(user_tests):
     assert (
         "test_user.py::test_it: @pytest.mark.world takes numbers of workers, as in world(3), not ('three',)" in output
     )
+
+
+def test_a_mark_on_a_parameter_is_refused(user_tests):
+    output = user_tests(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.world(2))])
+        def test_it(world, k):
+            pass
+        """,
+        fails=True,
+    )
+    told = "test_user.py::test_it[3-workers-2]: @pytest.mark.world on a parameter of parametrize sets no size"
+    assert told in output
