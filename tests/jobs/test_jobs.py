@@ -383,6 +383,20 @@ def test_collectives_that_ctrl_c_has_ended_on_one_rank_are_not_used_any_more(mpi
     job.expect("worker0 (rank 0) entered this collective and is elsewhere now", "ending the job", status=None)
 
 
+def test_collectives_whose_wait_another_signals_handler_has_ended_are_not_used_any_more(mpi_job):
+    handler = """
+    import signal
+
+    def limit(*_):
+        raise InterruptedError
+
+    signal.signal(signal.SIGINT, limit)
+    """
+    program = handler + INTERRUPTED.replace("HOW", "'allreduce'").replace("KeyboardInterrupt", "InterruptedError")
+    job = mpi_job(3, program, JDISTGRAD_SILENCE="2", JDISTGRAD_HEARTBEAT="0.3")
+    job.expect("0 0 interrupted", "not used any more, since InterruptedError has ended the wait in sum", status=None)
+
+
 def test_signal_handlers_that_raise_leave_nothing_behind(mpi_job):
     # They interrupt waits, sends and receives at many moments.
     job = mpi_job(

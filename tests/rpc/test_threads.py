@@ -219,8 +219,34 @@ jd.spawn(main, 3)
 """
 
 
+LIMITED = """
+import signal
+
+def limit(*_):
+    raise TimeoutError("of mine")
+
+def main():
+    if jd.init().rank == 2:
+        begun.wait()
+        signal.raise_signal(signal.SIGALRM)
+    else:
+        compute()
+
+signal.signal(signal.SIGALRM, limit)
+try:
+    jd.spawn(main, 3)
+finally:
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("rank")]
+"""
+
+
 @pytest.mark.parametrize(
-    ("program", "status", "last"), [(SERVED, 1, "ValueError: mine"), (INTERRUPTED, -2, "KeyboardInterrupt")]
+    ("program", "status", "last"),
+    [
+        (SERVED, 1, "ValueError: mine"),
+        (INTERRUPTED, -2, "KeyboardInterrupt"),
+        (LIMITED, 1, "TimeoutError: of mine"),
+    ],
 )
 def test_a_program_ends_as_it_says_while_its_workers_compute(program, status, last):
     """Threads that come back from compiled code while Python ends would abort the process."""

@@ -76,8 +76,9 @@ class Agreeing:
         except (MissingRanksError, WorkerLostError, InterruptedCollectiveError) as error:
             self._refuse(str(error))
             raise
-        except KeyboardInterrupt:
-            self._refuse(f"Ctrl-C has ended the wait in {self._text}.")
+        except BaseException as error:
+            what = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            self._refuse(f"{what} has ended the wait in {self._text}.")
             raise
 
     def _refuse(self, why: str) -> None:

@@ -38,7 +38,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     Raises:
       Exception: the first ``main`` that failed raised it; the waits of the others end at once.
-      KeyboardInterrupt: Ctrl-C, which stops every ``main``.
+      KeyboardInterrupt: Ctrl-C, which stops every ``main``; as does what another signal's handler raises.
       WorldError: a ``main`` returned without ``shutdown``.
 
     Example:
@@ -77,8 +77,8 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
         for rank in range(n):
             wait_in_slices(ended[rank].wait)
             threads[rank].join()
-    except KeyboardInterrupt:
-        hub.fail(errors.WorldClosedError("spawn was interrupted"))
+    except BaseException as error:  # Ctrl-C, or what another handler of a signal raises
+        hub.fail(errors.WorldClosedError(f"spawn was interrupted by {in_short(error)}"))
         stop(threads)
         raise
     if failures:
