@@ -114,10 +114,11 @@ def summary(trace: TraceFile, path: str | os.PathLike[str]) -> str:
 
 
 def _workers(events: Iterable[Event]) -> dict[int, str]:
-    names: dict[int, str] = {}
+    """Return the name of each rank's worker; those that it had one after the other, if there were several worlds."""
+    names: dict[int, dict[str, None]] = {}
     for event in events:
-        names[event.rank] = event.worker or names.get(event.rank, "")
-    return {rank: name or f"rank {rank}" for rank, name in sorted(names.items())}
+        names.setdefault(event.rank, {}).update({event.worker: None} if event.worker else {})
+    return {rank: ", ".join(mine) or f"rank {rank}" for rank, mine in sorted(names.items())}
 
 
 def _tid(track: str, lane: int) -> int:

@@ -27,6 +27,13 @@ def test_what_overlaps_stands_beside_each_other_and_nothing_else_does(spans):
     assert len(set(lanes)) <= max(at_once, default=0) + sum(a == b for a, b in spans)
 
 
+def test_a_rank_has_the_names_of_all_its_workers():
+    events = [event(), event(start=3.0, end=4.0)._replace(worker="learner"), event(rank=1)._replace(worker="")]
+    entries = chrome.to_trace(events, host="a", epoch=0.0)["traceEvents"]
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert names == {0: "worker0, learner", 1: "rank 1"}
+
+
 def test_merged_files_share_a_clock_that_begins_at_zero():
     one = chrome.to_trace([event(rank=0, start=5.0, end=6.0, call="0:1")], host="a", epoch=100.0)
     same_host = chrome.to_trace([event("serve", rank=1, start=5.5, end=5.6, call="0:1")], host="a", epoch=100.2)
