@@ -24,6 +24,8 @@ import pytest
 from jdistgrad.wire import launcher_env
 
 SIZE = 3  # two workers hide mistakes that three reveal
+GRACE_SECONDS = 5.0  # between the first and the last of the ranks that stop at the same failure
+STOPPED = pytest.StashKey[str]()
 TIMER = pytest.StashKey[threading.Timer]()
 GUARDED = pytest.StashKey[bool]()  # tests in which a world is open, also one that only a fixture has asked for
 RAISED_ELSEWHERE = (
@@ -261,3 +263,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
         if MPI.COMM_WORLD.size > 1:
             MPI.COMM_WORLD.Abort(1)
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note that this run stops before its end: at -x, --maxfail, Ctrl-C, an error of the collection."""
+    why = session.shouldfail or session.shouldstop
+    if why or exitstatus == pytest.ExitCode.INTERRUPTED:
+        session.config.stash[STOPPED] = str(why or "interrupted")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the MPI job if only some of its ranks stop early: the others would wait for them in the next test."""
+    if STOPPED in config.stash and launcher_env.launched() and "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        from jdistgrad.wire.mpi_process import abort_job
+        from jdistgrad.wire.mpi_rendezvous import missing_at_the_end
+
+        missing = missing_at_the_end(MPI.COMM_WORLD, GRACE_SECONDS)
+        if missing:
+            abort_job(f"{who()}pytest stopped ({config.stash[STOPPED]}), and did not on ranks {missing}")

@@ -14,7 +14,7 @@ from jdistgrad.errors import WorldError
 from jdistgrad.wire import mpi_failures, plain
 from jdistgrad.wire.polling import poll
 
-ROLL_TAG, ROSTER_TAG = 31_071, 31_072
+ROLL_TAG, ROSTER_TAG, END_TAG = 31_071, 31_072, 31_073
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
@@ -43,6 +43,23 @@ def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
         if not poll(request.Test, timeout):
             raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
         return twin
+
+
+def missing_at_the_end(comm: MPI.Intracomm, timeout: float) -> list[int]:
+    """Return the ranks that do not call this within ``timeout`` seconds. To be called once, at the end of a program."""
+    others = set(range(comm.size)) - {comm.rank}
+    sent = [comm.Isend([bytearray(), MPI.BYTE], rank, END_TAG) for rank in others]
+
+    def all_here() -> bool:
+        status = MPI.Status()
+        while (message := comm.Improbe(tag=END_TAG, status=status)) is not None:
+            message.Recv([bytearray(), MPI.BYTE])
+            others.discard(status.source)
+        return not others
+
+    poll(all_here, timeout)
+    poll(lambda: MPI.Request.Testall(sent), 0.0 if others else timeout)
+    return sorted(others)
 
 
 @contextlib.contextmanager

@@ -171,6 +171,29 @@ def test_one_ranks_failure_ends_the_job(user_tests):
     assert "AssertionError: boom" in output
 
 
+STOPS = """
+    import jdistgrad as jd
+
+    def test_some_fail():
+        assert jd.rank() not in {ranks}
+
+    def test_the_others_would_wait_here(world):
+        world.drive(lambda: None)
+"""
+
+
+def test_a_rank_that_stops_alone_ends_the_job(user_tests):
+    output = user_tests(STOPS.format(ranks=[1]), ranks=3, fails=True, time_limit=30, options=["-x"])
+    assert "rank 1: pytest stopped (stopping after 1 failures), and did not on ranks [0, 2]; ending the job" in output
+    assert "has not ended" not in output
+
+
+def test_ranks_that_stop_together_end_as_without_mpi(user_tests):
+    output = user_tests(STOPS.format(ranks=[0, 1, 2]), ranks=3, fails=True, options=["-x"])
+    assert output.count("1 failed in") == 3
+    assert "ending the job" not in output
+
+
 def test_ranks_that_run_different_tests_say_so(user_tests):
     output = user_tests(
         """
