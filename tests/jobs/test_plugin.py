@@ -135,6 +135,28 @@ def test_a_fixture_of_ranks_may_ask_for_the_world(user_tests):
     assert "needs 4 workers, and this job has 3" in output
 
 
+def test_the_world_of_a_fixture_of_another_scope_stays_open(user_tests):
+    output = user_tests(
+        """
+        import operator
+        import pytest
+        import jdistgrad as jd
+
+        @pytest.fixture(scope="module", autouse=True)
+        def mine():
+            with jd.local_workers(2):
+                yield
+
+        def test_between(world):
+            assert world.drive(lambda: jd.world_size()) == 3
+
+        def test_mine():
+            assert jd.rpc_sync(1, operator.neg, args=(1,)) == -1
+        """
+    )
+    assert "2 passed" in output
+
+
 def test_worlds_of_several_sizes_are_parameters(user_tests):
     output = user_tests(INDIRECT.replace("world(4)", "world(3, 4)"), fails=True)
     assert "test_of_four: for a world of each size, (3, 4), give the test a parameter `world`" in output
