@@ -3,7 +3,8 @@
     python benchmarks/gpu/table.py            # make bench-gpu
 
 Needs one NVIDIA GPU or more; with two or more, steps over all of them too. Without a GPU the same jobs run on CPU
-devices with small arrays, which shows that they work and nothing else.
+devices with small arrays, which shows that they work and nothing else. With
+``JDISTGRAD_COLLECTIVES=mpi-on-device``, and the MPI that this needs, averages where the arrays lie are measured too.
 """
 
 import pathlib
@@ -54,6 +55,15 @@ def pair(found):
     pairs = zip(found["step"], found["local"], found["reduction"], strict=True)
     hidden = statistics.median(1 - max(0.0, step - local) / reduction for step, local, reduction in pairs)
     row("two ranks, MPI: share of the reduction hidden", f"{hidden:.2f}", "", "", ">= 0.8")
+    local = f"local {milliseconds(found['local'])}"
+    for step, reduction, what in (
+        ("step", "reduction", "from Python"),
+        ("compiled_step", "compiled_reduction", "in jax.jit"),
+        ("on_device_step", "on_device_reduction", "in jax.jit, on_device=True"),
+    ):
+        if step in found:
+            row(f"    a step {what}", milliseconds(found[step]), local, "", "")
+            row(f"    the average alone, {what}", milliseconds(found[reduction]), "", "", "")
 
 
 def spanning(found, n):

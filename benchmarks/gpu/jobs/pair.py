@@ -13,6 +13,7 @@ from jobs.data_parallel_jdistgrad import mlp
 from measure import in_turn, median, report
 
 import jdistgrad as jd
+from jdistgrad.config import settings
 
 
 def same(x):
@@ -45,7 +46,7 @@ def calls(large_bytes):
 
 
 def reductions(layers, width, batch):
-    """Measure a local step, a step with overlapped reductions, and the reduction alone."""
+    """Measure a local step, a step with overlapped reductions, the reduction alone, and both inside ``jax.jit``."""
     loss, params, x = mlp(layers, width, batch)
     dp = jd.DataParallel(jd.collectives.MPI(), overlap=True)
     local, step = jax.jit(jax.value_and_grad(loss)), dp.value_and_grad(loss)
@@ -54,9 +55,18 @@ def reductions(layers, width, batch):
         "local": lambda: local(params, x),
         "step": lambda: step(params, x),
         "reduction": lambda: dp.average(gradients),
+        **compiled("compiled", jd.DataParallel(jd.collectives.MPI()), loss, params, x, gradients),
     }
+    if settings.collectives == "mpi-on-device":
+        on_device = jd.DataParallel(jd.collectives.MPI(on_device=True))
+        runs |= compiled("on_device", on_device, loss, params, x, gradients)
     made = [lambda run=run: jax.block_until_ready(run()) for run in runs.values()]
     return dict(zip(runs, in_turn(made, 8, MPI.COMM_WORLD.Barrier), strict=True))
+
+
+def compiled(name, dp, loss, params, x, gradients):
+    step, average = jax.jit(dp.value_and_grad(loss)), jax.jit(dp.average)
+    return {f"{name}_step": lambda: step(params, x), f"{name}_reduction": lambda: average(gradients)}
 
 
 def main():
