@@ -43,10 +43,6 @@ QUICK := test-worlds test-jobs test-mpi-3 test-mpi-4 test-devices-3 test-devices
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 
-# Nor do hundreds of processes look through the modules of JAX for garbage. One and two ranks do, as users' programs.
-USERS_PATH := $(PYTHONPATH)
-$(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
-
 test-worlds: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
