@@ -88,6 +88,8 @@ def require_texts(*names: Any) -> None:
 def attribute(owner: Any, name: str, *default: Any) -> Any:
     """Return an attribute that messages may find: this stands in for ``getattr``, by which methods are pickled."""
     require_texts(name)
+    if isinstance(owner, enum.EnumType) and name in owner.__members__:
+        return owner[name]  # as Python before 3.11.4 pickles a member; the class has been found
     home = next((one for one in _classes(owner) if name in vars(one)), None)
     if is_special(name) and name not in OPERATORS and not isinstance(vars(home or object).get(name), DEFINED):
         raise refused(type(owner).__module__, f"{type(owner).__qualname__}.{name}")
@@ -147,7 +149,11 @@ def _held(module: str, name: str) -> Any:
 def _may_be_found(module: str, name: str, found: Any) -> bool:
     if isinstance(found, type) and issubclass(found, type) and found is not type:
         return is_own(module)  # a metaclass
-    return refusal(module, name) is None or (isinstance(found, type) and _is_type_of_data(found))
+    return refusal(module, name) is None or _is_data(found)
+
+
+def _is_data(found: Any) -> bool:
+    return isinstance(found, enum.Enum) or (isinstance(found, type) and _is_type_of_data(found))
 
 
 def _is_type_of_data(found: type) -> bool:

@@ -44,7 +44,7 @@ from helpers.forgery import attribute_of, called, calling, named
 import jdistgrad as jd
 from jdistgrad.rpc import functions, unpickling
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.wire.message import Parcel
+from jdistgrad.wire.message import Kind, Parcel
 
 CODEC = PickleCodec(allow_code=False)
 MODULE = imports_others.__name__
@@ -248,6 +248,18 @@ def test_a_forged_pickle_finds_nothing_else(module, name):
 def test_a_forged_pickle_walks_nowhere_by_getattr(owner):
     with pytest.raises(jd.FunctionError, match="may not be named in a message"):
         unpickling.loads(called(owner))
+
+
+class ByAttribute:
+    """Pickles a member of an enumeration as Python before 3.11.4 does."""
+
+    def __reduce__(self):
+        return getattr, (Kind, "RESULT")
+
+
+def test_members_of_enumerations_are_found_however_they_are_pickled():
+    assert unpickling.loads(pickle.dumps(ByAttribute())) is Kind.RESULT
+    assert unpickling.find("signal", "SIGINT") is signal.SIGINT
 
 
 def test_a_forged_pickle_makes_no_types():
