@@ -103,6 +103,7 @@ class MPITransport:
         self._numbers = [itertools.count() for _ in range(comm.size)]
         self._arrivals = [Arrivals() for _ in range(comm.size)]
         self._outgoing: collections.deque[Transfer] = collections.deque()
+        self._begun = self._begun_before_look = 0  # transfers that did not end at once
         self._incoming: list[Transfer] = []
         self._closed = False
 
@@ -115,7 +116,7 @@ class MPITransport:
             enter=receiver.enter_thread,
             tick=receiver.tick,
             fail=receiver.fail,
-            sleep=self._doorbell.sleep,
+            sleep=self._sleep,
             rung=lambda: self._doorbell.all_ring and not self._outgoing,
         )
         self._progress.start()
@@ -128,6 +129,17 @@ class MPITransport:
 
     def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
+
+    def _sleep(self, seconds: float) -> None:
+        self._doorbell.sleep(seconds, self._something_came)
+
+    def _something_came(self) -> bool:
+        """Return whether there is something to do that the last look did not find."""
+        try:
+            came = any(self._comm.Iprobe(MPI.ANY_SOURCE, FRAME_TAG) for _ in range(MISSES))
+            return came or self._begun != self._begun_before_look
+        except MPI.Exception:  # of a death: the next look sees to it
+            return True
 
     # Sending, on the caller's thread.
 
@@ -159,6 +171,7 @@ class MPITransport:
             transfer.requests += [self._comm.Isend([part, MPI.BYTE], transfer.peer, tag) for part in chunks(piece)]
         if not transfer.done():
             self._outgoing.append(transfer)
+            self._begun += 1
             self._doorbell.ring(self.rank)  # whoever looks here now must look for its end, too
         self._doorbell.ring(transfer.peer)
 
@@ -221,6 +234,7 @@ class MPITransport:
 
     def _look(self) -> tuple[bool, Task | None]:
         """Look for messages once, up to the first that brings a task; return whether anything moved, and the task."""
+        self._begun_before_look = self._begun
         moved = self._advance_outgoing() if self._outgoing else False
         if self._incoming:
             task = self._advance_incoming()
@@ -255,13 +269,14 @@ class MPITransport:
             frame = frames.unpack(arrived.memory)
             if not self._is_new(arrived.peer, frame.number):
                 return None
-            for k in frame.missing():
+            missing = frame.missing()
+            for k in missing:
                 frame.pieces[k] = self._room(frame, k)
         except errors.WireError as error:
             return self._receive_broken(arrived.peer, error)
-        bulk = [piece for piece, length in zip(frame.pieces, frame.lengths, strict=True) if frames.is_bulk(length)]
-        if not bulk:
+        if not missing:
             return self._receive(arrived.peer, frame)
+        bulk = [frame.pieces[k] for k in missing]
         arriving = Transfer([], frame.pieces, arrived.peer, frame)
         try:
             for part in (part for piece in bulk for part in chunks(piece)):

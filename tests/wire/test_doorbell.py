@@ -1,13 +1,15 @@
 """Doorbells: who sleeps is woken, no ring is needed, and one look finds what it was rung for."""
 
+import os
 import socket
 import threading
+import types
 
 import pytest
 
-from jdistgrad.wire import doorbell as doorbells, frames, launcher_env
+from jdistgrad.wire import doorbell as doorbells, launcher_env
 from jdistgrad.wire.doorbell import Doorbell
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import Kind, Message, Parcel
 
 FOR_EVER = 3600.0  # of a sleep that only a ring ends; the guard of the tests ends it otherwise
 
@@ -30,28 +32,75 @@ def is_silent(bell):
     return False
 
 
+def ring_all(bell, ranks):
+    for rank in ranks:
+        bell.ring(rank)
+
+
+def asleep(bell, unless=lambda: False):
+    """Let a thread sleep; return an event that is set when it is up. It sleeps, or has not looked yet."""
+    looked, awake = threading.Event(), threading.Event()
+
+    def last_look():
+        looked.set()
+        return unless()
+
+    threading.Thread(target=lambda: (bell.sleep(FOR_EVER, last_look), awake.set()), daemon=True).start()
+    assert looked.wait(60)
+    return awake
+
+
 def test_a_ring_ends_a_sleep(bells):
-    awake = threading.Event()
-    sleeper = threading.Thread(target=lambda: (bells[2].sleep(FOR_EVER), awake.set()), daemon=True)
-    sleeper.start()
+    awake = asleep(bells[2])
     bells[0].ring(2)
     assert awake.wait(60)
 
 
-def test_a_ring_before_the_sleep_counts(bells):
+def test_who_is_awake_is_not_rung(bells):
     bells[1].ring(0)
-    bells[0].sleep(FOR_EVER)
+    assert is_silent(bells[0])
+
+
+@pytest.mark.parametrize("missing", ["memfd_create", "readlink"])
+def test_who_cannot_show_whether_it_sleeps_is_rung_every_time(monkeypatch, missing):
+    def fails(*arguments):
+        raise OSError(f"no {missing} here")
+
+    monkeypatch.setattr(os, missing, fails)
+    made = [Doorbell(), Doorbell()]
+    made[0].meet([one.address for one in made])
+    made[0].ring(1)
+    assert not is_silent(made[1])
+    for one in made:
+        one.close()
+
+
+def test_a_ring_after_the_last_look_counts(bells):
+    bells[0].sleep(FOR_EVER, lambda: bells[1].ring(0))
+
+
+def test_what_came_before_anybody_could_see_the_sleep_ends_it(bells):
+    bells[0].sleep(FOR_EVER, lambda: True)
+    bells[1].ring(0)
+    assert is_silent(bells[0])
+
+
+def test_as_long_as_one_thread_sleeps_rings_are_for_it(bells):
+    awake = asleep(bells[0])
+    bells[0].sleep(FOR_EVER, lambda: True)
+    bells[1].ring(0)
+    assert awake.wait(60)
 
 
 def test_many_rings_are_one(bells):
-    for _ in range(10_000):
-        bells[0].ring(1)
-    bells[1].sleep(FOR_EVER)
+    bells[1].sleep(FOR_EVER, lambda: ring_all(bells[0], [1] * 10_000))
     assert is_silent(bells[1])
 
 
 def test_nobody_hears_the_ring_of_another(bells):
+    awake = asleep(bells[1])
     bells[0].ring(1)
+    assert awake.wait(60)
     assert is_silent(bells[0])
     assert is_silent(bells[2])
 
@@ -59,9 +108,7 @@ def test_nobody_hears_the_ring_of_another(bells):
 def test_who_has_left_is_not_rung_any_more(bells):
     assert bells[0].all_ring
     bells[1].close()
-    for rank in (1, 1, 2):
-        bells[0].ring(rank)
-    bells[2].sleep(FOR_EVER)
+    bells[2].sleep(FOR_EVER, lambda: ring_all(bells[0], (1, 1, 2)))
     assert not bells[0].all_ring
 
 
@@ -80,9 +127,7 @@ def test_who_cannot_be_reached_is_known_at_once():
     bell = Doorbell()
     bell.meet([bell.address, "a rank of another machine", ""])
     assert not bell.all_ring
-    for rank in range(3):
-        bell.ring(rank)
-    bell.sleep(FOR_EVER)
+    bell.sleep(FOR_EVER, lambda: ring_all(bell, range(3)))
     bell.close()
 
 
@@ -98,10 +143,9 @@ def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
     monkeypatch.setattr(doorbells, "_new_socket", with_little_room)
     made = [Doorbell() for _ in range(3)]
     made[0].meet([one.address for one in made])
-    for _ in range(100):
-        made[0].ring(1)
-    made[0].ring(2)
-    made[2].sleep(FOR_EVER)
+    with made[1]._asleep():
+        ring_all(made[0], [1] * 100)
+    made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
     for one in made:
         one.close()
 
@@ -131,24 +175,45 @@ class Received(list):
         self.append(message)
 
 
-@pytest.mark.every_rank
-@pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
-def test_the_first_look_after_the_ring_finds_the_message():
+def transport_of(bell):
+    """Return a transport of all ranks, which nobody looks for by itself, and what it receives."""
     from mpi4py import MPI
 
     from jdistgrad.wire.mpi import MPITransport
 
-    comm, bell, received = MPI.COMM_WORLD.Dup(), Doorbell(), Received()
+    comm, received = MPI.COMM_WORLD.Dup(), Received()
     bell.meet(comm.allgather(bell.address))
     transport = MPITransport(comm, "test", bell)
-    transport._receiver = received
-    frame, _ = frames.pack(Kind.PING, comm.rank, 0, None)
-    sent = comm.Isend([frame, MPI.BYTE], (comm.rank + 1) % comm.size, 0)
-    bell.ring((comm.rank + 1) % comm.size)
-    bell.sleep(FOR_EVER)
-    transport._look()
-    assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
-    sent.Wait()
+    transport._receiver, transport._progress = received, types.SimpleNamespace(active=lambda: None)
+    return transport, comm, received
+
+
+@pytest.mark.every_rank
+@pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
+def test_the_first_look_after_the_ring_finds_the_message():
+    bell = Doorbell()
+    transport, comm, received = transport_of(bell)
+    if comm.size > 1:
+        transport.send((comm.rank + 1) % comm.size, Message(Kind.PING, comm.rank, comm.rank))
+        transport._sleep(FOR_EVER)
+        transport._look()
+        assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
+    comm.Barrier()
+    bell.close()
+    comm.Free()
+
+
+@pytest.mark.every_rank
+@pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
+def test_nobody_sleeps_who_has_not_looked_for_the_end_of_what_is_being_sent():
+    bell, large = Doorbell(), memoryview(bytes(1 << 20))
+    transport, comm, received = transport_of(bell)
+    if comm.rank == 0 and comm.size > 1:
+        transport.send(1, Message(Kind.PUSH, 0, 7, Parcel(memoryview(b""), [large])))
+        transport._sleep(FOR_EVER)
+    comm.Barrier()
+    while transport._outgoing or (comm.rank == 1 and not received):
+        transport._look()
     comm.Barrier()
     bell.close()
     comm.Free()
