@@ -82,12 +82,13 @@ class Layouts:
         """
         try:
             numbers, form = HEAD.unpack_from(parcel.stream)
-            key = struct.unpack_from(f"<{numbers}q", parcel.stream, HEAD.size)
+            _, _, *key = _numbers(numbers).unpack_from(parcel.stream)
             rest = parcel.stream[HEAD.size + 8 * numbers :]
-            with arrays.as_numpy(below=arrays.ALIAS_FROM if pinned.accelerated() else math.inf):
-                if form == LAID_OUT:
-                    return key, _together(self._layout(bytes(rest)), parcel.buffers)
-                return key, self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
+            below = arrays.ALIAS_FROM if pinned.accelerated() else math.inf
+            if form == LAID_OUT:
+                return tuple(key), _together(self._layout(bytes(rest)), parcel.buffers, below)
+            with arrays.as_numpy(below):
+                return tuple(key), self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
         except (DistgradError, FloatingPointError):  # the latter from arrays, where jax_debug_nans is set
             raise
         except Exception as error:
@@ -104,7 +105,13 @@ def pickled(key: Key, stream: Any) -> memoryview:
 
 
 def _stream(key: Key, form: int, rest: Any) -> memoryview:
-    return memoryview(b"".join((HEAD.pack(len(key), form), struct.pack(f"<{len(key)}q", *key), rest)))
+    return memoryview(b"".join((_numbers(len(key)).pack(len(key), form, *key), rest)))
+
+
+@functools.cache
+def _numbers(count: int) -> struct.Struct:
+    """Return the form of what precedes a layout: the head, and the key's numbers."""
+    return struct.Struct(f"{HEAD.format}{count}q")
 
 
 def _type_of(leaf: Any) -> Type | None:
@@ -118,11 +125,10 @@ def _type_of(leaf: Any) -> Type | None:
     return True, arrays.dtype_name(leaf.dtype), leaf.shape
 
 
-def _together(layout: Layout, buffers: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(
-        layout.tree,
-        [
-            (arrays.rebuild_jax if is_jax else arrays.rebuild_numpy)(data, dtype, shape)
-            for (is_jax, dtype, shape), data in zip(layout.types, buffers, strict=True)
-        ],
-    )
+def _together(layout: Layout, buffers: Sequence[Any], below: float) -> Any:
+    """Return a value of this layout, in which JAX arrays of fewer bytes are NumPy arrays."""
+    leaves = [
+        (arrays.rebuild_jax if is_jax and data.nbytes >= below else arrays.rebuild_numpy)(data, dtype, shape)
+        for (is_jax, dtype, shape), data in zip(layout.types, buffers, strict=True)
+    ]
+    return jax.tree.unflatten(layout.tree, leaves)

@@ -9,13 +9,14 @@ all that follows in the frame, including the lengths of the separate pieces. Bot
 """
 
 import dataclasses
+import functools
 import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.errors import WireError
-from jdistgrad.wire.arrays import ALIAS_FROM, padded, padding
+from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
 MAGIC = b"jdg3"
@@ -64,20 +65,28 @@ def pieces_of(parcel: Parcel | None) -> list[memoryview]:
     return [first, *parcel.buffers]
 
 
-def pack(kind: Kind, identifier: int, number: int, parcel: Parcel | None) -> tuple[bytearray, list[memoryview]]:
+@functools.cache
+def _table(pieces: int) -> struct.Struct:
+    """Return the form of the table of lengths, with the padding that follows."""
+    return struct.Struct(f"<{pieces}Q{-(START + LENGTH * pieces) % ALIGNMENT}x")
+
+
+def pack(kind: Kind, identifier: int, number: int, parcel: Parcel | None) -> tuple[bytes, list[memoryview]]:
     """Return the frame of a message, and the pieces that must follow it."""
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
-    table = struct.pack(f"<{len(lengths)}Q", *lengths)
-    parts: list[Any] = [bytes(START), table, padding(START + len(table))]
+    parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
+    bulk = []
     for piece, length in zip(pieces, lengths, strict=True):
-        if length < BULK_FROM:
+        if is_bulk(length):
+            bulk.append(piece)
+        else:
             parts += piece, padding(length)
-    frame = bytearray().join(parts)
-    rest = zlib.crc32(memoryview(frame)[START:])
-    HEADER.pack_into(frame, 0, MAGIC, kind, len(pieces), attached, number, identifier, rest)
-    CHECKSUM.pack_into(frame, HEADER.size, zlib.crc32(memoryview(frame)[: HEADER.size]))
-    return frame, [piece for piece in pieces if piece.nbytes >= BULK_FROM]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    header = HEADER.pack(MAGIC, kind, len(pieces), attached, number, identifier, checksum)
+    return b"".join((header, CHECKSUM.pack(zlib.crc32(header)), *parts)), bulk
 
 
 def unpack(frame: Any) -> Frame:
@@ -90,8 +99,8 @@ def unpack(frame: Any) -> Frame:
     view = memoryview(frame)
     kind, count, attached, number, identifier, checksum = _header(view)
     start = padded(START + LENGTH * count)
-    lengths = struct.unpack_from(f"<{count}Q", view, START) if start <= len(view) else ()
-    expected = start + sum(padded(length) for length in lengths if length < BULK_FROM)
+    lengths = _table(count).unpack_from(view, START) if start <= len(view) else ()
+    pieces, expected = _inline_pieces(view, start, lengths)
     if expected != len(view):
         found = f"has the wrong length: expected {expected} bytes, got {len(view)}"
     elif zlib.crc32(view[START:]) != checksum:
@@ -99,7 +108,7 @@ def unpack(frame: Any) -> Frame:
     elif attached > (lengths[0] if lengths else 0) or max(lengths, default=0) > LONGEST:
         found = f"makes no sense: {attached} bytes attached, in pieces of {lengths} bytes"
     else:
-        return Frame(kind, identifier, number, attached, lengths, _inline_pieces(view, start, lengths))
+        return Frame(kind, identifier, number, attached, lengths, pieces)
     raise WireError(f"a message {found}", kind=kind, id=identifier, number=number)
 
 
@@ -116,7 +125,8 @@ def _header(view: memoryview) -> tuple[Kind, int, int, int, int, int]:
     return kind, *rest
 
 
-def _inline_pieces(view: memoryview, start: int, lengths: Sequence[int]) -> list[Any]:
+def _inline_pieces(view: memoryview, start: int, lengths: Sequence[int]) -> tuple[list[Any], int]:
+    """Return the pieces that a frame holds, None in place of separate ones, and where the frame should end."""
     pieces = list[Any]()
     for length in lengths:
         if is_bulk(length):
@@ -124,4 +134,4 @@ def _inline_pieces(view: memoryview, start: int, lengths: Sequence[int]) -> list
         else:
             pieces.append(view[start : start + length])
             start += padded(length)
-    return pieces
+    return pieces, start
