@@ -23,6 +23,7 @@ from jdistgrad.observe import chrome
 from jdistgrad.wire import launcher_env
 
 RANKS_PER_CORE = 32
+EAGER_BYTES = 16384  # of a message that is sent without asking, to a rank of the same machine
 
 ENDING = signal.SIGTERM, signal.SIGHUP
 FOR_RANKS = signal.SIGUSR1, signal.SIGUSR2  # mpirun passes them on to all ranks
@@ -142,10 +143,12 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
 
     In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
     returned to the system when an array is freed must be cleared, page by page, for the next array. Open MPI's module
-    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none.
+    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none. A
+    message of more than 4 KiB would wait until its receiver has asked for the rest.
     """
     return {
         "OMPI_MCA_btl": "^ofi",
+        "OMPI_MCA_btl_sm_eager_limit": str(EAGER_BYTES),
         "NPROC": str(max(1, cores // n)),
         "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),

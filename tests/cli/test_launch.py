@@ -50,6 +50,13 @@ def test_ranks_of_one_machine_look_for_no_network_under_libfabric(monkeypatch):
     assert launch.environment(3)["OMPI_MCA_btl"] == "^ofi"
 
 
+def test_a_message_of_some_kibibytes_does_not_wait_until_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_btl_sm_eager_limit", raising=False)
+    assert int(launch.environment(2)["OMPI_MCA_btl_sm_eager_limit"]) > 8192
+    monkeypatch.setenv("OMPI_MCA_btl_sm_eager_limit", "4096")
+    assert launch.environment(2)["OMPI_MCA_btl_sm_eager_limit"] == "4096"
+
+
 @pytest.mark.parametrize(
     ("arguments", "ours", "program"),
     [
