@@ -100,7 +100,7 @@ class Pipeline:
             _refuse_missing_targets(self.loss)
         with _own_context() if current_scope() is None else contextlib.nullcontext():
             loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
-        return in_jax((loss, auxiliary) if auxiliary else loss)
+        return in_jax(loss, auxiliary)
 
     def apply(self, *batch: Any) -> Any:
         """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis.
