@@ -42,7 +42,8 @@ def as_job(n, name):
 
 
 # For scripts elsewhere: ``helpers``, and the jdistgrad that is being tested, which may not be the installed one.
-PATH = os.pathsep.join(str(pathlib.Path(file).parents[1]) for file in (__file__, jdistgrad.__file__))
+TESTS, ROOT = (pathlib.Path(file).parents[1] for file in (__file__, jdistgrad.__file__))
+PATH = os.pathsep.join(map(str, (TESTS, ROOT, TESTS / "startup")))
 
 SOONER = {"OMPI_MCA_btl": "^ofi"}  # a second sooner, as `jdistgrad run` explains
 

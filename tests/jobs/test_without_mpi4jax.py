@@ -9,7 +9,8 @@ SUITE = pathlib.Path(__file__).parents[1] / "data_parallel" / "test_collectives.
 WITHOUT = "import sys, pytest; sys.modules['mpi4jax'] = None; sys.exit(pytest.main(sys.argv[1:]))"
 
 
-def test_collectives_in_programs_need_no_mpi4jax(tmp_path):
+def test_collectives_in_programs_need_no_mpi4jax(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # as in worlds of threads, which have compiled most of it
     arguments = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}", str(SUITE)]
     output = output_of(["-m", "jdistgrad", "run", "-n", "3", "-c", WITHOUT, *arguments], timeout=150)
     assert output.count(" passed") == 3
