@@ -11,6 +11,7 @@ the others could see it has not rung.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import select
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jdistgrad.wire.polling import pause, wake_on_time
 
 HIGHEST_DESCRIPTOR = 1023  # that select takes; poll could not sleep for less than a millisecond
+CLOSED_IN_PROGRAMS = 1  # MFD_CLOEXEC
 AWAKE, ASLEEP = 0, 1
 Sign = mmap.mmap | bytearray
 GONE = ConnectionRefusedError, FileNotFoundError, PermissionError  # of a rank on another machine, or one that has left
@@ -148,10 +150,11 @@ def _shared_sign(name: str) -> tuple[str, Sign, int]:
     """
     file = -1
     try:
-        file = os.memfd_create(name)
+        # Python has the function too, but not if it was built for old systems, like those of conda.
+        file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
         os.ftruncate(file, mmap.PAGESIZE)
         return f"/proc/{os.getpid()}/fd/{file}", mmap.mmap(file, mmap.PAGESIZE), file
-    except OSError:
+    except (OSError, AttributeError):  # memory is refused, or the system has no such files
         if file >= 0:
             os.close(file)
         return "", bytearray([ASLEEP]), -1

@@ -1,5 +1,7 @@
 """Doorbells: who sleeps is woken, no ring is needed, and one look finds what it was rung for."""
 
+import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -22,6 +24,17 @@ def bells():
     yield made
     for one in made:
         one.close()
+
+
+@contextlib.contextmanager
+def pair_of_bells():
+    made = Doorbell(), Doorbell()
+    made[0].meet([one.address for one in made])
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
 
 
 def is_silent(bell):
@@ -61,18 +74,30 @@ def test_who_is_awake_is_not_rung(bells):
     assert is_silent(bells[0])
 
 
-@pytest.mark.parametrize("missing", ["memfd_create", "readlink"])
-def test_who_cannot_show_whether_it_sleeps_is_rung_every_time(monkeypatch, missing):
+@pytest.mark.parametrize(("where", "missing"), [(ctypes, "CDLL"), (os, "ftruncate"), (os, "readlink")])
+def test_who_cannot_show_whether_it_sleeps_is_rung_every_time(monkeypatch, where, missing):
     def fails(*arguments):
         raise OSError(f"no {missing} here")
 
-    monkeypatch.setattr(os, missing, fails)
-    made = [Doorbell(), Doorbell()]
-    made[0].meet([one.address for one in made])
-    made[0].ring(1)
-    assert not is_silent(made[1])
-    for one in made:
-        one.close()
+    monkeypatch.setattr(where, missing, fails)
+    with pair_of_bells() as (ringing, rung):
+        ringing.ring(1)
+        assert not is_silent(rung)
+
+
+def test_a_python_built_for_old_systems_shows_whether_it_sleeps(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with pair_of_bells() as (ringing, rung):
+        ringing.ring(1)
+        assert is_silent(rung)
+        rung.sleep(FOR_EVER, lambda: ringing.ring(1))
+
+
+def test_a_system_without_files_in_memory_has_doorbells(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
+    with pair_of_bells() as (ringing, rung):
+        ringing.ring(1)
+        assert not is_silent(rung)
 
 
 def test_a_ring_after_the_last_look_counts(bells):
