@@ -40,7 +40,7 @@ class Doorbell:
     def __init__(self) -> None:
         self.address = ""
         self._socket: socket.socket | None = None
-        self._sign: Sign = bytearray([ASLEEP])
+        self._sign = _unknown()
         self._file, self._sleepers, self._counting = -1, 0, threading.Lock()
         # A socket for each rank: what a rank has not read yet takes room from the socket that has sent it.
         self._others = list[socket.socket | None]()
@@ -74,9 +74,9 @@ class Doorbell:
 
     def meet(self, addresses: Sequence[str]) -> None:
         """Take note of the addresses of all ranks, and find out which of them can be rung."""
+        self._signs = list(map(_sign_of, addresses))
         self._others = [_connected(one) if one and self._socket is not None else None for one in addresses]
         self._deaf = {rank for rank, other in enumerate(self._others) if other is None}
-        self._signs = list(map(_sign_of, addresses))
 
     def ring(self, rank: int) -> None:
         """Wake the rank if it sleeps, and is on this machine."""
@@ -97,7 +97,7 @@ class Doorbell:
             self._deaf.discard(rank)
 
     def _hang_up(self, rank: int) -> None:
-        other, self._others[rank] = self._others[rank], None
+        other, self._others[rank], self._signs[rank] = self._others[rank], None, _unknown()
         if other is not None:
             other.close()
 
@@ -135,6 +135,7 @@ class Doorbell:
         with self._counting:
             own, self._socket, file, self._file = self._socket, None, self._file, -1
             self._sign[0] = ASLEEP  # who rings finds out that nobody is there
+            self._sign = _unknown()  # the memory is given back, whoever keeps the bell
         if file >= 0:
             os.close(file)
         if own is not None:
@@ -157,7 +158,7 @@ def _shared_sign(name: str) -> tuple[str, Sign, int]:
     except (OSError, AttributeError):  # memory is refused, or the system has no such files
         if file >= 0:
             os.close(file)
-        return "", bytearray([ASLEEP]), -1
+        return "", _unknown(), -1
 
 
 def _sign_of(address: str) -> Sign:
@@ -169,6 +170,11 @@ def _sign_of(address: str) -> Sign:
                 return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
     except (OSError, ValueError):
         pass
+    return _unknown()
+
+
+def _unknown() -> Sign:
+    """Return the sign of a rank that shows none: it may be asleep."""
     return bytearray([ASLEEP])
 
 

@@ -148,6 +148,21 @@ def test_without_those_who_are_lost_all_ring(bells):
     assert bells[2].all_ring
 
 
+def test_a_bell_that_is_closed_holds_no_files(bells):
+    before = len(os.listdir("/proc/self/fd"))
+    with pair_of_bells() as kept:
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(kept) == 2
+
+
+def test_a_rank_that_is_lost_leaves_no_files(bells):
+    before = len(os.listdir("/proc/self/fd"))
+    bells[0].lose(2)
+    bells[0].ring(2)
+    assert len(os.listdir("/proc/self/fd")) == before - 2  # a socket, and the memory that shows whether it sleeps
+
+
 def test_who_cannot_be_reached_is_known_at_once():
     bell = Doorbell()
     bell.meet([bell.address, "a rank of another machine", ""])
