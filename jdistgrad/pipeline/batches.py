@@ -131,7 +131,7 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
 
 
 _stacked = once_for_all(jax.jit(lambda values: jnp.stack(values)))
-_made = once_for_all(jax.jit(lambda value: value))
+_made = once_for_all(jax.jit(lambda value: jnp.asarray(value)))  # which counts where ``jax.disable_jit`` is set
 
 
 def in_jax(loss: np.ndarray, auxiliary: Sequence[Any]) -> Any:

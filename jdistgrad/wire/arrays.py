@@ -165,7 +165,7 @@ def check_kept(sent: np.dtype, made: Any) -> None:
         )
 
 
-_identity = jax.jit(lambda array: array)
+_identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's where ``jax.disable_jit`` is set
 _seen: dict[tuple[str, tuple[int, ...]], int] = {}
 
 

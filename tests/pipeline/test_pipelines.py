@@ -782,6 +782,16 @@ def test_a_loss_may_be_a_python_number_that_was_given(world):
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
+@on_worker0
+def test_a_loss_is_an_array_of_jax_where_nothing_is_compiled(world):
+    refs, (x, y) = references(2, [0, jd.world_size() - 1]), data(2)
+    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=mean_square)
+    with jax.disable_jit():
+        loss, _ = stepped(pipeline, refs, x, targets=y)
+    assert isinstance(loss, jax.Array)
+    assert_close(loss, serially(chain, [make(0), make(1)], x, y))
+
+
 def biased_alone(params, x):
     return x + 0.125
 
