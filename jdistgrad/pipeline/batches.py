@@ -31,9 +31,9 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
 
     Raises:
       ValueError: an array has another length than the others, or there are fewer rows than microbatches; or one has a
-        mask.
+        mask, or the byte order of other machines.
     """
-    _refuse_masked((batch, targets))
+    _refuse_unfit((batch, targets))
     leaves = jax.tree.leaves((batch, targets), is_leaf=_is_whole)
     lengths = [_length(leaf) for leaf in leaves if not _is_whole(leaf)]
     if not lengths and microbatches > 1:
@@ -72,15 +72,20 @@ def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, Whole)
 
 
-def _refuse_masked(given: Any) -> None:
-    """Refuse arrays with a mask: code that JAX has compiled for other arrays takes them, and leaves the mask out."""
+def _refuse_unfit(given: Any) -> None:
+    """Refuse what code that JAX has compiled for other arrays takes, and leaves out a part of: masks, byte orders."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
-        parts = jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,)
-        if any(isinstance(part, np.ma.MaskedArray) for part in parts):
-            raise ValueError(
-                f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its data "
-                "and its mask, x.data and numpy.ma.getmaskarray(x)."
-            )
+        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
+            if isinstance(part, np.ma.MaskedArray):
+                raise ValueError(
+                    f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its "
+                    "data and its mask, x.data and numpy.ma.getmaskarray(x)."
+                )
+            if isinstance(part, np.ndarray) and not part.dtype.isnative:
+                raise ValueError(
+                    f"{_named(path)} is {part.dtype.str}{list(part.shape)}, whose bytes are not in this machine's "
+                    "order. Convert it: x.astype(x.dtype.newbyteorder('='))."
+                )
 
 
 def _length(leaf: Any) -> int | None:

@@ -479,6 +479,10 @@ def test_steps_that_cannot_be_taken_are_refused(world):
     for given in (masked, pp.whole({"x": masked})):
         with pytest.raises(ValueError, match="argument 0 of the step is a masked array"), jd.context():
             pipeline.step(given, targets=Y)
+    other = X.dtype.newbyteorder()
+    for batch, y in (((X.astype(other),), Y), ((X,), Y.astype(other)), ((X,), pp.whole([X, Y.astype(other)]))):
+        with pytest.raises(ValueError, match=r"(step|targets=\S*) is >f4\[8, .*Convert it"), jd.context():
+            pipeline.step(*batch, targets=y)
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
         pipeline_of([multiply] * 3, refs, loss=vector_loss).step(X, targets=Y)
     steps_well(refs)
