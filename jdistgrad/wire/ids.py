@@ -27,13 +27,22 @@ def worker_of(identifier: int) -> int:
 
 
 def as_token(*identifiers: int) -> np.ndarray:
-    """Return identifiers as an array of 32-bit halves: JAX has no 64-bit integers by default."""
-    return np.array([part for one in identifiers for part in (one >> 32, one & 0xFFFFFFFF)], np.uint32)
+    """Return identifiers as an array of 32-bit halves: JAX has no 64-bit integers by default.
+
+    One is added to each, so that no token is zero: see ``stands_for_nothing``.
+    """
+    numbers = [one + 1 for one in identifiers]
+    return np.array([part for one in numbers for part in (one >> 32, one & 0xFFFFFFFF)], np.uint32)
 
 
 def from_token(token: Any) -> tuple[int, ...]:
     parts = np.asarray(token).tolist()
-    return tuple(high << 32 | low for high, low in zip(parts[::2], parts[1::2], strict=True))
+    return tuple((high << 32 | low) - 1 for high, low in zip(parts[::2], parts[1::2], strict=True))
+
+
+def stands_for_nothing(token: Any) -> bool:
+    """Return whether a token is zeros, with which loops fill the place of a value that they have not computed yet."""
+    return not np.any(token)
 
 
 def spell(identifier: int) -> str:

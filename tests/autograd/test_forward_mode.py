@@ -193,6 +193,32 @@ def test_one_linear_function_for_several_tangents(big_world, function):
     assert_close((value, found), (expected, [local(*random_like((params, x), seed)) for seed in range(3)]))
 
 
+def along_the_step_before(call, linearize, x):
+    """Carry a linear function through a loop, as solvers of least squares do. The first step has zeros in its place."""
+    f = lambda x: call(1, product, x, call(2, fast_product, x, x))  # noqa: E731
+    shapes, structure = jax.tree.flatten(jax.eval_shape(lambda x: linearize(f, x)[1], x))
+
+    def step(carry, known):
+        x, before = carry
+        pushed = jnp.where(known, jnp.stack(jax.tree.leaves(jax.tree.unflatten(structure, before)(x))), 0.0)
+        value, now = linearize(f, x)
+        return (jnp.tanh(value), jax.tree.leaves(now)), pushed
+
+    filling = [jnp.zeros(one.shape, one.dtype) for one in shapes]
+    return jax.lax.scan(step, (x, filling), jnp.array([False, True, True]))[1]
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@pytest.mark.parametrize("linearize", [jax.linearize, jax.vjp], ids=["pushes", "pulls"])
+@on_worker0
+def test_a_loop_begins_with_zeros_in_place_of_a_linear_function(big_world, linearize, stage):
+    x = vector(3) / 4
+    expected = along_the_step_before(serial, linearize, x)
+    for _ in range(2):  # zeros were taken for the first call of the first context
+        with jd.context():
+            assert_close(stage(functools.partial(along_the_step_before, sync, linearize))(x), expected)
+
+
 def mixed(x, key, count):
     """Return results of several types; some of them have no derivative."""
     noise = jax.random.normal(key, x.shape)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -34,6 +34,7 @@ class Linear:
     call: Call
     maps: tuple[Map, ...] = ()
     batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
+    follows_tag: ClassVar[bool] = True
 
     @property
     def inputs(self) -> int:

@@ -7,7 +7,7 @@ considers the primitive free of side effects: it may drop unused results, and ``
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,14 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean
+from jdistgrad.autograd.values.holes import shape_of
 from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.ffi.lowering import lower
 from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
+from jdistgrad.wire.ids import stands_for_nothing
 
 wire_p = Primitive("wire")
 wire_p.multiple_results = True
@@ -53,7 +55,14 @@ def bind(operation: Operation, operands: Sequence[Any]) -> list[Any]:
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
     """Perform an operation on concrete operands."""
-    return operation.start([as_array(one) for one in operands]).outputs()
+    arrays = [as_array(one) for one in operands]
+    return _filling(operation, arrays, lambda: _shapes_of(operation, arrays)) or operation.start(arrays).outputs()
+
+
+def _filling(operation: Operation, operands: Sequence[Any], shapes: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Return zeros for the outputs of an operation that has filling instead of a tag, else nothing."""
+    tagged = getattr(operation, "follows_tag", False) and stands_for_nothing(operands[0])
+    return [np.zeros(one.shape, one.dtype) for one in shapes()] if tagged else []
 
 
 _compiled = threading.Event()  # set once JAX has compiled code with operations in it
@@ -86,8 +95,11 @@ def operations_in(equations: Iterable[Any]) -> Iterator[Any]:
 
 
 def _shapes(*operands: Any, operation: Operation) -> list[Any]:
-    shapes = operation.shapes([jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in operands])
-    return [shaped(one.shape, one.dtype, weak=one.weak_type) for one in shapes]
+    return [shaped(one.shape, one.dtype, weak=one.weak_type) for one in _shapes_of(operation, operands)]
+
+
+def _shapes_of(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
+    return operation.shapes([shape_of(one) for one in operands])
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
@@ -111,7 +123,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
     """Lower to a call that frees XLA's thread while the answer is under way."""
     _refuse_in_compiled_code(operation)
     _compiled.set()
-    perform = functools.partial(_perform_here, operation, current.origin())
+    perform = functools.partial(_perform_here, operation, current.origin(), context.avals_out)
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
 
 
@@ -122,7 +134,7 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     _compiled.set()
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
-        callback = functools.partial(_called_back, operation, origin)
+        callback = functools.partial(_called_back, operation, origin, shapes)
         return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
 
     origin = current.origin()
@@ -135,19 +147,21 @@ def _refuse_in_compiled_code(operation: Any) -> None:
         raise refusal()
 
 
-def _perform_here(operation: Operation, origin: Any, *operands: np.ndarray) -> list[Any]:
-    return _perform(operation, origin, operands, called_here=in_callers_context())
+def _perform_here(operation: Operation, origin: Any, shapes: Sequence[Any], *operands: np.ndarray) -> list[Any]:
+    return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
 
 
-def _perform(operation: Operation, origin: Any, operands: Sequence[Any], *, called_here: bool) -> list[Any]:
+def _perform(
+    operation: Operation, origin: Any, shapes: Sequence[Any], operands: Sequence[Any], *, called_here: bool
+) -> list[Any]:
     with current.at(origin, called_here=called_here), as_numpy():
-        return operation.start(operands).outputs()
+        return _filling(operation, operands, lambda: shapes) or operation.start(operands).outputs()
 
 
-def _called_back(operation: Operation, origin: Any, *operands: Any) -> list[np.ndarray]:
+def _called_back(operation: Operation, origin: Any, shapes: Sequence[Any], *operands: Any) -> list[np.ndarray]:
     """Perform an operation on a thread of XLA's, without using JAX, which could deadlock here."""
     try:
-        found = _perform(operation, origin, [*map(np.asarray, operands)], called_here=False)
+        found = _perform(operation, origin, shapes, [*map(np.asarray, operands)], called_here=False)
         return [np.asarray(one) for one in found]
     except Exception as error:
         raise DifferentiationError(in_words(error)) from error
