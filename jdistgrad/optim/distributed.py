@@ -38,8 +38,9 @@ class DistributedOptimizer(Corrected):
     In a function staged by ``jit``, ``step(gradients)`` of an owner goes in the message of its last pullback.
 
     Arguments:
-      tx: any optax transformation. Each owner applies it to its own values; to clip by a norm over all of them, use
-        ``max_global_norm``.
+      tx: any optax transformation. Each owner applies it to the list of its own values: a mask or labels
+        (``optax.masked``, ``optax.partition``) are a function of that list, or a list too. To clip by a norm over all
+        values, use ``max_global_norm``.
       rrefs: the values to optimize. Leaves that are not float arrays stay as they are.
       max_global_norm: scale gradients down so that their norm, over all owners, is at most this. None, or ``math.inf``:
         any norm.

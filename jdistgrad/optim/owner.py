@@ -21,6 +21,7 @@ from jdistgrad.optim import restoring
 from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
 
 LEAF = jax.tree.structure(0)
@@ -92,7 +93,7 @@ class OwnedParameters:
         self.transformation = transformation
         self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
-        self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
+        self._state = _started(transformation, [jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
         def update(
             trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: dict[str, Any]
@@ -166,6 +167,18 @@ class OwnedParameters:
                 missing=missing,
             )
         return [one for one in found if one is not None]
+
+
+def _started(transformation: optax.GradientTransformation, values: list[Any]) -> Any:
+    try:
+        return transformation.init(values)
+    except Exception as error:
+        add_note(
+            error,
+            f"{current_worker().info}: the transformation gets the list of the values that are optimized here, "
+            f"{len(values)} of them. A tree of masks or labels is such a list too, or a function of the list.",
+        )
+        raise
 
 
 def _unflattened(trees: Any, leaves: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -89,3 +90,21 @@ def test_what_no_owner_can_use_is_refused(world):
             line_search.step(ctx, value_fn=affine)
         with pytest.raises(TypeError, match=r"takes nothing but gradients, but got value="):
             plain.step(ctx, value=0.5)
+
+
+def matrices(values):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, values)
+
+
+@pytest.mark.parametrize("mask", [[{"w": True, "b": False}], matrices], ids=["list", "function"])
+@on_worker0
+def test_a_mask_is_one_of_the_list_of_an_owners_values(world, mask):
+    ref = references()[1]
+    with pytest.raises(ValueError, match="pytree structure error") as caught:
+        jd.DistributedOptimizer(optax.masked(optax.sgd(0.1), {"w": True, "b": False}), [ref])
+    assert "gets the list of the values that are optimized here, 1 of them" in "".join(caught.value.__notes__)
+    optimizer, value = jd.DistributedOptimizer(optax.masked(optax.sgd(0.1), mask), [ref]), ref.to_here()
+    with jd.context() as ctx:
+        gradient = jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(ref).to_here()
+        optimizer.step(ctx)
+    assert_close(ref.to_here(), {"w": value["w"] - 0.1 * gradient["w"], "b": value["b"] + gradient["b"]})
