@@ -60,6 +60,15 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
+def nodes(tree: Any) -> Iterator[Any]:
+    """Yield the containers of a tree."""
+    parts = _apart(tree)
+    if parts is not None:
+        yield tree
+        for child in parts[0]:
+            yield from nodes(child)
+
+
 def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
     """Yield the path of each leaf: the number of the child to take at each step.
 

@@ -258,3 +258,36 @@ def test_argnums_and_aux(big_world):
         found = jd.value_and_grad(loss(sync), argnums=argnums, has_aux=True)(*args)
         assert_close(found, jax.value_and_grad(loss(serial), argnums, has_aux=True)(*args))
     assert_close(jd.grad(loss(sync), has_aux=True)(*args), jax.grad(loss(serial), has_aux=True)(*args))
+
+
+@jax.tree_util.register_pytree_node_class
+class ByType:
+    """A container that takes only arrays for its children, as those of distrax do."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def tree_flatten(self):
+        return ([self.content], None) if isinstance(self.content, jax.Array) else ([], self.content)
+
+    @classmethod
+    def tree_unflatten(cls, setting, children):
+        return cls(*children or [setting])
+
+
+def squared(container):
+    return container.content**2
+
+
+def contained(x):
+    return ByType(x)
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@on_worker0
+def test_a_container_that_loses_its_arrays_is_named(big_world, stage):
+    assert_close(jd.rpc_sync(rank(1), squared, args=(ByType(vector(3)),)), vector(3) ** 2)
+    losses = [lambda x: sync(1, squared, ByType(x)).sum(), lambda x: sync(2, contained, x).content.sum()]
+    for loss in losses:
+        with jd.context(), pytest.raises(Exception, match=r"test_arguments\.ByType is not put together again"):
+            stage(jd.grad(loss))(vector(3))

@@ -93,7 +93,10 @@ class Layout:
         def refill(leaf: Any) -> Any:
             return leaf.refill(rest) if isinstance(leaf, Hole | ReferenceHole) else leaf
 
-        return trees.map_leaves(refill, self.tree)
+        filled = trees.map_leaves(refill, self.tree)
+        if next(rest, _NONE_LEFT) is not _NONE_LEFT:
+            raise _lost_holes(self.tree)
+        return filled
 
     def emptied(self) -> "Layout":
         """Return the tree with holes for everything that every message carries anew: see ``items``."""
@@ -156,6 +159,19 @@ class Layout:
             return ByReference(leaf) if isinstance(leaf, RRef | ByReference) else leaf
 
         return trees.map_leaves(wrap, self.tree)
+
+
+_NONE_LEFT = object()
+
+
+def _lost_holes(tree: Any) -> DifferentiationError:
+    kinds = {type(node) for node in trees.nodes(tree)} - {dict, list, tuple}
+    names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
+    return DifferentiationError(
+        f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX does not "
+        "find them in it. Its pytree registration may tell children from settings by their types. Send its arrays, and "
+        "make it of them in the called function."
+    )
 
 
 def _is_item(leaf: Any) -> bool:
