@@ -99,15 +99,17 @@ class Linear:
         """Raise DifferentiationError for a recording, or a reference, that differs over the batch.
 
         JAX makes it so in a cond whose condition differs over the batch: elements that do not take the branch have
-        anything in place of the tag, also that of a call in another branch.
+        anything in place of the tag, also that of a call in another branch. In a while_loop whose condition differs,
+        elements that have left it keep the tag of an earlier call.
         """
         references = {1 + k for k in self.call.handles() & {*self.wanted}}
         if any(batched[k] for k in {0} | references):
             raise DifferentiationError(
-                f"no derivative is known for {self} in a branch of jax.lax.cond or switch whose condition differs over "
-                "the batch of jax.vmap, if references are differentiated, or if vmap is outside of the derivative. "
-                "JAX runs all branches there: call outside of them, and choose by jnp.where. Without references, "
-                "jax.grad(lambda xs: jax.vmap(f)(xs).sum()) has the gradients of jax.vmap(jax.grad(f)), too."
+                f"no derivative is known for {self} in a branch of jax.lax.cond or switch, or in a while_loop, whose "
+                "condition differs over the batch of jax.vmap, if references are differentiated, or if vmap is outside "
+                "of the derivative. JAX runs all branches there: call outside of them, and choose by jnp.where; or map "
+                "by jax.lax.map. Without references, jax.grad(lambda xs: jax.vmap(f)(xs).sum()) has the gradients of "
+                "jax.vmap(jax.grad(f)), too."
             )
 
     def over_batches(self, function: Callable[..., Any], inputs: Sequence[bool], outputs: Sequence[bool]) -> Any:
