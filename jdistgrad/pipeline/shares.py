@@ -237,7 +237,7 @@ class Run:
         self._weights = [size / sum(sizes) for size in sizes]
 
     def _find_averages(self) -> None:
-        for stage, reference in self._part.averages.items():
+        for stage, reference in self._part.averages.items() if self._plan.trains else ():
             with self._named(f"average= of stage {stage}"):
                 self._averages.find(stage, reference)
 

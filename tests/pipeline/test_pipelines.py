@@ -543,6 +543,19 @@ def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank,
         pipeline.step(x, targets=y)
 
 
+@on_every_worker
+def test_an_apply_that_fails_in_one_replica_is_its_own_affair(big_world, rank, size):
+    """Nothing is averaged in it, so the others' next step has no other to be paired with."""
+    ref, average = references(1, [rank])[0], jd.remote(rank, averaging, args=(list(range(size)),))
+    pipeline = jd.Pipeline([pp.Stage(unless_odd, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
+    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="an odd number of rows"):
+            pipeline.apply(x[:2])
+    found = stepped(pipeline, [ref], x, targets=y)[1]
+    assert_close(found, serially(jax.grad(chain), [make(0)], x, y))
+
+
 def cannot_be_made():
     raise RuntimeError("no parameters here")
 
