@@ -1,11 +1,14 @@
 """The averages of stages' gradients with the stages' replicas in other pipelines, while other stages compute."""
 
 import concurrent.futures
+import functools
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import ContextError
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
@@ -13,15 +16,57 @@ from jdistgrad.rpc.worker import Worker
 _telling: "weakref.WeakKeyDictionary[DataParallel, concurrent.futures.Future[None]]" = weakref.WeakKeyDictionary()
 
 
+class Turns:
+    """Whose turn it is to average on this worker, in the steps of a context: a worker may carry out several shares.
+
+    Attributes:
+      closed: whether the context has been closed: a stage whose turn has not come averages no more.
+      giving_up: held while a stage's step is given up.
+    """
+
+    def __init__(self) -> None:
+        self._over: dict[tuple[int, int], concurrent.futures.Future[None]] = {}
+        self._lock, self.giving_up = threading.Lock(), threading.Lock()
+        self.closed = False
+
+    def over(self, step: int, stage: int) -> concurrent.futures.Future[None]:
+        """Return a future that is done when the stage has averaged in this step, or never will."""
+        with self._lock:
+            found = self._over.setdefault((step, stage), concurrent.futures.Future())
+            if self.closed and not found.done():
+                found.set_result(None)
+            return found
+
+    def end(self, step: int, stage: int) -> None:
+        found = self.over(step, stage)
+        with self._lock:
+            if not found.done():
+                found.set_result(None)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            left = list(self._over)
+        for step, stage in left:
+            self.end(step, stage)
+
+    def give_up(self, error: BaseException) -> None:
+        """Do nothing: the shares fail by themselves."""
+
+
 class Averages:
-    """The averages that a worker makes in one step, one after the other: replicas have them in the same order.
+    """The averages of a share, each in its turn: replicas have them in the same order.
+
+    Arguments:
+      step: the id of the step.
+      order: the stages of this worker that average, of all its shares, in the order in which they do.
 
     Attributes:
       begun: by stage, the averages that have begun.
     """
 
-    def __init__(self, worker: Worker):
-        self._worker = worker
+    def __init__(self, worker: Worker, turns: Turns, step: int, order: Sequence[int]):
+        self._worker, self._turns, self._step, self._order = worker, turns, step, list(order)
         self._of_stages: dict[int, DataParallel] = {}
         self.begun: dict[int, concurrent.futures.Future[list[Any]]] = {}
 
@@ -37,37 +82,53 @@ class Averages:
 
     def begin(self, stage: int, gradients: list[Any]) -> None:
         """Average a stage's gradients on another thread."""
-        promise, before = concurrent.futures.Future[list[Any]](), self._before([stage])
-        self.begun[stage] = promise
+        promise = self.begun[stage] = concurrent.futures.Future[list[Any]]()
 
         def average() -> None:
             try:
-                concurrent.futures.wait(before)
+                if self._turns.closed:
+                    self._give_up(stage)
+                    raise ContextError("the context was closed before the stage's turn to average came")
                 promise.set_result(self._of_stages[stage].average(gradients))
             except BaseException as error:
                 promise.set_exception(error)
+            finally:
+                self._turns.end(self._step, stage)
 
-        self._worker.run(average)
+        self._run_after(self._before(stage), average)
 
     def abandon(self) -> None:
         """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
-        left = [stage for stage in self._of_stages if stage not in self.begun]
-        before = self._before(left)
-        told = concurrent.futures.Future[None]()
+        left = [stage for stage in self._order if stage in self._of_stages and stage not in self.begun]
+        told = {stage: concurrent.futures.Future[None]() for stage in left}
 
-        def abandon() -> None:
+        def abandon(stage: int) -> None:
             try:
-                concurrent.futures.wait(before)
-                for stage in left:
-                    self._of_stages[stage].abandon()
+                self._give_up(stage)
             finally:
-                told.set_result(None)
+                told[stage].set_result(None)
+                self._turns.end(self._step, stage)
 
+        before = {stage: self._before(stage) for stage in left}
+        _telling.update({self._of_stages[stage]: told[stage] for stage in left})
+        for place, stage in enumerate(left):
+            earlier = [told[one] for one in left[:place][-1:]]
+            self._run_after([*before[stage], *earlier], functools.partial(abandon, stage))
+
+    def _run_after(self, before: Sequence[concurrent.futures.Future[Any]], task: Callable[[], None]) -> None:
+        """Run a task on another thread as soon as these are done. Until then it has none, of which there may be few."""
+        left = [one for one in before if not one.done()]
         if left:
-            _telling.update(dict.fromkeys((self._of_stages[stage] for stage in left), told))
-            self._worker.run(abandon)
+            left[0].add_done_callback(lambda _: self._run_after(left[1:], task))
+        else:
+            self._worker.run(task)
 
-    def _before(self, stages: Iterable[int]) -> list[concurrent.futures.Future[Any]]:
-        """Return what ends before these stages may average: this step's averages so far, and word of failed steps."""
-        mine = [self._of_stages[stage] for stage in stages]
-        return [*self.begun.values(), *(_telling[one] for one in mine if one in _telling)]
+    def _give_up(self, stage: int) -> None:
+        with self._turns.giving_up:
+            self._of_stages[stage].abandon()
+
+    def _before(self, stage: int) -> list[concurrent.futures.Future[Any]]:
+        """Return what ends before a stage may average: the turn of the one before, and word of failed steps."""
+        place, mine = self._order.index(stage), self._of_stages[stage]
+        earlier = [self._turns.over(self._step, one) for one in self._order[:place][-1:]]
+        return [*earlier, *(_telling[one] for one in (mine,) if one in _telling)]

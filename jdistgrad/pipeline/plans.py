@@ -20,6 +20,7 @@ class Plan(NamedTuple):
       ranks: of each stage, the rank of its worker.
       inputs: of each stage, the stages whose results it takes, in the order of its arguments.
       consumers: of each stage, the stages that take its result.
+      averaging: the stages that average their gradients, in the order in which those on one worker do.
     """
 
     ranks: tuple[int, ...]
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
     consumers: tuple[tuple[int, ...], ...]
     microbatches: int
     trains: bool
+    averaging: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ class Program:
         self._between = {k: tuple(one for one in mine if one != BATCH) for k, mine in enumerate(inputs)}
         check(schedule, self._between)
         ranks = ranks_of(stages, schedule, workers)
-        self.plan = Plan(ranks, inputs, consumers_of(inputs), schedule.microbatches, schedule.trains)
+        averaging = tuple(k for k in reversed(range(len(stages))) if stages[k].average is not None)
+        self.plan = Plan(ranks, inputs, consumers_of(inputs), schedule.microbatches, schedule.trains, averaging)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         busy = [index for index, row in enumerate(schedule.actions) if row]

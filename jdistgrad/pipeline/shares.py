@@ -20,7 +20,7 @@ from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
-from jdistgrad.pipeline.averages import Averages
+from jdistgrad.pipeline.averages import Averages, Turns
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
@@ -138,7 +138,9 @@ class Run:
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
-        self._averages = Averages(self._worker)
+        rank, turns = self._worker.rank, scope.content(Turns)
+        order = [stage for stage in self._plan.averaging if self._plan.ranks[stage] == rank]
+        self._averages = Averages(self._worker, turns, self.step, order)
         self._brought = brought
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}

@@ -453,6 +453,32 @@ def test_replicas_average_their_gradients(world, rank, size):
     assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
+@on_every_worker
+def test_stages_of_several_workers_of_the_schedule_share_what_averages_them(world, rank, size):
+    """They run beside each other on this worker, but average in one order: the replicas would pair different stages."""
+    refs, (x, y) = [jd.RRef({"w": np.eye(4, dtype="float32") * (1 + k)}) for k in range(3)], rows_of_all(size)
+    average, mine = jd.remote(rank, averaging, args=(list(range(size)),)), slice(6 * rank, 6 * rank + 6)
+    stages = [pp.Stage(product, ref, average=average) for ref in refs]
+    pipeline = jd.Pipeline(stages, pp.one_f_one_b(3, 2), loss=mean_square, workers=[rank] * 3)
+    values = [ref.local_value() for ref in refs]
+    for _ in range(4):
+        found = stepped(pipeline, refs, x[mine], targets=y[mine])[1]
+        assert_close(found, jax.grad(lambda values: mean_square(functools.reduce(product_of, values, x), y))(values))
+
+
+def rows_of_all(size):
+    random = np.random.default_rng(0)
+    return [random.normal(size=(6 * size, 4)).astype("float32") for _ in range(2)]
+
+
+def product(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def product_of(x, params):
+    return product(params, x)
+
+
 _averaged = collections.defaultdict(threading.Event)  # by rank
 
 
