@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.models import serially
-from helpers.worlds import on_every_worker
+from helpers.worlds import needs_pickling, on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import collectives as all_of
+from jdistgrad.data_parallel.collectives import communicators
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
 from jdistgrad.wire import launcher_env
@@ -233,6 +234,28 @@ def test_ranks_that_do_not_come_to_make_collectives_are_named(big_world, missing
         jd.rpc_sync(missing, one_gave_up)
     assert of_this_world().allgather_object(rank) == list(range(size))
     assert of_this_world([1, 2]).allgather_object(rank) == [1, 2] if rank else True
+
+
+@needs_pickling
+@on_every_worker
+def test_a_rank_makes_collectives_of_the_same_workers_one_after_the_other(big_world, rank, size):
+    """Served calls that nobody waits for run beside each other, on each rank in another order."""
+    whole, ranks = of_this_world(), list(range(size))
+    if rank == 0:
+        first = jd.rpc_async(0, made_of, args=(ranks,))
+        while tuple(ranks) not in communicators._made_now:
+            time.sleep(0.001)
+        with pytest.raises(CollectiveError, match=r"another thread .* of the workers \[0, 1, 2\].*one after the other"):
+            of_this_world(ranks)
+        found = of_this_world([0]).allgather_object(0)  # of others it may
+    whole.barrier()
+    found = first.result() if rank == 0 else made_of(ranks)
+    assert found == ranks
+    assert of_this_world(ranks).allgather_object(rank) == ranks
+
+
+def made_of(ranks):
+    return of_this_world(ranks).allgather_object(jd.rank())
 
 
 @on_every_worker

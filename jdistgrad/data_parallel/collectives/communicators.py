@@ -26,7 +26,31 @@ CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
 _ending: collections.deque[tuple[Any, ...]] = collections.deque()  # the requests that nobody waits for
+_made_now: set[tuple[int, ...]] = set()  # the workers of whom this rank is making collectives
 _lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_at_a_time(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Open a block in which this rank makes collectives of these workers.
+
+    Raises:
+      CollectiveError: another thread does: the other ranks may pair the two in another way, and MPI mixes them up.
+    """
+    with _lock:
+        if ranks in _made_now:
+            raise CollectiveError(
+                f"of_this_world: another thread is making collectives of the workers {list(ranks)} on this rank: which "
+                "belong to which of the other workers' is not known. Make one after the other: wait for "
+                "reference.creation().result() before the next jd.remote, for future.result() before the next "
+                "jd.rpc_async."
+            )
+        _made_now.add(ranks)
+    try:
+        yield
+    finally:
+        with _lock:
+            _made_now.discard(ranks)
 
 
 def keep(request: Any, *memory: Any) -> None:

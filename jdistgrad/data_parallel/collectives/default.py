@@ -27,7 +27,8 @@ def of_this_world(
 ) -> HostCollectives:
     """Return new collectives of all workers of this world, or of some.
 
-    Every one of these workers must call it, in the same order.
+    Every one of these workers must call it, in the same order, one call after the other: calls by ``rpc_async`` and
+    ``remote`` that are not waited for run in any order.
 
     Arguments:
       workers: their names, infos or ranks in the world, in the order of their ranks in the collectives; default all.
@@ -37,6 +38,7 @@ def of_this_world(
 
     Raises:
       MissingRanksError: some workers did not come to make them in time.
+      CollectiveError: another thread of this process is making collectives of the same workers.
 
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
@@ -50,6 +52,12 @@ def of_this_world(
 
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
+    ranks = tuple(range(world.seat().size)) if chosen is None else chosen
+    with communicators.one_at_a_time(ranks):
+        return _made_between_processes(chosen, timeout)
+
+
+def _made_between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     comm = None if chosen is None else communicators.subset(chosen, timeout)
     if settings.collectives:
         named: dict[str, Callable[..., MPI]] = {
