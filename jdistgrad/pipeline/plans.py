@@ -100,6 +100,22 @@ def check_hash(function: Any, what: str) -> None:
         ) from None
 
 
+def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Return the stages that average their gradients, in the order in which those on one worker do: from the last."""
+    averaging: dict[RRef[Any], list[bool]] = {}
+    for stage in stages:
+        if stage.parameters is not None:
+            averaging.setdefault(stage.parameters, []).append(stage.average is not None)
+    for number, stage in enumerate(stages):
+        if stage.average is None and stage.parameters is not None and any(averaging[stage.parameters]):
+            raise ValueError(
+                f"stage {number} shares its parameters with a stage that has average=, but has none: only a part of "
+                "their gradient would be averaged, and the replicas would come apart. Give it one, on the same worker "
+                "the same."
+            )
+    return tuple(number for number in reversed(range(len(stages))) if stages[number].average is not None)
+
+
 def inputs_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return what each stage takes, in the order of its arguments: results of other stages, or the ``BATCH``."""
     given = (stage.inputs for stage in stages)

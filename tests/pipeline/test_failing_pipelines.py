@@ -349,6 +349,16 @@ def test_the_drivers_own_stage_that_takes_too_long_is_named(wire_world, slow):
 
 
 @on_worker0
+def test_stages_with_the_same_parameters_average_all_or_none(world):
+    """Replicas would come apart: each would add a part that is its own."""
+    refs = refs_on_all()
+    average = jd.remote(refs[0].owner, dict)
+    stages = [pp.Stage(multiply, refs[0], average=average), (multiply, refs[1]), (multiply, refs[0])]
+    with pytest.raises(ValueError, match=r"stage 2 shares its parameters with a stage that has average=, but has none"):
+        jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean, workers=[0, 0, 0])
+
+
+@on_worker0
 def test_an_average_that_is_no_data_parallel_is_named(world):
     refs = refs_on_all()
     stages = [pp.Stage(multiply, refs[0]), pp.Stage(multiply, refs[1], average=refs[1]), (multiply, refs[2])]
