@@ -14,7 +14,7 @@ from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
 from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.data_parallel.buckets.leaves import refuse_masked
+from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_masked
 from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -252,7 +252,8 @@ class DataParallel(Corrected):
         Example:
           >>> shown = dp.mean({"loss": 0.5, "correct": 12})
         """
-        found, driver = jax.tree_util.tree_map_with_path(_as_float, metrics), self._driver_of(metrics)
+        found = jax.tree_util.tree_map_with_path(_as_float, metrics, is_leaf=is_elsewhere)
+        driver = self._driver_of(metrics)
         goes_on = driver is not None and driver.goes_on
         means: Tree = driver.mean(found) if driver and goes_on else self.collectives.allreduce(found, "mean")
         return means
@@ -345,6 +346,7 @@ class DataParallel(Corrected):
 
 def _as_float(path: Any, number: Any) -> jax.Array:
     refuse_masked(path, number)
+    refuse_elsewhere(path, number)
     refuse_keys(number)
     found = number if isinstance(number, jax.Array) else np.asarray(number)  # JAX's integers may be too narrow
     return jnp.asarray(found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float)))

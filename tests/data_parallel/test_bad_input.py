@@ -12,6 +12,7 @@ import pytest
 from helpers.models import batch, loss, parameters
 from helpers.worlds import on_every_worker
 
+import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -84,6 +85,26 @@ def test_ranks_whose_modules_have_other_static_parts_are_told(big_world, rank, s
         with pytest.raises(Exception, match=said):
             use(mine)
     assert dp.value_and_grad(layer_loss)(ours)[1].w.tolist() == [0.5] * 3
+
+
+def first_row(reference, x):
+    return jnp.sum(reference.to_here()["w"] * x)
+
+
+@on_every_worker
+def test_references_are_not_averaged_as_the_numbers_that_stand_for_them(world, rank, size):
+    dp, reference, x = DataParallel(), jd.RRef({"w": jnp.ones(3)}), jnp.arange(3.0)
+    with jd.context():
+        gradient = jd.value_and_grad(first_row)(reference, x)[1]
+        for tree in ({"t": reference, "x": x}, {"t": gradient, "x": x}):
+            for use in (dp.average, dp.broadcast, dp.mean, dp.verify, jax.jit(dp.average)):
+                with pytest.raises(LeafError, match=r"\['t'\] is .*RRef.*average_in"):
+                    use(tree)
+        for argnums in (0, (1, 0)):
+            with pytest.raises(LeafError, match=r"is .*RRef.*average_in"):
+                dp.value_and_grad(first_row, argnums)(reference, x)
+        np.testing.assert_array_equal(dp.value_and_grad(first_row, 1)(reference, x)[1], np.ones(3))
+    np.testing.assert_array_equal(dp.average(x), x)
 
 
 @on_every_worker

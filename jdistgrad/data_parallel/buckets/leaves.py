@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jdistgrad.corrections import Elsewhere
 from jdistgrad.data_parallel.buckets.host_arrays import numbers
 from jdistgrad.errors import LeafError
 
@@ -41,16 +42,18 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def describe(tree: Any) -> list[Leaf]:
     """Describe every leaf of a tree of gradients, in order; a sparse array counts as one leaf."""
-    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]]
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda value: is_sparse(value) or is_elsewhere(value))[0]
+    return [_described(*one) for one in found]
 
 
 def describe_all(tree: Any) -> list[Leaf]:
     """Describe every leaf of a tree of any arrays, in order."""
-    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_elsewhere)[0]]
 
 
 def _described(path: Any, leaf: Any) -> Leaf:
     refuse_masked(path, leaf)
+    refuse_elsewhere(path, leaf)
     name, value = _spelled(path), numbers(leaf)
     try:
         shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
@@ -65,6 +68,22 @@ def refuse_masked(path: Any, leaf: Any) -> None:
         raise LeafError(
             f"{_spelled(path)} is a masked array, whose mask would be lost, expected an array or a number. Fill it, "
             "x.filled(0), or give its data and its mask, x.data and numpy.ma.getmaskarray(x).",
+            path=_spelled(path),
+        )
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Return whether a value is a reference, or the gradient of one: JAX sees only what stands for the value."""
+    return isinstance(value, Elsewhere)
+
+
+def refuse_elsewhere(path: Any, leaf: Any) -> None:
+    """Raise LeafError for what is on another worker: ranks would reduce the numbers that stand for it."""
+    if is_elsewhere(leaf):
+        raise LeafError(
+            f"{_spelled(path)} is {leaf}, expected an array or a number: what ranks reduce is here. Differentiate a "
+            "reference by jd.value_and_grad, and give DataParallel the gradients of arrays only; average gradients of "
+            "this worker's own values in their context, dp.average_in(ctx, [reference]).",
             path=_spelled(path),
         )
 
