@@ -55,6 +55,15 @@ def test_integers_of_less_than_a_byte(world, dtype, rank, size):
 
 
 @on_every_worker
+def test_references_are_not_reduced_as_the_numbers_that_stand_for_them(world, rank, size):
+    c, tree = of_this_world(), {"t": jd.RRef(jnp.ones(size)), "x": jnp.ones(size)}
+    for operation in (c.allreduce, c.broadcast, c.allgather, c.gather_rows, c.alltoall, c.reduce_scatter, c.shift):
+        with pytest.raises(TypeError, match=r"RRef\(.*\) is not the value itself: it has no array form"):
+            operation(tree)
+    np.testing.assert_array_equal(c.allreduce(tree["x"]), np.full(size, size))
+
+
+@on_every_worker
 def test_maximum_broadcast_and_gather(world, rank, size):
     c = of_this_world()
     x = value(rank, (3, 2), "float32")

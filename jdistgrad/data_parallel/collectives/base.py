@@ -19,6 +19,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.host_arrays import to_jax
+from jdistgrad.data_parallel.buckets.leaves import is_elsewhere
 from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -46,7 +47,7 @@ class Collectives(abc.ABC):
         The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
         maximum, in equal shares. A product gathers the arrays of all ranks.
         """
-        return jax.tree.map(lambda x: self._reduced(_checked(x, op), op), tree)
+        return _each(lambda x: self._reduced(_checked(x, op), op), tree)
 
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
         if op == "prod":
@@ -59,11 +60,11 @@ class Collectives(abc.ABC):
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
         root = self._checked_root(root)
-        return jax.tree.map(lambda x: self.perform("broadcast", to_jax(x), root), tree)
+        return _each(lambda x: self.perform("broadcast", to_jax(x), root), tree)
 
     def allgather(self, tree: Any) -> Any:
         """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
-        return jax.tree.map(lambda x: self.perform("allgather", to_jax(x)), tree)
+        return _each(lambda x: self.perform("allgather", to_jax(x)), tree)
 
     def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
         """Return the rows of all ranks, one after another. The ranks may have different numbers of rows.
@@ -72,7 +73,7 @@ class Collectives(abc.ABC):
           counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
             exchange these numbers.
         """
-        arrays = jax.tree.map(to_jax, tree)
+        arrays = _each(to_jax, tree)
         shapes = [array.shape for array in jax.tree.leaves(arrays)]
         mine = {shape[:1] for shape in shapes}
         if () in mine or len(mine) > 1:
@@ -97,9 +98,9 @@ class Collectives(abc.ABC):
             for all ranks: ``splits[sender][receiver]``.
         """
         if splits is None:
-            return jax.tree.map(lambda x: self._exchanged_equally(to_jax(x)), tree)
+            return _each(lambda x: self._exchanged_equally(to_jax(x)), tree)
         table = self._split_table(splits)
-        return jax.tree.map(lambda x: self._exchanged(to_jax(x), table), tree)
+        return _each(lambda x: self._exchanged(to_jax(x), table), tree)
 
     def _exchanged_equally(self, x: jax.Array) -> jax.Array:
         return self.perform("alltoall", self._blocks(x, "alltoall")).reshape(x.shape)
@@ -114,9 +115,7 @@ class Collectives(abc.ABC):
 
     def reduce_scatter(self, tree: Any) -> Any:
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
-        return jax.tree.map(
-            lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree
-        )
+        return _each(lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
@@ -136,7 +135,7 @@ class Collectives(abc.ABC):
             raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
         route = shifted(self.size, by, wrap=wrap)
         filling = None if edge is None else jax.tree.map(_edge_of, tree, _like(tree, edge))
-        found = jax.tree.map(lambda x: self.perform("shift", to_jax(x), route), tree)
+        found = _each(lambda x: self.perform("shift", to_jax(x), route), tree)
         return found if edge is None else self._filled(found, filling, route)
 
     def _filled(self, tree: Any, filling: Any, route: Route) -> Any:
@@ -157,7 +156,7 @@ class Collectives(abc.ABC):
           >>> everybody.permute(x, [(0, 2)])  # rank 0's x on rank 2
         """
         route = permuted(self.size, pairs)
-        return jax.tree.map(lambda x: self.perform("permute", to_jax(x), route), tree)
+        return _each(lambda x: self.perform("permute", to_jax(x), route), tree)
 
     def send(self, tree: Any, to: int, *, after: Any = None, tag: int = 0) -> jax.Array:
         """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
@@ -287,6 +286,11 @@ def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[j
 
 
 _extreme.defvjp(_extreme_forward, _extreme_backward)
+
+
+def _each(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with a function of each leaf. A reference is a leaf, and no array: the ranks send what is here."""
+    return jax.tree.map(function, tree, is_leaf=is_elsewhere)
 
 
 def _like(tree: Any, edge: Any) -> Any:
