@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.reducing.memory import host_device
 from jdistgrad.rpc.current import once_for_all
-from jdistgrad.wire.arrays import as_jax_array
+from jdistgrad.wire.arrays import as_jax_array, identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,7 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
     return np.asarray(total, found.dtype)
 
 
-_stacked = once_for_all(jax.jit(lambda values: jnp.stack(values)))
-_made = once_for_all(jax.jit(lambda value: jnp.asarray(value)))  # which counts where ``jax.disable_jit`` is set
+_stacked, _made = once_for_all(jax.jit(jnp.stack)), once_for_all(identity)
 
 
 def in_jax(loss: np.ndarray, auxiliary: Sequence[Any]) -> Any:

@@ -165,14 +165,14 @@ def check_kept(sent: np.dtype, made: Any) -> None:
         )
 
 
-_identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's where ``jax.disable_jit`` is set
+identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's where ``jax.disable_jit`` is set
 _seen: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def _small(host: np.ndarray, kind: tuple[str, tuple[int, ...]]) -> jax.Array:
     seen = _seen.get(kind, 0)
     if seen >= COMPILE_FROM:
-        array: jax.Array = _identity(host)
+        array: jax.Array = identity(host)
         return array
     if seen or len(_seen) < KINDS_COUNTED:
         _seen[kind] = seen + 1

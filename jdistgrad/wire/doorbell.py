@@ -165,12 +165,12 @@ def _sign_of(address: str) -> Sign:
     """Return a rank's sign. A rank that cannot show one, as in another container, is rung every time."""
     name, _, path = address.partition(" ")
     try:
-        if path and os.readlink(path).startswith(f"/memfd:{name}"):
-            with open(path, "rb") as file:
-                return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+        if not os.readlink(path).startswith(f"/memfd:{name}"):  # another process has this number here
+            return _unknown()
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
     except (OSError, ValueError):
-        pass
-    return _unknown()
+        return _unknown()
 
 
 def _unknown() -> Sign:
