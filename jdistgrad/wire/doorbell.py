@@ -11,9 +11,7 @@ the others could see it has not rung.
 """
 
 import contextlib
-import ctypes
 import mmap
-import os
 import select
 import socket
 import sys
@@ -22,10 +20,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from jdistgrad.wire.polling import pause, wake_on_time
+from jdistgrad.wire.shared_memory import SharedMemory
 
 HIGHEST_DESCRIPTOR = 1023  # that select takes; poll could not sleep for less than a millisecond
-CLOSED_IN_PROGRAMS = 1  # MFD_CLOEXEC
-AWAKE, ASLEEP = 0, 1
+AWAKE, ASLEEP = 0, 1  # the first byte of a rank's memory
 Sign = mmap.mmap | bytearray
 GONE = ConnectionRefusedError, FileNotFoundError, PermissionError  # of a rank on another machine, or one that has left
 
@@ -33,15 +31,18 @@ GONE = ConnectionRefusedError, FileNotFoundError, PermissionError  # of a rank o
 class Doorbell:
     """The doorbell of this process in one world.
 
+    Arguments:
+      memory: where it shows whether a thread sleeps, and sees whether others do.
+
     Attributes:
       address: what other processes of this machine need to ring; empty if there is no doorbell.
     """
 
-    def __init__(self) -> None:
-        self.address = ""
+    def __init__(self, memory: SharedMemory) -> None:
+        self.address, self._memory = "", memory
         self._socket: socket.socket | None = None
         self._sign = _unknown()
-        self._file, self._sleepers, self._counting = -1, 0, threading.Lock()
+        self._sleepers, self._counting = 0, threading.Lock()
         # A socket for each rank: what a rank has not read yet takes room from the socket that has sent it.
         self._others = list[socket.socket | None]()
         self._signs = list[Sign]()
@@ -63,9 +64,9 @@ class Doorbell:
         if made.fileno() > HIGHEST_DESCRIPTOR:
             made.close()
             return
-        where, self._sign, self._file = _shared_sign(name)
+        self._sign = _sign_in(self._memory.own)
         self._sign[0] = AWAKE
-        self.address, self._socket = f"{name} {where}", made
+        self.address, self._socket = name, made
 
     @property
     def all_ring(self) -> bool:
@@ -73,8 +74,8 @@ class Doorbell:
         return self._socket is not None and bool(self._others) and not self._deaf
 
     def meet(self, addresses: Sequence[str]) -> None:
-        """Take note of the addresses of all ranks, and find out which of them can be rung."""
-        self._signs = list(map(_sign_of, addresses))
+        """Take note of the addresses of all ranks, whose memory is known, and find out which of them can be rung."""
+        self._signs = list(map(_sign_in, self._memory.others))
         self._others = [_connected(one) if one and self._socket is not None else None for one in addresses]
         self._deaf = {rank for rank, other in enumerate(self._others) if other is None}
 
@@ -133,48 +134,21 @@ class Doorbell:
 
     def close(self) -> None:
         with self._counting:
-            own, self._socket, file, self._file = self._socket, None, self._file, -1
+            own, self._socket = self._socket, None
             self._sign[0] = ASLEEP  # who rings finds out that nobody is there
             self._sign = _unknown()  # the memory is given back, whoever keeps the bell
-        if file >= 0:
-            os.close(file)
         if own is not None:
             own.close()
         for rank in range(len(self._others)):
             self._hang_up(rank)
 
 
-def _shared_sign(name: str) -> tuple[str, Sign, int]:
-    """Make a sign that others of this machine can read; return where they find it, the sign and its file.
-
-    The file lies in memory and ends with the processes that have it open.
-    """
-    file = -1
-    try:
-        # Python has the function too, but not if it was built for old systems, like those of conda.
-        file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
-        os.ftruncate(file, mmap.PAGESIZE)
-        return f"/proc/{os.getpid()}/fd/{file}", mmap.mmap(file, mmap.PAGESIZE), file
-    except (OSError, AttributeError):  # memory is refused, or the system has no such files
-        if file >= 0:
-            os.close(file)
-        return "", _unknown(), -1
-
-
-def _sign_of(address: str) -> Sign:
-    """Return a rank's sign. A rank that cannot show one, as in another container, is rung every time."""
-    name, _, path = address.partition(" ")
-    try:
-        if not os.readlink(path).startswith(f"/memfd:{name}"):  # another process has this number here
-            return _unknown()
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return _unknown()
+def _sign_in(memory: mmap.mmap | None) -> Sign:
+    return _unknown() if memory is None else memory
 
 
 def _unknown() -> Sign:
-    """Return the sign of a rank that shows none: it may be asleep."""
+    """Return the sign of a rank that shows none: it may be asleep, and is rung every time."""
     return bytearray([ASLEEP])
 
 
@@ -189,7 +163,7 @@ def _connected(address: str) -> socket.socket | None:
     made = None
     try:
         made = _new_socket()
-        made.connect(_spelled(address.partition(" ")[0]))
+        made.connect(_spelled(address))
     except OSError:
         if made is not None:
             made.close()

@@ -1,8 +1,9 @@
 """The bytes of a message: one frame, and the large buffers that follow it.
 
 A frame is a fixed header, a table of piece lengths, and the pieces. The first piece is the attached bytes and the
-pickle stream; the others are the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame and
-travel separately, uncopied.
+pickle stream; the others are the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame. In
+their stead, the frame holds the place where the receiver finds the piece in the sender's shared memory; if that is 0,
+the piece follows the frame, uncopied.
 
 The header has a checksum of its own, so it identifies the message even if the rest is damaged. A second checksum covers
 all that follows in the frame, including the lengths of the separate pieces. Both cost less than a microsecond.
@@ -12,18 +13,19 @@ import dataclasses
 import functools
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad.errors import WireError
 from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
-MAGIC = b"jdg3"
+MAGIC = b"jdg4"
 BULK_FROM = ALIAS_FROM
 HEADER = struct.Struct("<4sB3xIIQQI")  # magic, kind, pieces, bytes attached, number, id, checksum of what follows
 CHECKSUM = struct.Struct("<I")  # of the header
 START = HEADER.size + CHECKSUM.size
+PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
 LONGEST = 1 << 44  # limit of a piece in bytes: more than any machine has
 KINDS = {kind.value: kind for kind in Kind}
@@ -31,9 +33,10 @@ KINDS = {kind.value: kind for kind in Kind}
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A parsed frame: its pieces in order, None in place of a separate piece that has not arrived.
+    """A parsed frame: its pieces in order, None for a separate piece.
 
     ``number``: how many frames the sender had sent to this receiver before it.
+    ``places``: of the separate pieces, in order.
     """
 
     kind: Kind
@@ -42,6 +45,7 @@ class Frame:
     attached: int
     lengths: tuple[int, ...]
     pieces: list[Any]
+    places: list[int]
 
     def missing(self) -> list[int]:
         return [k for k, piece in enumerate(self.pieces) if piece is None]
@@ -71,15 +75,23 @@ def _table(pieces: int) -> struct.Struct:
     return struct.Struct(f"<{pieces}Q{-(START + LENGTH * pieces) % ALIGNMENT}x")
 
 
-def pack(kind: Kind, identifier: int, number: int, parcel: Parcel | None) -> tuple[bytes, list[memoryview]]:
-    """Return the frame of a message, and the pieces that must follow it."""
+def pack(
+    kind: Kind, identifier: int, number: int, parcel: Parcel | None, put: Callable[[memoryview], int] = lambda piece: 0
+) -> tuple[bytes, list[memoryview]]:
+    """Return the frame of a message, and the pieces that must follow it.
+
+    ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
+    """
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
     parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
     bulk = []
     for piece, length in zip(pieces, lengths, strict=True):
         if is_bulk(length):
-            bulk.append(piece)
+            place = put(piece)
+            parts.append(PLACE.pack(place))
+            if not place:
+                bulk.append(piece)
         else:
             parts += piece, padding(length)
     checksum = 0
@@ -100,7 +112,7 @@ def unpack(frame: Any) -> Frame:
     kind, count, attached, number, identifier, checksum = _header(view)
     start = padded(START + LENGTH * count)
     lengths = _table(count).unpack_from(view, START) if start <= len(view) else ()
-    pieces, expected = _inline_pieces(view, start, lengths)
+    pieces, places, expected = _contents(view, start, lengths)
     if expected != len(view):
         found = f"has the wrong length: expected {expected} bytes, got {len(view)}"
     elif zlib.crc32(view[START:]) != checksum:
@@ -108,7 +120,7 @@ def unpack(frame: Any) -> Frame:
     elif attached > (lengths[0] if lengths else 0) or max(lengths, default=0) > LONGEST:
         found = f"makes no sense: {attached} bytes attached, in pieces of {lengths} bytes"
     else:
-        return Frame(kind, identifier, number, attached, lengths, pieces)
+        return Frame(kind, identifier, number, attached, lengths, pieces, places)
     raise WireError(f"a message {found}", kind=kind, id=identifier, number=number)
 
 
@@ -125,13 +137,15 @@ def _header(view: memoryview) -> tuple[Kind, int, int, int, int, int]:
     return kind, *rest
 
 
-def _inline_pieces(view: memoryview, start: int, lengths: Sequence[int]) -> tuple[list[Any], int]:
-    """Return the pieces that a frame holds, None in place of separate ones, and where the frame should end."""
-    pieces = list[Any]()
+def _contents(view: memoryview, start: int, lengths: Sequence[int]) -> tuple[list[Any], list[int], int]:
+    """Return the pieces that a frame holds, the places of the separate ones, and where the frame should end."""
+    pieces, places = list[Any](), list[int]()
     for length in lengths:
         if is_bulk(length):
             pieces.append(None)
+            places += PLACE.unpack_from(view, start) if start + PLACE.size <= len(view) else (0,)
+            start += PLACE.size
         else:
             pieces.append(view[start : start + length])
             start += padded(length)
-    return pieces, start
+    return pieces, places, start

@@ -10,6 +10,7 @@ from then on; what was half sent or half received is dropped, but its memory is 
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -28,6 +29,8 @@ from jdistgrad.wire.mpi_pieces import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.numbering import Arrivals
 from jdistgrad.wire.polling import pause
+from jdistgrad.wire.shared_memory import SharedMemory
+from jdistgrad.wire.shared_pieces import SharedPieces
 from jdistgrad.wire.transport import Receiver, Task
 
 FRAME_TAG = 0
@@ -87,15 +90,24 @@ class MPITransport:
 
     Arguments:
       world: the name of the world, the same on all ranks.
+      memory: shared with the other ranks of this machine; it knows that of all ranks. It is closed with the transport.
       doorbell: wakes this rank, and the others; it has the addresses of all ranks. It is closed with the transport.
       failures: finds the ranks that die, if the others go on without them.
     """
 
     hands_over = False
 
-    def __init__(self, comm: MPI.Intracomm, world: str, doorbell: Doorbell, failures: Failures | None = None):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        world: str,
+        memory: SharedMemory,
+        doorbell: Doorbell,
+        failures: Failures | None = None,
+    ):
         self.rank, self.size, self._world = comm.rank, comm.size, world
         self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
+        self._memory, self._shared = memory, SharedPieces(memory, comm.rank)
         self._lost: set[int] = set()
         self._dropped: list[Transfer] = []
         self._pool = BufferPool()
@@ -153,7 +165,8 @@ class MPITransport:
             raise self._is_lost(peer)
         parcel = _parcel(message)
         number = next(self._numbers[peer])
-        frame, bulk = frames.pack(message.kind, message.id, number, parcel)
+        put = functools.partial(self._shared.put, peer)
+        frame, bulk = frames.pack(message.kind, message.id, number, parcel, put)
         transfer = Transfer([], (frame, bulk), peer)
         try:
             self._begin(transfer, self._tag(number))
@@ -189,6 +202,7 @@ class MPITransport:
         """Send nothing more to a lost worker."""
         self._lost.add(peer)
         self._doorbell.lose(peer)
+        self._memory.lose(peer)
 
     def kill(self, peer: int) -> bool:
         """Kill the process of a worker that stands still; return False if it is out of reach."""
@@ -269,14 +283,11 @@ class MPITransport:
             frame = frames.unpack(arrived.memory)
             if not self._is_new(arrived.peer, frame.number):
                 return None
-            missing = frame.missing()
-            for k in missing:
-                frame.pieces[k] = self._room(frame, k)
+            bulk = self._find_pieces(arrived.peer, frame) if frame.places else []
         except errors.WireError as error:
             return self._receive_broken(arrived.peer, error)
-        if not missing:
+        if not bulk:
             return self._receive(arrived.peer, frame)
-        bulk = [frame.pieces[k] for k in missing]
         arriving = Transfer([], frame.pieces, arrived.peer, frame)
         try:
             for part in (part for piece in bulk for part in chunks(piece)):
@@ -299,13 +310,19 @@ class MPITransport:
             self._receiver.refuse(source, "a message", "it has come before")
         return new
 
-    def _room(self, frame: frames.Frame, k: int) -> Any:
-        """Lease memory for a large piece."""
-        try:
-            return self._pool.lease(frame.lengths[k])
-        except (MemoryError, OSError) as error:
-            text = f"a message of {frame.lengths[k]} bytes arrived, for which there is no memory: {error}"
-            raise errors.WireError(text, kind=frame.kind, id=frame.id) from error
+    def _find_pieces(self, source: int, frame: frames.Frame) -> list[Any]:
+        """Find the large pieces that are in shared memory, and lease memory for the others; return the latter."""
+        bulk = []
+        for k, place in zip(frame.missing(), frame.places, strict=True):
+            nbytes = frame.lengths[k]
+            try:
+                frame.pieces[k] = self._shared.found(source, place, nbytes) if place else self._pool.lease(nbytes)
+            except (MemoryError, OSError) as error:
+                text = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
+                raise errors.WireError(text, kind=frame.kind, id=frame.id) from error
+            if not place:
+                bulk.append(frame.pieces[k])
+        return bulk
 
     def _receive(self, source: int, frame: frames.Frame) -> Task | None:
         message = frame.message(source)
@@ -365,6 +382,7 @@ class MPITransport:
         self._closed = True
         self._progress.stop()
         self._doorbell.close()
+        self._memory.close()
         if self._failures is not None:
             self._failures.close()
             _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI

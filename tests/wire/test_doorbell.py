@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import mmap
 import os
 import socket
 import threading
@@ -12,29 +13,31 @@ import pytest
 from jdistgrad.wire import doorbell as doorbells, launcher_env
 from jdistgrad.wire.doorbell import Doorbell
 from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.shared_memory import SharedMemory
+from jdistgrad.wire.shared_pieces import NBYTES
 
 FOR_EVER = 3600.0  # of a sleep that only a ring ends; the guard of the tests ends it otherwise
 
 
+@contextlib.contextmanager
+def doorbells_of(count, *addresses):
+    """Yield so many doorbells that have met, and have met these addresses; they are closed with their memory."""
+    with contextlib.ExitStack() as until_done:
+        memories = [SharedMemory(mmap.PAGESIZE) for _ in range(count)]
+        made = [Doorbell(memory) for memory in memories]
+        for memory, bell in zip(memories, made, strict=True):
+            until_done.callback(memory.close)
+            until_done.callback(bell.close)
+        for memory, bell in zip(memories, made, strict=True):
+            memory.meet([*[one.address for one in memories], *addresses])
+            bell.meet([*[one.address for one in made], *addresses])
+        yield made
+
+
 @pytest.fixture
 def bells():
-    made = [Doorbell() for _ in range(3)]
-    for one in made:
-        one.meet([bell.address for bell in made])
-    yield made
-    for one in made:
-        one.close()
-
-
-@contextlib.contextmanager
-def pair_of_bells():
-    made = Doorbell(), Doorbell()
-    made[0].meet([one.address for one in made])
-    try:
+    with doorbells_of(3) as made:
         yield made
-    finally:
-        for one in made:
-            one.close()
 
 
 def is_silent(bell):
@@ -80,14 +83,14 @@ def test_who_cannot_show_whether_it_sleeps_is_rung_every_time(monkeypatch, where
         raise OSError(f"no {missing} here")
 
     monkeypatch.setattr(where, missing, fails)
-    with pair_of_bells() as (ringing, rung):
+    with doorbells_of(2) as (ringing, rung):
         ringing.ring(1)
         assert not is_silent(rung)
 
 
 def test_a_python_built_for_old_systems_shows_whether_it_sleeps(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    with pair_of_bells() as (ringing, rung):
+    with doorbells_of(2) as (ringing, rung):
         ringing.ring(1)
         assert is_silent(rung)
         rung.sleep(FOR_EVER, lambda: ringing.ring(1))
@@ -95,7 +98,7 @@ def test_a_python_built_for_old_systems_shows_whether_it_sleeps(monkeypatch):
 
 def test_a_system_without_files_in_memory_has_doorbells(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
-    with pair_of_bells() as (ringing, rung):
+    with doorbells_of(2) as (ringing, rung):
         ringing.ring(1)
         assert not is_silent(rung)
 
@@ -150,7 +153,7 @@ def test_without_those_who_are_lost_all_ring(bells):
 
 def test_a_bell_that_is_closed_holds_no_files(bells):
     before = len(os.listdir("/proc/self/fd"))
-    with pair_of_bells() as kept:
+    with doorbells_of(2) as kept:
         pass
     assert len(os.listdir("/proc/self/fd")) == before
     assert len(kept) == 2
@@ -159,16 +162,15 @@ def test_a_bell_that_is_closed_holds_no_files(bells):
 def test_a_rank_that_is_lost_leaves_no_files(bells):
     before = len(os.listdir("/proc/self/fd"))
     bells[0].lose(2)
+    bells[0]._memory.lose(2)
     bells[0].ring(2)
     assert len(os.listdir("/proc/self/fd")) == before - 2  # a socket, and the memory that shows whether it sleeps
 
 
 def test_who_cannot_be_reached_is_known_at_once():
-    bell = Doorbell()
-    bell.meet([bell.address, "a rank of another machine", ""])
-    assert not bell.all_ring
-    bell.sleep(FOR_EVER, lambda: ring_all(bell, range(3)))
-    bell.close()
+    with doorbells_of(1, "a rank of another machine", "") as (bell,):
+        assert not bell.all_ring
+        bell.sleep(FOR_EVER, lambda: ring_all(bell, range(3)))
 
 
 def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
@@ -181,13 +183,10 @@ def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
 
     new_socket = doorbells._new_socket
     monkeypatch.setattr(doorbells, "_new_socket", with_little_room)
-    made = [Doorbell() for _ in range(3)]
-    made[0].meet([one.address for one in made])
-    with made[1]._asleep():
-        ring_all(made[0], [1] * 100)
-    made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
-    for one in made:
-        one.close()
+    with doorbells_of(3) as made:
+        with made[1]._asleep():
+            ring_all(made[0], [1] * 100)
+        made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
 
 
 def test_a_closed_bell_sleeps_by_the_clock(bells):
@@ -200,7 +199,7 @@ def test_a_closed_bell_sleeps_by_the_clock(bells):
 
 def test_without_sockets_sleeps_go_by_the_clock(bells, monkeypatch):
     monkeypatch.setattr(doorbells, "HIGHEST_DESCRIPTOR", -1)
-    silent = Doorbell()
+    silent = Doorbell(bells[0]._memory)
     assert not silent.address
     silent.meet([bell.address for bell in bells])
     silent.ring(0)
@@ -215,45 +214,46 @@ class Received(list):
         self.append(message)
 
 
-def transport_of(bell):
-    """Return a transport of all ranks, which nobody looks for by itself, and what it receives."""
+@contextlib.contextmanager
+def transport_of_all_ranks():
+    """Yield a transport of all ranks, which nobody looks for by itself, and what it receives."""
     from mpi4py import MPI
 
     from jdistgrad.wire.mpi import MPITransport
 
-    comm, received = MPI.COMM_WORLD.Dup(), Received()
+    comm, memory, received = MPI.COMM_WORLD.Dup(), SharedMemory(NBYTES), Received()
+    bell = Doorbell(memory)
+    memory.meet(comm.allgather(memory.address))
     bell.meet(comm.allgather(bell.address))
-    transport = MPITransport(comm, "test", bell)
+    transport = MPITransport(comm, "test", memory, bell)
     transport._receiver, transport._progress = received, types.SimpleNamespace(active=lambda: None)
-    return transport, comm, received
+    comm.Barrier()  # all have met, so each one's memory is known to be within reach
+    yield transport, comm, received
+    comm.Barrier()
+    bell.close()
+    memory.close()
+    comm.Free()
 
 
 @pytest.mark.every_rank
 @pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
 def test_the_first_look_after_the_ring_finds_the_message():
-    bell = Doorbell()
-    transport, comm, received = transport_of(bell)
-    if comm.size > 1:
-        transport.send((comm.rank + 1) % comm.size, Message(Kind.PING, comm.rank, comm.rank))
-        transport._sleep(FOR_EVER)
-        transport._look()
-        assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
-    comm.Barrier()
-    bell.close()
-    comm.Free()
+    with transport_of_all_ranks() as (transport, comm, received):
+        if comm.size > 1:
+            transport.send((comm.rank + 1) % comm.size, Message(Kind.PING, comm.rank, comm.rank))
+            transport._sleep(FOR_EVER)
+            transport._look()
+            assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
 
 
 @pytest.mark.every_rank
 @pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
 def test_nobody_sleeps_who_has_not_looked_for_the_end_of_what_is_being_sent():
-    bell, large = Doorbell(), memoryview(bytes(1 << 20))
-    transport, comm, received = transport_of(bell)
-    if comm.rank == 0 and comm.size > 1:
-        transport.send(1, Message(Kind.PUSH, 0, 7, Parcel(memoryview(b""), [large])))
-        transport._sleep(FOR_EVER)
-    comm.Barrier()
-    while transport._outgoing or (comm.rank == 1 and not received):
-        transport._look()
-    comm.Barrier()
-    bell.close()
-    comm.Free()
+    larger = memoryview(bytes(NBYTES))  # than what ranks share, so that MPI sends it
+    with transport_of_all_ranks() as (transport, comm, received):
+        if comm.rank == 0 and comm.size > 1:
+            transport.send(1, Message(Kind.PUSH, 0, 7, Parcel(memoryview(b""), [larger])))
+            transport._sleep(FOR_EVER)
+        comm.Barrier()
+        while transport._outgoing or (comm.rank == 1 and not received):
+            transport._look()

@@ -9,9 +9,9 @@ from jdistgrad.wire import frames
 from jdistgrad.wire.message import Kind, Parcel
 
 
-def pack(pieces, kind=Kind.CALL, attached=b""):
+def pack(pieces, kind=Kind.CALL, attached=b"", **put):
     views = [memoryview(piece) for piece in pieces]
-    return frames.pack(kind, 5, 77, Parcel(views[0], views[1:], attached) if views else None)
+    return frames.pack(kind, 5, 77, Parcel(views[0], views[1:], attached) if views else None, **put)
 
 
 @given(st.lists(st.binary(max_size=100), max_size=6), st.sampled_from(Kind))
@@ -40,6 +40,15 @@ def test_large_pieces_follow_uncopied():
     assert taken.lengths == (3, frames.BULK_FROM, 2)
     assert bytes(taken.pieces[2]) == b"de"
     assert np.shares_memory(np.asarray(bulk[0]), large)
+
+
+def test_what_has_a_place_does_not_follow():
+    large, places = bytes(frames.BULK_FROM), iter([7, 0, 1 << 60])
+    frame, bulk = pack([b"abc", large, b"de", large + b"follows", large], put=lambda piece: next(places))
+    taken = frames.unpack(frame)
+    assert (taken.missing(), taken.places) == ([1, 3, 4], [7, 0, 1 << 60])
+    assert [bytes(piece) for piece in bulk] == [large + b"follows"]
+    assert bytes(taken.pieces[2]) == b"de"
 
 
 def test_pieces_are_aligned_for_arrays():

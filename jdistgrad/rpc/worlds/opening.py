@@ -94,16 +94,21 @@ def _worker_of_rank(
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
     from jdistgrad.wire.doorbell import Doorbell
     from jdistgrad.wire.mpi import MPITransport
+    from jdistgrad.wire.shared_memory import SharedMemory
+    from jdistgrad.wire.shared_pieces import NBYTES
 
     with contextlib.ExitStack() as if_failed:
-        doorbell = Doorbell()
+        memory = SharedMemory(NBYTES)
+        if_failed.callback(memory.close)
+        doorbell = Doorbell(memory)
         if_failed.callback(doorbell.close)
-        hello = dataclasses.replace(hello, doorbell=doorbell.address)
+        hello = dataclasses.replace(hello, memory=memory.address, doorbell=doorbell.address)
         hellos, directory = _meet(comm, hello, timeout, with_devices=with_devices)
         own = mpi_rendezvous.duplicate(comm, timeout)
         failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
+        memory.meet([one.memory for one in hellos])
         doorbell.meet([one.doorbell for one in hellos])
-        transport, world = MPITransport(own, hellos[0].world, doorbell, failures), hellos[0].world
+        transport, world = MPITransport(own, hellos[0].world, memory, doorbell, failures), hellos[0].world
         process = Process(mpi_exit.end_job, mpi_exit.report)
         worker = _open(world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive)
         if_failed.pop_all()

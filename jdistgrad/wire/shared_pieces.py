@@ -1,0 +1,126 @@
+"""Large pieces of messages between ranks of one machine, through memory that they share.
+
+The sender copies a piece into its own shared memory and names the place in the message; the receiver uses the piece
+there. MPI without the kernel's help, as in most containers, copies twice, and both ranks must take part at once. When
+the last array that uses the piece is gone, the receiver sets a mark in the sender's memory. The sender takes the place
+back before it looks for room the next time. If there is no room, MPI carries the piece.
+
+The places of a rank that is lost are never used again: it may only stand still, and mark them later.
+"""
+
+import bisect
+import mmap
+import os
+import threading
+import weakref
+
+import numpy as np
+
+from jdistgrad.wire.shared_memory import SharedMemory
+
+# A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
+# one for each rank; the others hold pieces.
+GRAIN = 1 << 16
+GRAINS = 1 << 12
+NBYTES = GRAIN * GRAINS
+MARKS = 1 << 12
+REACHED_BY = MARKS + GRAINS
+RANKS = GRAIN - REACHED_BY
+RETURNED = b"\1"
+
+_forks = 0
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    # A copy of this process has its own arrays on the same memory: what is in use now is never returned.
+    os.register_at_fork(before=_forked)
+
+
+class FreeSpace:
+    """The free ranges between two numbers. The lowest range that is long enough is taken first."""
+
+    def __init__(self, start: int, end: int):
+        self._starts, self._ends = [start], [end]
+
+    def take(self, length: int) -> int | None:
+        """Take a range; return its start, or None if no free range is as long."""
+        for k, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= length:
+                self._starts[k] += length
+                if self._starts[k] == end:
+                    del self._starts[k], self._ends[k]
+                return start
+        return None
+
+    def give_back(self, start: int, length: int) -> None:
+        """Give back a range that was taken; free ranges beside it become one with it."""
+        k, end = bisect.bisect(self._starts, start), start + length
+        if k < len(self._starts) and self._starts[k] == end:
+            end = self._ends[k]
+            del self._starts[k], self._ends[k]
+        if k and self._ends[k - 1] == start:
+            self._ends[k - 1] = end
+        else:
+            self._starts.insert(k, start)
+            self._ends.insert(k, end)
+
+
+class SharedPieces:
+    """The pieces that this rank has put in its memory, and those that it finds in the memory of others."""
+
+    def __init__(self, memory: SharedMemory, rank: int):
+        self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
+        self._grains = dict[int, int]()  # by place, how many grains it has
+        self._bytes = None if memory.own is None else np.frombuffer(memory.own, np.uint8)
+        for other in memory.others:
+            if other is not None and rank < RANKS:
+                other[REACHED_BY + rank] = 1
+
+    def put(self, peer: int, piece: memoryview) -> int:
+        """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
+        own, held = self._memory.own, self._bytes
+        if own is None or held is None or peer >= RANKS or not own[REACHED_BY + peer]:
+            return 0
+        place = self._take(own, -(-piece.nbytes // GRAIN))
+        if place:
+            start = place * GRAIN
+            held[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
+        return place
+
+    def _take(self, own: mmap.mmap, grains: int) -> int:
+        with self._taking:
+            self._take_back(own)
+            place = self._space.take(grains)
+            if place is None:
+                return 0
+            self._grains[place] = grains
+            return place
+
+    def _take_back(self, own: mmap.mmap) -> None:
+        marks = own[MARKS : MARKS + GRAINS]
+        place = marks.find(RETURNED)
+        while place >= 0:
+            own[MARKS + place] = 0
+            grains = self._grains.pop(place, 0)
+            if grains:
+                self._space.give_back(place, grains)
+            place = marks.find(RETURNED, place + 1)
+
+    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray:
+        """Return a piece that a peer has put in its memory. Raises OSError if that is out of reach."""
+        memory, start = self._memory.others[peer], place * GRAIN
+        if memory is None or start + nbytes > len(memory):
+            raise OSError(f"the memory of rank {peer} is out of reach")
+        piece = np.frombuffer(memory, np.uint8, nbytes, start)
+        weakref.finalize(piece, _mark_returned, memory, place, _forks).atexit = False
+        return piece
+
+
+def _mark_returned(memory: mmap.mmap, place: int, forks: int) -> None:
+    if forks == _forks:
+        memory[MARKS + place] = RETURNED[0]

@@ -1,0 +1,197 @@
+"""Pieces in shared memory: found where they were put, kept while any array uses them, and no longer."""
+
+import contextlib
+import gc
+import operator
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import last, needs_pickling, on_worker0, wait_until_owned, wire_world as wire_world
+from hypothesis import given, strategies as st
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire import frames
+from jdistgrad.wire.shared_memory import SharedMemory
+from jdistgrad.wire.shared_pieces import GRAIN, GRAINS, MARKS, NBYTES, FreeSpace, SharedPieces
+
+EVERYTHING = (GRAINS - 1) * GRAIN
+LARGE = 3 * GRAIN + 5
+
+
+@pytest.fixture
+def ranks():
+    """Yield the shared pieces of three ranks that know each other's memory."""
+    memories = [SharedMemory(NBYTES) for _ in range(3)]
+    for one in memories:
+        one.meet([*[memory.address for memory in memories], "a rank of another machine"])
+    yield [SharedPieces(memory, rank) for rank, memory in enumerate(memories)]
+    for one in memories:
+        one.close()
+
+
+def piece_of(value, nbytes=LARGE):
+    return np.full(nbytes, value, np.uint8).data
+
+
+def send(ranks, sender, receiver, value, nbytes=LARGE):
+    """Return the place of a piece, and the piece as the receiver finds it."""
+    place = ranks[sender].put(receiver, piece_of(value, nbytes))
+    return place, ranks[receiver].found(sender, place, nbytes) if place else None
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.randoms(use_true_random=False))
+def test_ranges_never_overlap_and_become_one_again(lengths, chance):
+    space, taken = FreeSpace(1, 100), {}
+    for length in lengths:
+        used = {k for start, end in taken.items() for k in range(start, end)}
+        fits = [k for k in range(1, 101 - length) if used.isdisjoint(range(k, k + length))]
+        start = space.take(length)
+        assert start == (fits[0] if fits else None)
+        if start is not None:
+            taken[start] = start + length
+        if taken and chance.random() < 0.4:
+            start = chance.choice(sorted(taken))
+            space.give_back(start, taken.pop(start) - start)
+    for start, end in taken.items():
+        space.give_back(start, end - start)
+    assert space.take(99) == 1
+    assert space.take(1) is None
+
+
+def test_each_rank_finds_what_the_others_have_put(ranks):
+    pairs = [(sender, receiver) for sender in range(3) for receiver in range(3) if sender != receiver]
+    found = {pair: send(ranks, *pair, 10 * pair[0] + pair[1], LARGE + pair[0])[1] for pair in pairs}
+    for (sender, receiver), piece in found.items():
+        assert piece.shape == (LARGE + sender,)
+        assert (piece == 10 * sender + receiver).all()
+
+
+def test_a_place_is_used_again_when_the_last_view_is_gone_and_not_earlier(ranks):
+    place, piece = send(ranks, 0, 1, 7)
+    view = memoryview(piece[8:24].view(np.float32).reshape(2, 2))
+    del piece
+    other, _ = send(ranks, 0, 2, 8)
+    assert other != place
+    assert bytes(view) == b"\7" * 16
+    del view
+    again, piece = send(ranks, 0, 1, 9)
+    later, _ = send(ranks, 0, 1, 10)
+    assert again == place != later
+    assert (piece == 9).all()
+
+
+def test_an_array_of_jax_keeps_its_place(ranks):
+    place, piece = send(ranks, 0, 1, 7, 4 * GRAIN)
+    array = jax.device_put(piece.view(np.float32))
+    assert array.unsafe_buffer_pointer() == piece.ctypes.data
+    del piece
+    assert send(ranks, 0, 2, 8)[0] != place
+    assert (np.asarray(array).view(np.uint8) == 7).all()
+    del array
+    gc.collect()  # JAX releases host memory at the next call of JAX, or in a garbage collection
+    jnp.zeros(3).block_until_ready()
+    assert send(ranks, 0, 1, 9)[0] == place
+
+
+def test_what_has_no_room_is_not_put(ranks):
+    half = EVERYTHING // 2 // GRAIN * GRAIN
+    held = [send(ranks, 0, 1, k, half)[1] for k in range(2)]
+    assert ranks[0].put(2, piece_of(9, 2 * GRAIN)) == 0
+    assert (held[0] == 0).all()
+    assert (held[1] == 1).all()
+    held.clear()
+    assert ranks[0].put(2, piece_of(9, EVERYTHING)) == 1
+    assert ranks[0].put(2, piece_of(9, EVERYTHING + 1)) == 0
+
+
+def test_nothing_is_put_for_a_rank_that_cannot_find_it(ranks):
+    assert ranks[0].put(3, piece_of(1)) == 0
+    with pytest.raises(OSError, match="rank 3 is out of reach"):
+        ranks[0].found(3, 1, LARGE)
+    with pytest.raises(OSError, match="rank 1 is out of reach"):
+        ranks[0].found(1, GRAINS - 1, GRAIN + 1)
+    with contextlib.closing(SharedMemory(NBYTES)) as memory:
+        memory.meet([memory.address])
+        assert SharedPieces(memory, 0).put(1, piece_of(1)) == 0
+    assert SharedPieces(memory, 0).put(0, piece_of(1)) == 0
+
+
+def test_a_mark_at_no_place_gives_nothing_back(ranks):
+    place, piece = send(ranks, 0, 1, 7)
+    ranks[0]._memory.own[MARKS + place + 1] = 1
+    _, other = send(ranks, 0, 1, 8, GRAIN)
+    assert (piece == 7).all()
+    assert (other == 8).all()
+
+
+def test_what_a_forked_process_may_use_is_not_used_again(ranks):
+    place, piece = send(ranks, 0, 1, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns when a process forks
+        child = os.fork()
+    if not child:
+        del piece
+        os._exit(0)
+    os.waitpid(child, 0)
+    del piece
+    later, piece = send(ranks, 0, 1, 8)
+    assert later > place
+    del piece
+    assert send(ranks, 0, 1, 9)[0] == later
+
+
+def test_who_closes_leaves_the_others_what_they_hold(ranks):
+    _, piece = send(ranks, 0, 1, 7)
+    for one in ranks:
+        one._memory.close()
+    assert (piece == 7).all()
+    piece[:] = 1
+    del piece
+
+
+def places_taken():
+    return len(current_worker().transport._shared._grains)
+
+
+@needs_pickling
+@on_worker0
+def test_large_arrays_of_messages_lie_in_shared_memory_as_long_as_they_are_used(wire_world):
+    x, before = jnp.arange(LARGE, dtype=jnp.float32), places_taken()
+    y = jd.remote(last(), operator.pos, args=(x,))
+    assert (y.to_here() == x).all()
+    assert places_taken() == before + 1
+    del y
+    wait_until_owned(last(), 0)
+    jd.rpc_sync(last(), operator.neg, args=(x,))
+    jd.rpc_sync(last(), len, args=(b"",))
+    assert places_taken() <= before + 1
+
+
+@needs_pickling
+@on_worker0
+def test_one_message_may_hold_pieces_of_both_kinds(wire_world):
+    larger, large = np.arange(NBYTES // 8, dtype=np.int64), np.arange(LARGE)
+    found = jd.rpc_sync(last(), list, args=((large, larger, "small", large + 1),))
+    assert [one if isinstance(one, str) else one.tobytes() for one in found] == [
+        large.tobytes(),
+        larger.tobytes(),
+        "small",
+        (large + 1).tobytes(),
+    ]
+
+
+@needs_pickling
+@on_worker0
+def test_a_place_out_of_reach_fails_its_call(wire_world, monkeypatch):
+    pack = frames.pack
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, "pack", lambda *message: pack(*message[:4], lambda piece: GRAINS))
+        call = jd.rpc_async(last(), operator.neg, args=(jnp.ones(LARGE),))
+    with pytest.raises(jd.WireError, match=f"{4 * LARGE} bytes arrived, for which there is no memory: .* out of reach"):
+        call.result(20)
+    assert (jd.rpc_sync(last(), operator.neg, args=(jnp.ones(LARGE),)) == -1).all()
