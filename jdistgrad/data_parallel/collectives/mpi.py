@@ -1,20 +1,16 @@
 """Collectives over an MPI communicator: mpi4py on host memory; mpi4jax, where it is installed, inside jit."""
 
 import copy
-import functools
 import importlib.util
 import pickle
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import empty
 from jdistgrad.data_parallel.collectives import communicators
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
+from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.board import missing_ranks
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, combined
@@ -28,9 +24,7 @@ from jdistgrad.data_parallel.collectives.world import (
     refuse_threads,
 )
 from jdistgrad.errors import CollectiveError, WorkerLostError
-from jdistgrad.ffi.abi import carrier
-from jdistgrad.ffi.lowering import call_in_order, on_cpus
-from jdistgrad.ffi.sites import Deferred
+from jdistgrad.ffi.lowering import on_cpus
 from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
@@ -41,9 +35,8 @@ CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by
 SUMMED = 2 << 20  # bytes, see ``sum_blocks``
 HERE_TAG, ROUTE_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
 GRACE_SECONDS = 3.0
-UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come
-MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 AT_ONCE = 100e-6  # seconds
+UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come
 
 
 class MPI(HostCollectives):
@@ -60,12 +53,13 @@ class MPI(HostCollectives):
     """
 
     world_ranks: tuple[int, ...]
-    kind_on_device: "ClassVar[type[MPI]]"  # set by mpi_on_device, which needs this class
+    kind_in_programs: "ClassVar[type[MPI]]"  # set by mpi_in_programs, which needs this class
+    kind_on_device: "ClassVar[type[MPI]]"  # the same, by mpi_on_device
 
     def __new__(cls, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT) -> "MPI":
         if cls is MPI and on_device:
             return object.__new__(cls.kind_on_device)
-        return object.__new__(WithMpi4jax if cls is MPI and on_cpus() and has_mpi4jax() else cls)
+        return object.__new__(cls.kind_in_programs if cls is MPI and on_cpus() and has_mpi4jax() else cls)
 
     def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
         try:
@@ -227,7 +221,7 @@ class MPI(HostCollectives):
     def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
         octets = memory.reshape(-1).view(np.uint8)
         received = np.zeros_like(octets)  # which it stays if no rank sends
-        target, source = _ends(route, self.rank)
+        target, source = ends(route, self.rank)
         with self._together(f"a move of {memory.nbytes} bytes {route}"):
             for start in range(0, octets.size, CHUNK):
                 part = slice(start, start + CHUNK)
@@ -254,122 +248,7 @@ class MPI(HostCollectives):
         return [unpickling.loads(stream, buffers) for stream, *buffers in found]
 
 
-class WithMpi4jax(MPI):
-    """The same, but compiled programs reduce through mpi4jax."""
-
-    def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
-        super().__init__(comm, timeout=timeout)
-        self._sections, self._met = Sections(self._of_programs), None
-
-    def twin(self) -> "MPI":
-        other = cast("WithMpi4jax", super().twin())
-        other._sections = Sections(other._of_programs)
-        return other
-
-    def _opened(self, what: str) -> "WithMpi4jax":
-        quiet = copy.copy(self)
-        if on_cpus():
-            call_in_order(lambda: self._sections.enter(what, self.timeout), (), effect=self.effect(), quick=True)
-        else:  # operations of the section use the flag, so they wait for the agreement
-            quiet._met = io_callback(lambda: self._sections.agree(what, self.timeout), MET, ordered=True)
-        return quiet
-
-    def _end(self) -> None:
-        if on_cpus():
-            call_in_order(self._sections.leave, (), effect=self.effect(), quick=True)
-
-    def effect(self) -> Any:
-        return _in_order()
-
-    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        if self._met is None:
-            return super().perform(name, x, how)
-        performer = copy.copy(self)
-        performer._met = None  # a value of the trace that the section is in; the operation may be traced in another
-        return performer.perform(name, self._after_meeting(x), how)
-
-    def _after_meeting(self, x: jax.Array) -> jax.Array:
-        return x if self._met is None else jnp.where(self._met, x, jnp.zeros_like(x))
-
-    def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
-        """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
-        if name == "scatter":
-            blocks = x.reshape(self.size, len(x) // self.size, *x.shape[1:])
-            return self.compiled("alltoall", blocks, how).sum(axis=0, dtype=x.dtype)
-        shape = (self.size, *x.shape) if name == "allgather" else x.shape
-        if x.size == 0:
-            return jnp.zeros(shape, x.dtype)
-        if self.size == 1 and not isinstance(how, Route):
-            return x.reshape(shape)
-        x = self._after_meeting(x)
-        flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype))
-        step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name in ("allgather", "alltoall") else 1)))
-        pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
-        found = [self._run(name, piece, how) for piece in pieces]
-        whole = found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
-        return whole.reshape(shape).astype(x.dtype)
-
-    def _run(self, name: str, x: jax.Array, how: Any) -> jax.Array:
-        import mpi4jax
-        from mpi4py import MPI as mpi  # noqa: N811
-
-        comm = self._of_programs.comm
-        if name == "allgather":
-            return mpi4jax.allgather(x, comm=comm)
-        if name == "broadcast":
-            return mpi4jax.bcast(x, how, comm=comm)
-        if name == "alltoall":
-            return mpi4jax.alltoall(x, comm=comm)
-        if isinstance(how, Route):
-            target, source = _ends(how, self.rank)
-            moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=comm)
-            return jnp.zeros_like(moved) if source == mpi.PROC_NULL else moved
-        reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=comm)
-        if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
-            return reduced
-        unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=comm)
-        return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank that holds it
-
-
-class Sections:
-    """The sections of the programs that reduce through mpi4jax.
-
-    A section begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of mpi4jax's
-    operations keeps meetings and operations in the program's order.
-    """
-
-    def __init__(self, collectives: MPI):
-        self.collectives = collectives
-        self._inside: WatchedBlock | None = None
-
-    def agree(self, what: str, timeout: float) -> np.ndarray:
-        Agreeing(self.collectives, self._described(what))(timeout)
-        return np.ones(MET.shape, MET.dtype)
-
-    def enter(self, what: str, timeout: float) -> Deferred | None:
-        """Begin a section. Ranks that are in step meet at once, which costs less than a wait on another thread."""
-        self.leave()  # a program that failed did not end its section
-        agreeing = Agreeing(self.collectives, self._described(what))
-        if not agreeing.meeting.completes_within(AT_ONCE):
-            return Deferred(functools.partial(self._entered, what, agreeing, timeout))
-        self._entered(what, agreeing, timeout)
-        return None
-
-    def _entered(self, what: str, agreeing: Agreeing, timeout: float) -> None:
-        agreeing(timeout)
-        self._inside = self.collectives._together(self._described(what))
-        self._inside.__enter__()
-
-    def _described(self, what: str) -> str:
-        return f"compiled {what}, by mpi4jax"  # a rank with a GPU reduces in another way, and must not meet this one
-
-    def leave(self) -> None:
-        inside, self._inside = self._inside, None
-        if inside is not None:
-            inside.__exit__()
-
-
-def _ends(route: Route, rank: int) -> tuple[int, int]:
+def ends(route: Route, rank: int) -> tuple[int, int]:
     """Return the ranks that this rank sends to and gets from, in MPI's numbers."""
     from mpi4py import MPI as mpi  # noqa: N811
 
@@ -379,16 +258,6 @@ def _ends(route: Route, rank: int) -> tuple[int, int]:
 
 def has_mpi4jax() -> bool:
     return importlib.util.find_spec("mpi4jax") is not None
-
-
-@functools.cache
-def _in_order() -> Any:
-    """Return the effect of mpi4jax's operations, which keeps the program's order."""
-    import mpi4jax
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    (effect,) = jax.make_jaxpr(lambda x: mpi4jax.allreduce(x, op=mpi.SUM, comm=mpi.COMM_SELF))(0.0).effects
-    return effect
 
 
 def in_pieces_or_words(value: Any) -> list[Any]:
@@ -411,13 +280,6 @@ def in_pieces(value: Any) -> list[Any]:
 
     stream = pickle.dumps(value, protocol=5, buffer_callback=stays)
     return [stream, *large]
-
-
-def _carrier(dtype: Any) -> Any:
-    """Return the dtype that carries another exactly through mpi4jax."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
-        return jnp.float32
-    return jnp.int8 if jnp.dtype(dtype) == jnp.bool else carrier(dtype)
 
 
 def _checked(comm: Any) -> Any:

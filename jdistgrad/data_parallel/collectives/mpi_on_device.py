@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
-from jdistgrad.data_parallel.collectives.mpi import MPI, WithMpi4jax, has_mpi4jax
+from jdistgrad.data_parallel.collectives.mpi import MPI, has_mpi4jax
+from jdistgrad.data_parallel.collectives.mpi_in_programs import WithMpi4jax
 from jdistgrad.data_parallel.collectives.rank_devices import default_device
 from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on_several
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, in_one_order
