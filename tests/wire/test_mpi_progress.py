@@ -22,7 +22,7 @@ class Mailbox:
     def __init__(self, **how):
         self.tasks = queue.SimpleQueue()
         self.failures = []
-        self.ticks = 0
+        self.ticks, self.third_tick = 0, concurrent.futures.Future()
         self.lookers = 0
         self.most_lookers = 0
         self.looks = 0
@@ -58,6 +58,8 @@ class Mailbox:
 
     def tick(self, now):
         self.ticks += 1
+        if self.ticks == 3:
+            self.third_tick.set_result(None)
 
     def future(self):
         """Return a future that a queued task completes once a thread looks."""
@@ -307,8 +309,9 @@ def test_waiting_ends_with_its_time(mailbox):
 
 
 def test_housekeeping_goes_on_while_somebody_waits(mailbox):
-    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.1)
-    assert mailbox.ticks > 2
+    third = mailbox.third_tick
+    mailbox.progress.wait_for((third,), None)
+    assert third.done()
 
 
 def test_a_broken_transport_is_told(mailbox, caplog):
@@ -339,12 +342,13 @@ def test_tasks_that_fail_take_no_thread_along(mailbox, caplog):
 
 def test_housekeeping_that_fails_goes_on(mailbox, caplog):
     def fail(now):
-        mailbox.ticks += 1
+        mailbox.tick(now)
         raise RuntimeError("a broom broke")
 
     mailbox.progress._tick = fail
-    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.1)
-    assert mailbox.ticks > 2
+    third = mailbox.third_tick
+    mailbox.progress.wait_for((third,), None)
+    assert third.done()
     assert mailbox.future().result(30)
     assert "a broom broke" in caplog.text
 

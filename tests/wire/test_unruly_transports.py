@@ -359,6 +359,7 @@ def test_messages_that_come_late_or_twice_change_nothing(big_world, rank, size):
     quiet = work(rank, size, 0)
     twice = 0.5 if launcher_env.launched() else 0.0
     fates = make_unruly(fates=Fates(random.Random(rank), {Fate.LATE: 0.5, Fate.TWICE: twice}))
+    jd.barrier()  # nobody has called a worker that is not unruly yet
     assert work(rank, size, 1) == quiet
     jd.barrier()  # the others have called this worker too
     assert {Kind.CALL, Kind.RESULT} <= {kind for _, kind in fates.met}
