@@ -16,6 +16,7 @@ import weakref
 
 import numpy as np
 
+from jdistgrad.wire import fork_copies
 from jdistgrad.wire.shared_memory import SharedMemory
 
 # A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
@@ -27,18 +28,6 @@ MARKS = 1 << 12
 REACHED_BY = MARKS + GRAINS
 RANKS = GRAIN - REACHED_BY
 RETURNED = b"\1"
-
-_forks = 0
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    # A copy of this process has its own arrays on the same memory: what is in use now is never returned.
-    os.register_at_fork(before=_forked)
 
 
 class FreeSpace:
@@ -117,10 +106,12 @@ class SharedPieces:
         if memory is None or start + nbytes > len(memory):
             raise OSError(f"the memory of rank {peer} is out of reach")
         piece = np.frombuffer(memory, np.uint8, nbytes, start)
-        weakref.finalize(piece, _mark_returned, memory, place, _forks).atexit = False
+        address = fork_copies.watch(piece)
+        weakref.finalize(piece, _give_back, memory, place, address, os.getpid()).atexit = False
         return piece
 
 
-def _mark_returned(memory: mmap.mmap, place: int, forks: int) -> None:
-    if forks == _forks:
+def _give_back(memory: mmap.mmap, place: int, address: int, process: int) -> None:
+    if process == os.getpid():  # a fork has a copy, and returns nothing
+        fork_copies.forget(address)  # first: what is marked may soon hold the next piece
         memory[MARKS + place] = RETURNED[0]

@@ -129,20 +129,30 @@ def test_a_mark_at_no_place_gives_nothing_back(ranks):
     assert (other == 8).all()
 
 
-def test_what_a_forked_process_may_use_is_not_used_again(ranks):
+def test_a_forked_process_has_a_copy_of_what_is_in_use(ranks):
     place, piece = send(ranks, 0, 1, 7)
+    used_again, use_again = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns when a process forks
         child = os.fork()
     if not child:
-        del piece
-        os._exit(0)
-    os.waitpid(child, 0)
+        status = 1
+        with contextlib.suppress(BaseException):
+            os.close(use_again)
+            os.read(used_again, 1)
+            status = 0 if (piece == 7).all() else 2
+            piece[:] = 1
+            del piece
+        os._exit(status)
+    os.close(used_again)
+    piece[:] = 8
     del piece
-    later, piece = send(ranks, 0, 1, 8)
-    assert later > place
-    del piece
-    assert send(ranks, 0, 1, 9)[0] == later
+    again, piece = send(ranks, 0, 1, 9)
+    os.close(use_again)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert again == place
+    assert (piece == 9).all()
+    assert send(ranks, 0, 1, 10)[0] != place
 
 
 def test_who_closes_leaves_the_others_what_they_hold(ranks):
