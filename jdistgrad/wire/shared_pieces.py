@@ -65,20 +65,18 @@ class SharedPieces:
     def __init__(self, memory: SharedMemory, rank: int):
         self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
         self._grains = dict[int, int]()  # by place, how many grains it has
-        self._bytes = None if memory.own is None else np.frombuffer(memory.own, np.uint8)
         for other in memory.others:
             if other is not None and rank < RANKS:
                 other[REACHED_BY + rank] = 1
 
     def put(self, peer: int, piece: memoryview) -> int:
         """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
-        own, held = self._memory.own, self._bytes
-        if own is None or held is None or peer >= RANKS or not own[REACHED_BY + peer]:
+        own = self._memory.own
+        if own is None or peer >= RANKS or not own[REACHED_BY + peer]:
             return 0
         place = self._take(own, -(-piece.nbytes // GRAIN))
         if place:
-            start = place * GRAIN
-            held[start : start + piece.nbytes] = np.frombuffer(piece, np.uint8)
+            np.frombuffer(own, np.uint8, piece.nbytes, place * GRAIN)[:] = np.frombuffer(piece, np.uint8)
         return place
 
     def _take(self, own: mmap.mmap, grains: int) -> int:

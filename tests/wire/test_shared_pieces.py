@@ -5,6 +5,7 @@ import gc
 import operator
 import os
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,14 @@ def test_who_closes_leaves_the_others_what_they_hold(ranks):
     assert (piece == 7).all()
     piece[:] = 1
     del piece
+
+
+def test_closed_memory_is_given_back_whoever_keeps_what_used_it(ranks):
+    send(ranks, 0, 1, 7)
+    kept = [weakref.ref(memory) for one in ranks for memory in (one._memory.own, *one._memory.others) if memory]
+    for one in ranks:
+        one._memory.close()
+    assert [memory() for memory in kept] == [None] * 12
 
 
 def places_taken():
