@@ -90,7 +90,7 @@ class Communicator:
 
     def __init__(self, comm, fates):
         self._comm, self._fates = comm, fates
-        self._begun = []  # sends of copies: MPI uses their memory
+        self._begun, self._beginning = [], threading.RLock()  # sends of copies: MPI uses their memory
         self._here = threading.local()
 
     def __getattr__(self, name):
@@ -116,12 +116,14 @@ class Communicator:
         return request
 
     def _send_copy(self, copy, peer):
-        self._flushed()
-        self._begun.append((self._comm.Isend(copy, peer, FRAME_TAG), copy))
+        with self._beginning:  # any thread sends, and so does the one for late messages
+            self._flushed()
+            self._begun.append((self._comm.Isend(copy, peer, FRAME_TAG), copy))
 
     def _flushed(self):
-        self._begun = [(request, copy) for request, copy in self._begun if not over(request)]
-        return not self._begun
+        with self._beginning:
+            self._begun = [(request, copy) for request, copy in self._begun if not over(request)]
+            return not self._begun
 
     def Free(self):  # noqa: N802
         _later.join()
