@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from jdistgrad.corrections import Corrected, Later
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.wire.interrupts import InterruptibleFuture
+from jdistgrad.wire.interrupts import InterruptibleFuture, SteadyCondition
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -29,6 +29,10 @@ Outcome = tuple[Any, BaseException | None]  # the result of a call, or else its 
 
 class Promise(concurrent.futures.Future[Any]):
     """The future of a value that users' code makes. Its base class ignores an exception that is false as a bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = SteadyCondition()
 
     def result(self, timeout: float | None = None) -> Any:
         error = self.exception(timeout)

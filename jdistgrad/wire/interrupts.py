@@ -117,8 +117,23 @@ def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None
         pass
 
 
+class SteadyCondition(threading.Condition):
+    """A condition that is not left locked when a signal's handler raises.
+
+    The base class enters and leaves in Python, where a handler may run after the lock was taken and before it is given
+    back. The lock itself does both in C.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
 class InterruptibleFuture(concurrent.futures.Future[T]):
-    """A future whose waits Ctrl-C ends."""
+    """A future whose waits Ctrl-C ends, and which can still be completed then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = SteadyCondition()
 
     def result(self, timeout: float | None = None) -> T:
         wait_in_slices(self._done_after, timeout)

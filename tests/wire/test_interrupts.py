@@ -1,12 +1,16 @@
 """Ctrl-C in blocks that put it off until they end, and in waits."""
 
 import concurrent.futures
+import itertools
 import os
 import signal
+import sys
 import threading
 
 import pytest
 
+from jdistgrad.rpc.futures import Promise
+from jdistgrad.threads import started
 from jdistgrad.wire.interrupts import (
     SLICE_SECONDS,
     InterruptibleFuture,
@@ -179,3 +183,40 @@ def test_each_signal_takes_effect_even_if_another_handler_raises():
         assert came == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class HandlerError(Exception):
+    pass
+
+
+def stopped_after(calls, do):
+    """Run ``do``, with an exception at the start of a call in it, where handlers run; return whether it came."""
+    left = iter(range(calls))
+
+    def step(frame, event, arg):
+        if next(left, None) is None:
+            raise HandlerError  # which ends the tracing
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        do()
+    except HandlerError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("kind", [InterruptibleFuture, Promise])
+@pytest.mark.parametrize("ask", ["done", "exception", "result"])
+def test_a_handler_that_raises_leaves_no_future_locked(kind, ask):
+    for calls in itertools.count():
+        future = kind()
+        future.set_result(1)
+        stopped = stopped_after(calls, getattr(future, ask))
+        other = started(future.done, "other")
+        other.join(10)
+        assert not other.is_alive(), calls
+        if not stopped:
+            return
