@@ -44,7 +44,8 @@ class SharedMemory:
 
     def meet(self, addresses: Sequence[str]) -> None:
         """Take note of the addresses of all ranks, and open the memory of those within reach."""
-        self.others = [_opened(one) if self.own is not None else None for one in addresses]
+        own = self.own  # who has no memory uses that of nobody else
+        self.others = [own if own is None or one == self.address else _opened(one) for one in addresses]
 
     def lose(self, rank: int) -> None:
         """Forget the memory of a rank that has left or died. What is in use there stays."""

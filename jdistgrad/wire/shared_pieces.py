@@ -34,29 +34,27 @@ class FreeSpace:
     """The free ranges between two numbers. The lowest range that is long enough is taken first."""
 
     def __init__(self, start: int, end: int):
-        self._starts, self._ends = [start], [end]
+        self._ranges = [(start, end)]
 
     def take(self, length: int) -> int | None:
         """Take a range; return its start, or None if no free range is as long."""
-        for k, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+        for k, (start, end) in enumerate(self._ranges):
             if end - start >= length:
-                self._starts[k] += length
-                if self._starts[k] == end:
-                    del self._starts[k], self._ends[k]
+                self._ranges[k : k + 1] = [(start + length, end)] if end - start > length else []
                 return start
         return None
 
     def give_back(self, start: int, length: int) -> None:
         """Give back a range that was taken; free ranges beside it become one with it."""
-        k, end = bisect.bisect(self._starts, start), start + length
-        if k < len(self._starts) and self._starts[k] == end:
-            end = self._ends[k]
-            del self._starts[k], self._ends[k]
-        if k and self._ends[k - 1] == start:
-            self._ends[k - 1] = end
-        else:
-            self._starts.insert(k, start)
-            self._ends.insert(k, end)
+        end = start + length
+        first = last = bisect.bisect(self._ranges, (start, end))
+        if first and self._ranges[first - 1][1] == start:
+            first -= 1
+            start = self._ranges[first][0]
+        if last < len(self._ranges) and self._ranges[last][0] == end:
+            end = self._ranges[last][1]
+            last += 1
+        self._ranges[first:last] = [(start, end)]
 
 
 class SharedPieces:
