@@ -79,7 +79,8 @@ class Progress:
         self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
 
     def start(self) -> None:
-        self._one_more()
+        with self._counting:
+            self._one_more()
 
     def active(self) -> None:
         """Look more often for a while, as messages are to be expected."""
@@ -186,18 +187,20 @@ class Progress:
     # Serving threads.
 
     def _one_more(self) -> None:
-        """Let one more thread serve. Raises RuntimeError if none can be started."""
-        with self._counting:
-            if self._parked:
-                self._parked -= 1
-                self._standby.release()
-            else:
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(started(self._serve, f"{self._name}-{next(self._count)}"))
-            self._free += 1
+        """Let one more thread serve; the caller holds ``_counting``. Raises RuntimeError if none can be started."""
+        if self._parked:
+            self._parked -= 1
+            self._standby.release()
+        else:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(started(self._serve, f"{self._name}-{next(self._count)}"))
+        self._free += 1
 
     def _has_standby(self) -> bool:
-        """Return whether another thread can be primary while the primary runs a task; provide it if need be."""
+        """Return whether another thread can be primary while the primary runs a task; provide it if need be.
+
+        The caller holds ``_counting``.
+        """
         if self._free < 2:
             try:
                 self._one_more()
@@ -221,12 +224,12 @@ class Progress:
             self._tick_if_due()
             if self._another_looks():
                 return None
-            self._has_standby()
+            with self._counting:
+                self._has_standby()
             while not (self._stopped or self._another_looks()):
                 task = self._look_once()
                 self._tick_if_due()
-                if task is not None and self._has_standby():
-                    self._leave_to_run()  # before the next primary counts who is free
+                if task is not None and self._leaves_to_run():
                     return task
                 if task is not None:
                     self._run(task)
@@ -234,10 +237,18 @@ class Progress:
         finally:
             self._primary.release()
 
-    def _leave_to_run(self) -> None:
+    def _leaves_to_run(self) -> bool:
+        """Leave the looking to another thread; return False if there is none.
+
+        The next primary must count this thread as busy, and the other must not park meanwhile: a thread that waits for
+        an answer may look just now, and nobody would after it.
+        """
         with self._counting:
+            if not self._has_standby():
+                return False
             self._free -= 1
             self._busy += 1
+            return True
 
     def _another_looks(self) -> bool:
         """Return whether a thread that waits for an answer is looking, or will be soon."""

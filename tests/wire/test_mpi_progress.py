@@ -284,6 +284,49 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
     assert done.wait(30)
 
 
+class Turnstile:
+    """A lock. ``before`` is called, once, before the thread ``of`` gets it."""
+
+    def __init__(self):
+        self.lock, self.of, self.before = threading.Lock(), None, None
+
+    def __enter__(self):
+        if threading.get_ident() == self.of:
+            self.of = None
+            self.before()
+        self.lock.acquire()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_a_thread_that_is_not_needed_while_another_looks_does_not_leave_nobody_behind(mailbox, waiting):
+    """The standby parks just when the primary goes to run a task, since a thread that waits for an answer looks."""
+    assert mailbox.future().result(30)
+    until(lambda: mailbox.progress._free == 2)
+    counting = mailbox.progress._counting = Turnstile()
+    look, done, waits = mailbox.look, threading.Event(), []
+
+    def looked():
+        found = look()
+        if found[1] is not None:
+            counting.of, mailbox.progress._look = threading.get_ident(), look
+        return found
+
+    def until_the_standby_parks():
+        waits.append(waiting())
+        until(lambda: mailbox.progress._parked)
+
+    counting.before, mailbox.progress._look = until_the_standby_parks, looked
+    mailbox.tasks.put(lambda: done.wait(30))
+    until(lambda: mailbox.progress._busy)
+    ((thread, answer),) = waits
+    answer.set_result(None)
+    thread.join(30)
+    mailbox.tasks.put(done.set)
+    assert done.wait(5)
+
+
 def test_who_has_waited_in_a_task_looks_as_soon_as_the_task_is_done(monkeypatch):
     """Whoever sleeps until others may have stopped looking sleeps to the end of the test here."""
     end = threading.Event()
