@@ -1,6 +1,7 @@
 """The end of a context's block: it waits for calls under way, and leaves nothing of the context on any worker."""
 
 import gc
+import signal
 import time
 import weakref
 
@@ -23,6 +24,8 @@ from helpers.worlds import (
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.message import Kind
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -46,6 +49,24 @@ def test_release_by_an_exception(world):
     wait_until_nobody_takes_part()
     with jd.context():
         assert_close(jax.grad(lambda x: relay(path, x).sum())(X), 2 * X)
+
+
+def test_ctrl_c_while_workers_are_told_reaches_all_of_them():
+    with jd.local_workers(3):
+        transport = current_worker().transport
+        send, pressed = transport.send, []
+
+        def press_after(peer, message):
+            send(peer, message)
+            if message.kind is Kind.RELEASE and not pressed:
+                pressed.append(peer)
+                signal.raise_signal(signal.SIGINT)
+
+        transport.send = press_after
+        with pytest.raises(KeyboardInterrupt), jd.context():
+            jax.grad(lambda x: (relay([1], x) + relay([2], x)).sum())(X)
+        assert pressed
+        wait_until_nobody_takes_part()
 
 
 def scaled_loss(p, x):

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 from jdistgrad import errors
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.references.table import References
-from jdistgrad.rpc.scopes import ScopeTable
+from jdistgrad.rpc.scopes import Scope, ScopeTable
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -34,12 +35,15 @@ class Releasing:
         Raises:
           WireError: one of them, or several, could not be told.
         """
-        mailbox, scope = self._mailbox, self._scopes.release(identifier)
-        if scope is None:
-            return
-        peers, contents = scope.close()
+        with put_off_interrupt():  # or a part of the workers might never be told
+            scope = self._scopes.release(identifier)
+            if scope is not None:
+                self._end(scope)
+
+    def _end(self, scope: Scope) -> None:
+        mailbox, (peers, contents) = self._mailbox, scope.close()
         try:
-            release = Message(Kind.RELEASE, mailbox.rank, identifier)
+            release = Message(Kind.RELEASE, mailbox.rank, scope.id)
             self._tell_all([(peer, release) for peer in peers - {mailbox.rank, *self._lost}])
         finally:
             for content in contents:
