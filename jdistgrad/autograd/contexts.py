@@ -95,19 +95,22 @@ def context() -> Iterator[Context]:
             "open the other one in a thread of its own.",
             context=outer.id,
         )
-    opened = open_context()
+    with opened_context() as opened:
+        yield opened
+        settle()
+
+
+@contextlib.contextmanager
+def opened_context() -> Iterator[Context]:
+    """Open a context for a block, also inside another one."""
+    worker = current_worker()
+    identifier = worker.scopes.draw()  # Ctrl-C may come before anybody has the scope
     try:
+        opened = Context(worker, worker.scopes.enter(identifier))
         with within(opened.scope):
             yield opened
-            settle()
     finally:
-        opened.close()
-
-
-def open_context() -> Context:
-    """Open a context without entering it."""
-    worker = current_worker()
-    return Context(worker, worker.scopes.open())
+        worker.releasing.close_scope(identifier)
 
 
 def find_context(which: Any) -> Context:
@@ -154,13 +157,16 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
 
 
 class Lease:
-    """Ownership of an open context: the context closes when the last holder of the lease is gone."""
+    """Ownership of a context, open or not yet: the context closes when the last holder of the lease is gone."""
 
-    def __init__(self, opened: Context):
-        self._worker, self._id = current_worker(), opened.id
+    def __init__(self, worker: Worker):
+        self._worker, self.id = worker, worker.scopes.draw()
+
+    def close(self) -> None:
+        self._worker.releasing.close_scope(self.id)
 
     def __del__(self) -> None:
-        self._worker.releasing.abandon_scope(self._id)
+        self._worker.releasing.abandon_scope(self.id)
 
 
 @contextlib.contextmanager
@@ -169,12 +175,12 @@ def some_context(*, needed: bool = True) -> Iterator[Any]:
     if not needed or current_scope() is not None or find_worker() is None or not trace_state_clean():
         yield None
         return
-    opened = open_context()
-    lease = Lease(opened)
+    worker = current_worker()
+    lease = Lease(worker)
     try:
-        with within(opened.scope):
+        with within(worker.scopes.enter(lease.id)):
             yield lease
             settle()
     except BaseException:  # its traceback would keep the lease alive
-        opened.close()
+        lease.close()
         raise

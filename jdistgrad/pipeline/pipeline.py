@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.contexts import open_context
+from jdistgrad.autograd.contexts import opened_context
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.pipeline.batches import in_jax, joined, sizes_of
 from jdistgrad.pipeline.plans import as_stage, check_hash
@@ -15,7 +15,7 @@ from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
 from jdistgrad.rpc.calls.caller import AnyWorker
-from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule
 
@@ -98,7 +98,7 @@ class Pipeline:
             )
         if targets is None:
             _refuse_missing_targets(self.loss)
-        with _own_context() if current_scope() is None else contextlib.nullcontext():
+        with opened_context() if current_scope() is None else contextlib.nullcontext():
             loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
         return in_jax(loss, auxiliary)
 
@@ -108,7 +108,7 @@ class Pipeline:
         This has a context of its own: if it fails, gradients of steps before it are not lost.
         """
         _refuse_traced("apply")
-        with _own_context():
+        with opened_context():
             _, outputs = self._run(self._without_loss, batch, ())
         return joined(outputs)
 
@@ -131,17 +131,6 @@ class Pipeline:
         sizes = sizes_of(batch, targets, program.plan.microbatches)
         done, self._report = program.run(Brought(batch, targets, sizes), self._timeout)
         return done.loss, done.results
-
-
-@contextlib.contextmanager
-def _own_context() -> Iterator[None]:
-    """Open a context for the block, also inside another one."""
-    opened = open_context()
-    try:
-        with within(opened.scope):
-            yield
-    finally:
-        opened.close()
 
 
 def _refuse_missing_targets(loss: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ import jax
 from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
+from jdistgrad.wire.interrupts import put_off_interrupt
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,19 +145,38 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
     def __init__(self, scope: Scope | None):
         self._scope = scope
         self._slots: Slots | None = None
+        self._outer: contextvars.Token[Scope | None] | None = None
 
     def __enter__(self) -> None:
-        if self._scope is not None and self._scope is not _scope.get():
-            self._slots, key = current_resident().slots, origin().key
-            self._slot = self._slots.take(self._scope)
-            self._outer_origin = _origin.set(Origin(key, self._slot))
-            self._compiling = _slot_key(self._slot) if self._slot else None
-            if self._compiling is not None:
-                self._compiling.__enter__()
-        self._outer = _scope.set(self._scope)
+        if self._scope is None or self._scope is _scope.get():
+            self._outer = _scope.set(self._scope)
+            return
+        try:
+            with put_off_interrupt():  # which would leave this thread in the scope for ever
+                self._come_in(self._scope)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _come_in(self, scope: Scope) -> None:
+        slots, key = current_resident().slots, origin().key
+        self._slots, self._slot = slots, slots.take(scope)
+        self._outer_origin = _origin.set(Origin(key, self._slot))
+        self._compiling = _slot_key(self._slot) if self._slot else None
+        if self._compiling is not None:
+            self._compiling.__enter__()
+        self._outer = _scope.set(scope)
 
     def __exit__(self, *error: object) -> None:
-        _scope.reset(self._outer)
+        if self._slots is None:
+            self._go_out(*error)
+            return
+        with put_off_interrupt():
+            self._go_out(*error)
+
+    def _go_out(self, *error: object) -> None:
+        if self._outer is not None:
+            _scope.reset(self._outer)
         if self._slots is not None:
             if self._compiling is not None:
                 self._compiling.__exit__(*error)

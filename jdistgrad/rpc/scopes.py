@@ -89,9 +89,13 @@ class ScopeTable:
     def __len__(self) -> int:
         return len(self._open)
 
+    def draw(self) -> int:
+        """Return the id of a new scope, which can be entered, and be released whether it has been entered or not."""
+        return self._ids.next()
+
     def open(self) -> Scope:
         """Open a new scope."""
-        return self.enter(self._ids.next())
+        return self.enter(self.draw())
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
         """Return the scope with this id, made if it is new here.

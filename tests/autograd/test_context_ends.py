@@ -1,7 +1,9 @@
 """The end of a context's block: it waits for calls under way, and leaves nothing of the context on any worker."""
 
 import gc
+import itertools
 import signal
+import sys
 import time
 import weakref
 
@@ -19,11 +21,13 @@ from helpers.worlds import (
     rank,
     relay,
     scaled,
+    takes_part,
     wait_until_nobody_takes_part,
 )
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import Kind
 
@@ -67,6 +71,40 @@ def test_ctrl_c_while_workers_are_told_reaches_all_of_them():
             jax.grad(lambda x: (relay([1], x) + relay([2], x)).sum())(X)
         assert pressed
         wait_until_nobody_takes_part()
+
+
+def test_ctrl_c_as_a_context_begins_leaves_the_thread_outside():
+    """It is pressed after each of the calls that lead into the block, one after the other."""
+    with jd.local_workers(3):
+        slots, turn = current_worker().slots, 0
+        while begins_with_ctrl_c_after(turn):
+            gc.collect()
+            assert current_scope() is None, turn
+            assert slots.at(0) is None, turn
+            assert takes_part() == [], turn
+            turn += 1
+        assert turn > 20
+
+
+def begins_with_ctrl_c_after(turn):
+    """Begin a context, press Ctrl-C after so many calls; return False if it began before that, and end it."""
+    calls = itertools.count()
+
+    def press(frame, event, _):
+        # Python handles signals where a function begins, and where one written in C has returned.
+        if event in ("call", "c_return") and next(calls) == turn:
+            signal.raise_signal(signal.SIGINT)
+
+    context = jd.context()
+    try:
+        sys.setprofile(press)
+        context.__enter__()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    context.__exit__(None, None, None)
+    return False
 
 
 def scaled_loss(p, x):

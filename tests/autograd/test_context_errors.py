@@ -11,6 +11,8 @@ from helpers.programs import X, loss, square, still_differentiates
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
+from jdistgrad.autograd.contexts import Context
+from jdistgrad.rpc.worker import current_worker
 
 
 def make():
@@ -62,9 +64,7 @@ def test_a_context_is_sent_by_its_number(world):
 
 @on_worker0
 def test_backward_in_a_context_other_than_the_threads(world):
-    from jdistgrad.autograd.contexts import open_context
-
-    other = open_context()
+    other = Context(current_worker(), current_worker().scopes.open())
     with jd.context(), pytest.raises(jd.ContextError, match="this thread is in context 0:"):
         jd.backward(other, loss, X)
     assert_close(jd.backward(other, loss, X)[1], (2 * X,))
