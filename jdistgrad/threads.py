@@ -1,25 +1,31 @@
 """Threads: an unbounded pool of reusable daemon threads, which serve calls; how threads are stopped; where they are.
 
+And functions that C calls on the main thread, which Python must not interrupt.
+
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
 starts no more threads, tasks wait until one is free.
 """
 
+import _thread
 import atexit
 import collections
+import contextlib
 import ctypes
+import dis
 import gc
 import itertools
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar, cast
 
 from jdistgrad.forked import end_forked
 
@@ -30,6 +36,7 @@ STOP_SLICE = 0.05
 STOP_SECONDS = 5.0  # for all threads together: each goes on until its step in compiled code is done
 
 Inbox = queue.SimpleQueue[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("jdistgrad.threads")
 
@@ -117,6 +124,46 @@ def _go_on_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_go_on_in_child)
+
+
+RESUME, AT_START, AFTER_YIELD_FROM = dis.opmap["RESUME"], 0, 2
+AGAIN_SECONDS = 1e-3
+
+_called_by_c = set[CodeType]()
+
+
+def called_by_c(function: F) -> F:
+    """Let a function that C calls begin without a look for signals; return the function.
+
+    There a handler would run outside of any ``try``, and nothing takes its exception: ctypes goes on with whatever lies
+    where the result should. Python does not look either where a generator goes on after another one that it has called.
+    """
+    assert isinstance(function, FunctionType)
+    code, start = function.__code__, bytes([RESUME, AT_START])
+    place = next(k for k in range(0, len(code.co_code), 2) if code.co_code[k : k + 2] == start)
+    changed = code.co_code[:place] + bytes([RESUME, AFTER_YIELD_FROM]) + code.co_code[place + 2 :]
+    function.__code__ = code.replace(co_code=changed)
+    _called_by_c.add(function.__code__)
+    return cast("F", function)
+
+
+def is_called_by_c(frame: FrameType | None) -> bool:
+    """Return whether a frame is in a function that C calls."""
+    while frame is not None and frame.f_code not in _called_by_c:
+        frame = frame.f_back
+    return frame is not None
+
+
+def signal_again(number: int) -> None:
+    """Let the main thread handle a signal as soon as it is in no function that C calls."""
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        started(_signal_again, "jdistgrad-signals", number)
+
+
+def _signal_again(number: int) -> None:
+    while is_called_by_c(frames().get(threading.main_thread().ident or 0)):
+        time.sleep(AGAIN_SECONDS)
+    _thread.interrupt_main(signal.Signals(number))
 
 
 class ThreadPool:

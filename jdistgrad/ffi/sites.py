@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ import numpy as np
 
 from jdistgrad.ffi import abi
 from jdistgrad.ffi.dispatch import WaitingPrograms, run_programs_where_they_are_called
-from jdistgrad.threads import ThreadPool
+from jdistgrad.threads import ThreadPool, called_by_c, signal_again
 
 TARGET = "jdistgrad_call"
 
@@ -165,11 +166,13 @@ def _described(arrays: Sequence[Any]) -> list[Array]:
     return [(tuple(one.shape), abi.carrier(one.dtype)) for one in arrays]
 
 
+@called_by_c
 def _handle(address: int) -> int | None:
-    frame = abi.CallFrame.from_address(address)
-    if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
-        return None
+    call: SiteCall | None = None
     try:
+        frame = abi.CallFrame.from_address(address)
+        if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
+            return None
         site = _sites[frame.number()]
         copies = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
         operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
@@ -184,7 +187,11 @@ def _handle(address: int) -> int | None:
         else:
             _put(found, results)
     except BaseException as error:
-        return frame.error(in_words(error), code_of(error))
+        if isinstance(error, KeyboardInterrupt):  # else only the program's error would tell of it
+            signal_again(signal.SIGINT)
+        if call is None:
+            return abi.CallFrame.from_address(address).error(in_words(error), code_of(error))
+        call.fail(error)
     return None
 
 

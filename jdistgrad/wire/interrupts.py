@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from jdistgrad.threads import is_called_by_c, signal_again
+
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slices``
@@ -45,6 +47,8 @@ class Handler:
         if _blocks:
             _pending[number] = self
             _blocks[0].seen = _blocks[-1].seen = True
+        elif is_called_by_c(frame):
+            signal_again(number)
         else:
             self.previous(number, frame)
 

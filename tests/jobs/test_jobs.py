@@ -368,6 +368,45 @@ INTERRUPTED = """
 """
 
 
+COMPUTING = """
+    import contextlib, functools, os, signal, threading
+    import jax, jax.numpy as jnp
+    import jdistgrad as jd
+
+    def double(x):
+        return 2 * x
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def compute_and_call(x, times):
+        x = jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x), x)
+        return jd.rpc_sync(1, double, args=(x[0, :2],))
+
+    me = jd.init()
+    if me.rank == 0:
+        zeros = jnp.zeros((300, 300))
+        for times in (1, 500):
+            jax.block_until_ready(compute_and_call(zeros, times))
+        for _ in range(3):
+            HANDLER
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+                    jax.block_until_ready(compute_and_call(zeros, 500))
+                threading.Event().wait(10)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            print("then", compute_and_call(zeros, 1), flush=True)
+    jd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("handler", ["pass", "signal.signal(signal.SIGINT, signal.default_int_handler)"])
+def test_ctrl_c_while_a_compiled_program_computes_before_its_call(mpi_job, handler):
+    """XLA calls Python after that, where an exception would go nowhere. A notebook sets the handler for every cell."""
+    job = mpi_job(2, COMPUTING.replace("HANDLER", handler), NPROC="1")  # as by `jdistgrad run` on few cores
+    job.expect("interrupted\nthen [0. 0.]\n" * 3)
+
+
 @pytest.mark.parametrize("how", ["average", "step"])
 def test_a_step_goes_on_for_the_others_when_ctrl_c_ends_a_ranks_wait_for_it(mpi_job, how):
     job = mpi_job(3, INTERRUPTED.replace("HOW", repr(how)))
