@@ -212,6 +212,35 @@ def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
     assert asked.is_set()
 
 
+def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
+    """The thread gets no core between taking note of the weights and sending them, while the workers are surveyed."""
+    surveyed, slow = threading.Event(), threading.Event()
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            references, closing = current_worker().references, current_worker().closing
+            dropped = references.dropped
+
+            def pausing():
+                found = dropped()
+                if found:
+                    slow.set()
+                    if poll(lambda: closing.told or closing._round > 5, 30):
+                        surveyed.set()
+                return found
+
+            made = jd.remote(1, abs, args=(-1,))
+            made.to_here()
+            references.dropped = pausing
+            del made
+            assert slow.wait(30)
+        return jd.shutdown()
+
+    assert jd.spawn(main, 3) == [[], [], []]
+    assert surveyed.is_set()
+
+
 def add_then(future, callback):
     future.then(callback)
 

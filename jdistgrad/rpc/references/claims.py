@@ -128,6 +128,10 @@ class ClaimTable:
         with self._lock:
             return self._claims.get(identifier)
 
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self._drops)
+
     def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
         """Return the weights dropped since the last call, by owner."""
         home: dict[int, list[tuple[int, Weight]]] = {}

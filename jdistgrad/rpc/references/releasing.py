@@ -51,6 +51,11 @@ class Releasing:
 
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
+        if self._abandoned or self._references.has_news:
+            with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
+                self._tell_news()
+
+    def _tell_news(self) -> None:
         while self._abandoned:
             self.close_scope(self._abandoned.popleft())
         here, references = self._mailbox.rank, self._references

@@ -115,6 +115,11 @@ class References:
                     self._noted_by.setdefault(identifier, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
+    @property
+    def has_news(self) -> bool:
+        """Return whether there is something for ``dropped`` or ``to_forget`` to return."""
+        return self.claims.has_dropped or bool(self._to_forget)
+
     def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
         """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
         has = self.accounts.has if self.accounts is not None else lambda identifier: False
