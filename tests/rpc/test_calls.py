@@ -2,7 +2,10 @@
 
 import concurrent.futures
 import contextvars
+import dataclasses
+import functools
 import operator
+import queue
 import threading
 import time
 import uuid
@@ -10,9 +13,12 @@ import uuid
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.worlds import on_worker0
+from helpers.worlds import last, needs_pickling, on_worker0, wire_world as wire_world
 
 import jdistgrad as jd
+from jdistgrad.rpc.calls import caller
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -101,6 +107,26 @@ released = threading.Event()
 def meet():
     everybody.wait(30)
     return jd.worker_info().rank
+
+
+@needs_pickling
+@on_worker0
+def test_who_waits_for_room_goes_on_if_all_calls_are_answered_meanwhile(wire_world, monkeypatch):
+    """Between finding that their messages are too large and looking which they are."""
+    calls = current_worker().calls._calls
+    oldest, futures, asked = calls.oldest, queue.SimpleQueue(), []
+
+    def when_answered(count):
+        assert poll(lambda: not calls.bytes, 30)
+        return oldest(count)
+
+    monkeypatch.setattr(caller, "settings", dataclasses.replace(caller.settings, in_flight_bytes=1))
+    monkeypatch.setattr(calls, "oldest", when_answered)
+    for _ in range(2):  # the second waits for room
+        call = functools.partial(jd.rpc_async, last(), np.sum, args=(np.ones(100),))
+        threading.Thread(target=lambda call=call: futures.put(call()), daemon=True).start()
+        asked.append(futures.get(timeout=20))
+    assert [one.result(30) for one in asked] == [100, 100]
 
 
 @on_worker0

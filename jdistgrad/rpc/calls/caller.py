@@ -111,7 +111,9 @@ class Caller:
         A thread that serves a call does not wait: the calls that it would wait for may wait for its own.
         """
         while self._calls.bytes > settings.in_flight_bytes and not self._is_serving():
-            self._mailbox.wait_for([call.future for call in self._calls.oldest(LOOKED_AT)], None)
+            oldest = self._calls.oldest(LOOKED_AT)
+            if oldest:  # else all have been answered just now
+                self._mailbox.wait_for([call.future for call in oldest], None)
 
     def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
         mailbox = self._mailbox
