@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import itertools
+import signal
+import sys
 import threading
 import weakref
 
@@ -12,8 +15,10 @@ import pytest
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
+import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 from jdistgrad.wire.polling import poll
 
@@ -38,6 +43,64 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
             dp.average(MIXED)
     again = DataParallel()
     np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
+
+
+_made = {}
+
+
+def make_here():
+    _made[jd.worker_info().rank] = DataParallel(timeout=20)
+
+
+def average_here():
+    """Return the average of the workers' numbers, for an array of one bucket."""
+    rank = jd.worker_info().rank
+    return float(_made[rank].average({"w": jnp.full(2, float(rank))})["w"][0])
+
+
+def pressed_after(turn, block):
+    """Run a block, and press Ctrl-C after so many of our calls from where a step has begun; return whether it was."""
+    calls, begun, pressed = itertools.count(), [], []
+
+    def press(frame, event, _):
+        if frame.f_code is Reducer.default_handling.__code__:
+            begun.append(frame)
+        # Python handles signals where a function begins, and where one written in C has returned.
+        here = frame.f_globals["__name__"].startswith("jdistgrad.")
+        if begun and here and event in ("call", "c_return") and next(calls) == turn:
+            pressed.append(turn)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(press)
+    try:
+        block()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+        begun.clear()
+    return bool(pressed)
+
+
+def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right():
+    with jd.local_workers(3):
+        for future in jd.rpc_all(range(3), make_here):
+            future.result()
+        step = _made[0]._driver._reducer
+        for _ in range(2):
+            others = jd.rpc_all([1, 2], average_here)
+            assert average_here() == 1.0
+            assert [future.result() for future in others] == [1.0, 1.0]
+        for turn in itertools.count():
+            others, before = jd.rpc_all([1, 2], average_here), step.step
+            pressed = pressed_after(turn, average_here)
+            if step.step == before:  # the others still wait for this one
+                assert average_here() == 1.0, turn
+            assert [future.result() for future in others] == [1.0, 1.0], turn
+            if not pressed:
+                break
+        assert turn > 20
+        _made.clear()
 
 
 def failing_on(ranks, rank):

@@ -147,14 +147,30 @@ class Driver:
         """
         while True:
             before = self._reducer.memory() if self.goes_on else None
-            reduction = begin()
-            with _abandon_on_error(reduction):
+            step, reduction = self._reducer.step, begin()
+            try:
                 results = compute(reduction)
+            except BaseException as error:
+                self._give_up(reduction, error, step)
+                raise
             try:
                 return results, reduction.finish(), reduction.handling
             except UnfinishedError:
                 assert before is not None
                 self._reducer.put_back(before)
+
+    def _give_up(self, reduction: Reduction, error: BaseException, before: int) -> None:
+        """End a step in which this rank has failed, so that the next is in order.
+
+        Arguments:
+          before: the number of the step before.
+        """
+        if reduction.is_launched:
+            reduction.leave()
+        elif isinstance(error, Exception) or reduction.has_begun:
+            reduction.abandon()
+        else:  # Ctrl-C, before the ranks have met: the next step is this one
+            self._reducer.step = before
 
     def _tune(self, tuning: Tuning) -> None:
         """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
@@ -213,7 +229,12 @@ class Driver:
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
-        return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual))
+        before = self._reducer.step
+        try:
+            return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual))
+        except BaseException:
+            self._reducer.step = before
+            raise
 
     def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
         """Begin the next step; return the way in which its gradients are reduced."""
@@ -275,16 +296,6 @@ class Driver:
             join.leave()
         finally:
             self._reducer.joining = before
-
-
-@contextlib.contextmanager
-def _abandon_on_error(reduction: Reduction) -> Iterator[None]:
-    """Open a block in which all gradients of a step come; if the block fails, announce that to the other ranks."""
-    try:
-        yield
-    except BaseException:
-        reduction.abandon()
-        raise
 
 
 def as_gradient(path: str, leaf: Any) -> Any:

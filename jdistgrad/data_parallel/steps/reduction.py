@@ -17,6 +17,7 @@ from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
 from jdistgrad.wire import pinned
+from jdistgrad.wire.interrupts import put_off_interrupt
 
 
 class Launching:
@@ -70,6 +71,16 @@ class Reduction:
     def _launching(self) -> Launching:
         return Launching(self._plan.buckets)
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the others may have heard of it."""
+        return bool(self._launched)
+
+    @property
+    def is_launched(self) -> bool:
+        """Return whether the others need nothing more of this rank's gradients."""
+        return len(self._launched) == len(self._plan.buckets)
+
     def launch(self, gradients: Sequence[Any]) -> None:
         """Launch the next buckets, given all their gradients in the plan's order. Nothing is checked."""
         start = 0
@@ -79,7 +90,8 @@ class Reduction:
             own = gradients[start:end]
             copies = pinned.copies(own) if self._in_host_memory(number) else None
             average = functools.partial(self._average, number) if copies is None else self._averaged_copies(number, own)
-            self._launched.append(self._thread.submit(average, own if copies is None else copies))
+            with put_off_interrupt():  # what is launched counts
+                self._launched.append(self._thread.submit(average, own if copies is None else copies))
             start = end
 
     def _in_host_memory(self, number: int) -> bool:
@@ -122,13 +134,18 @@ class Reduction:
         """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
         self._thread.submit(self._reducer.abandon, self.handling.step, len(self._launched))
 
+    def leave(self) -> None:
+        """Let the others have the averages; this rank does not wait for them."""
+        if self._reducer.votes:
+            self._thread.submit(self._vote)
+
     def finish(self) -> list[Any]:
         """Wait for every bucket; return the averaged gradients, by leaf.
 
         Raises:
           UnfinishedError: a rank has died meanwhile; begin again.
         """
-        if len(self._launched) < len(self._plan.buckets):
+        if not self.is_launched:
             missing = self._launching.missing()
             raise LeafError(
                 f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
