@@ -126,25 +126,34 @@ def _go_on_in_child() -> None:
 os.register_at_fork(after_in_child=_go_on_in_child)
 
 
+# The instruction with which each function begins, and looks for signals; where a generator goes on after another one
+# that it has called, the same instruction does not. So it is in these versions.
 RESUME, AT_START, AFTER_YIELD_FROM = dis.opmap["RESUME"], 0, 2
+VERSIONS = {(3, 11), (3, 12), (3, 13)}
 AGAIN_SECONDS = 1e-3
 
 _called_by_c = set[CodeType]()
 
 
 def called_by_c(function: F) -> F:
-    """Let a function that C calls begin without a look for signals; return the function.
+    """Let a function that C calls begin without a look for signals, where that is known to work; return the function.
 
     There a handler would run outside of any ``try``, and nothing takes its exception: ctypes goes on with whatever lies
-    where the result should. Python does not look either where a generator goes on after another one that it has called.
+    where the result should. Our own handlers wait until the function has returned, but a notebook, for each cell,
+    installs one that does not.
     """
     assert isinstance(function, FunctionType)
-    code, start = function.__code__, bytes([RESUME, AT_START])
-    place = next(k for k in range(0, len(code.co_code), 2) if code.co_code[k : k + 2] == start)
-    changed = code.co_code[:place] + bytes([RESUME, AFTER_YIELD_FROM]) + code.co_code[place + 2 :]
-    function.__code__ = code.replace(co_code=changed)
+    if sys.version_info[:2] in VERSIONS:
+        function.__code__ = _begins_quietly(function.__code__)
     _called_by_c.add(function.__code__)
     return cast("F", function)
+
+
+def _begins_quietly(code: CodeType) -> CodeType:
+    start = bytes([RESUME, AT_START])
+    place = next(k for k in range(0, len(code.co_code), 2) if code.co_code[k : k + 2] == start)
+    changed = code.co_code[:place] + bytes([RESUME, AFTER_YIELD_FROM]) + code.co_code[place + 2 :]
+    return code.replace(co_code=changed)
 
 
 def is_called_by_c(frame: FrameType | None) -> bool:
