@@ -47,9 +47,8 @@ def two_programs(mpi_job, tmp_path):
     for name in ("leads.py", "follows.py"):
         (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
     become = f"""
-        import os, sys
-        from jdistgrad.wire import launcher_env
-        script = "follows.py" if launcher_env.rank() else "leads.py"
+        import os, sys  # not jdistgrad: it would load JAX twice
+        script = "follows.py" if int(os.environ["OMPI_COMM_WORLD_RANK"]) else "leads.py"
         os.execv(sys.executable, [sys.executable, os.path.join({str(tmp_path)!r}, script)])
         """
     return lambda **variables: mpi_job(3, become, **variables).output
