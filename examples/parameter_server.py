@@ -84,7 +84,7 @@ def train(params, optimizer, board, share, shares):
         with jd.context() as ctx:
             loss, _ = jd.value_and_grad(loss_at)(params, images, labels)
             optimizer.step(ctx)
-        board.rpc_async().note(float(loss))
+        board.rpc_sync().note(float(loss))
 
 
 def serve():
