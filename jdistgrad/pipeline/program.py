@@ -57,7 +57,7 @@ class Program:
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         busy = [index for index, row in enumerate(schedule.actions) if row]
-        self._kept: dict[int, dict[int, RRef[Any]]] = {}  # by the rank of the worker that drives the steps
+        self._kept: dict[tuple[str, int], dict[int, RRef[Any]]] = {}  # by the world and rank of who drives the steps
         self._parts = {index: self._part(index, stages, functions) for index in busy}
 
     def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
@@ -81,7 +81,7 @@ class Program:
 
     def _kept_parts(self) -> dict[int, RRef[Any]]:
         """Return the parts on other workers: functions that came with each step would be compiled in each step."""
-        here = current_worker().rank
+        here = current_worker().world, current_worker().rank
         if here not in self._kept:
             others = [(index, part) for index, part in self._parts.items() if index != self._own]
             with within(None):  # they outlive the context of the step that needs them first
@@ -102,7 +102,7 @@ class Program:
         done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
             for index, part in self._kept_parts().items():
-                arguments = part, brought.to(self._parts[index])
+                arguments = part.id, brought.to(self._parts[index])
                 futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, limit)
             if own is not None:
                 mine = self._parts[own]

@@ -29,6 +29,7 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.references.table import value_of
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
@@ -100,7 +101,7 @@ class Share(ServedFunction):
 
     def __call__(
         self,
-        part: Part | RRef[Part],
+        part: Part | int,
         brought: Brought,
         watched: Sequence[concurrent.futures.Future[Any]] = (),
         timeout: float = math.inf,
@@ -108,10 +109,11 @@ class Share(ServedFunction):
         """Carry out the worker's actions.
 
         Arguments:
+          part: the part, or the id of a reference to it that the caller holds: a reference takes longer to send.
           watched: the error of one of these futures ends the share.
           timeout: for the share of the worker that drives the step, which no timeout of a call ends.
         """
-        kept = part if isinstance(part, Part) else part.value_future(math.inf).result()
+        kept = value_of(part).result() if isinstance(part, int) else part
         scope = current_scope()
         assert scope is not None
         under_way = scope.content(UnderWay)

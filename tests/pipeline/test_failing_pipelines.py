@@ -1,5 +1,6 @@
 """Steps that cannot work: who is to blame is named, nobody waits for ever, and the next step is right."""
 
+import contextlib
 import gc
 import logging
 import re
@@ -520,3 +521,15 @@ def test_numbers_among_a_stages_results_are_arrays(world):
     with jd.context():
         loss = pipeline_of([with_number, times_number, multiply], refs_on_all()).step(X, targets=Y)
     assert float(loss) == pytest.approx(np.tanh(2 * np.tanh(np.tanh(1.0))), rel=1e-6)
+
+
+def test_in_another_world_a_pipeline_names_the_parameters_that_are_gone():
+    """And nobody waits: the workers of the new world have never heard of what the old ones keep."""
+    for turn in range(2):
+        with jd.local_workers(3):
+            if turn == 0:
+                stages = [(multiply, jd.remote(rank, ones, args=(4,))) for rank in (1, 2, 1)]
+                pipeline = jd.Pipeline(stages, pp.Schedule.parse("0F0,2F0,2B0,0B0\n1F0,1B0"), loss=mean)
+            gone = pytest.raises(jd.StaleReferenceError, match="a world that has been shut down")
+            with gone if turn else contextlib.nullcontext(), jd.context():
+                pipeline.step(np.ones((2, 4), "float32"), targets=np.ones((2, 4), "float32"))
