@@ -235,13 +235,14 @@ def test_contributions_from_many_threads_all_count():
     assert numbers(taken.result(0)) == list(range(400))
 
 
-def test_giving_up_ends_every_wait():
+def test_giving_up_ends_every_wait_now_and_later():
     ledger = Ledger()
     waits = [ledger.take(Target(REFERENCE, k), marks(1)) for k in range(3)]
     ledger.put(Target(REFERENCE, 1), part(1))
     ledger.give_up(jd.ContextError("closed"))
     assert numbers(waits[1].result(0)) == [1]
-    for one in (waits[0], waits[2]):
+    later = ledger.take(Target(REFERENCE, 3), marks(1))
+    for one in (waits[0], waits[2], later):
         assert isinstance(one.exception(0), jd.ContextError)
 
 

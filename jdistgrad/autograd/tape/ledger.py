@@ -191,10 +191,10 @@ class Ledger:
         with self._lock:
             return list({**self._kept, **self._found})
 
-    def give_up(self, error: BaseException, *, later: bool = False) -> None:
-        """Fail everything that waits: no more contributions will come. ``later``: also what would wait later."""
+    def give_up(self, error: BaseException) -> None:
+        """Fail everything that waits, now and later: no more contributions will come."""
         with self._lock:
-            self._error = error if later else self._error
+            self._error = error
             waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
         for one in waiting:
             one.future.set_exception(error)

@@ -40,7 +40,7 @@ class Tape:
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits for what a lost worker may have had to send, now and later."""
         self.recordings.give_up(error)
-        self.ledger.give_up(error, later=True)
+        self.ledger.give_up(error)
 
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""

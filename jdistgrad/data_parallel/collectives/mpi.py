@@ -29,6 +29,7 @@ from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
@@ -103,11 +104,13 @@ class MPI(HostCollectives):
         refuse_forked_process(what)
         everybody = bytearray(len(word) * self.size)
         try:
-            request, together = self.comm.Iallgather(word, everybody), self._together(what, blocking=False)
+            with put_off_interrupt():  # MPI uses the memory from now on
+                request = self.comm.Iallgather(word, everybody)
+                communicators.keep(request, word, everybody)
+            together = self._together(what, blocking=False)
         except Exception as error:
             self._raise_lost(error, what)
             raise
-        communicators.keep(request, word, everybody)
 
         def has_ended() -> bool:
             try:
