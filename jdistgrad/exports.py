@@ -51,6 +51,14 @@ from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
+from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
+from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
+from jdistgrad.optim.local_sgd import local_sgd as local_sgd
+from jdistgrad.optim.sharding import (
+    divide_state as divide_state,
+    gather_state as gather_state,
+    shard_state as shard_state,
+)
 from jdistgrad.pipeline.pipeline import Pipeline as Pipeline
 from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
@@ -68,32 +76,15 @@ from jdistgrad.rpc.worlds.worlds import (
     worker_info as worker_info,
     world_size as world_size,
 )
+from jdistgrad.saving.checkpoints import restore as restore, save as save
+from jdistgrad.saving.marks import per_worker as per_worker, sharded as sharded
 from jdistgrad.wire.launcher_env import launched as _launched
 
 if TYPE_CHECKING:
     from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm as NnxSyncBatchNorm, SyncBatchNorm as SyncBatchNorm
-    from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
-    from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
-    from jdistgrad.optim.local_sgd import local_sgd as local_sgd
-    from jdistgrad.optim.sharding import (
-        divide_state as divide_state,
-        gather_state as gather_state,
-        shard_state as shard_state,
-    )
-    from jdistgrad.saving.checkpoints import restore as restore, save as save
-    from jdistgrad.saving.marks import per_worker as per_worker, sharded as sharded
 
-# Names of modules that import flax, which takes as long as JAX, or optax: imported when they are asked for.
-_names_of = {
-    "data_parallel.batch_norm": ["NnxSyncBatchNorm", "SyncBatchNorm"],
-    "optim.averaging": ["average_gradients", "keep_unused"],
-    "optim.distributed": ["DistributedOptimizer"],
-    "optim.local_sgd": ["local_sgd"],
-    "optim.sharding": ["divide_state", "gather_state", "shard_state"],
-    "saving.checkpoints": ["restore", "save"],
-    "saving.marks": ["per_worker", "sharded"],
-}
-_on_demand = {name: f"jdistgrad.{module}" for module, names in _names_of.items() for name in names}
+# Names of modules that import flax, which takes as long as JAX: imported when they are asked for.
+_on_demand = dict.fromkeys(("NnxSyncBatchNorm", "SyncBatchNorm"), "jdistgrad.data_parallel.batch_norm")
 
 if not _launched():
     _provide_threads()  # local worlds need them

@@ -1,8 +1,5 @@
 """The public names of the package."""
 
-import subprocess
-import sys
-
 import pytest
 
 import jdistgrad as jd
@@ -38,17 +35,3 @@ def test_a_misspelt_name_is_corrected(name, meant):
 def test_a_name_that_is_nothing_like_any_is_just_missing():
     with pytest.raises(AttributeError, match=r"module 'jdistgrad' has no attribute 'qqqqqq'\.$"):
         _ = jd.qqqqqq
-
-
-NEEDS_NEITHER = """
-import sys
-import jdistgrad as jd
-jd.init, jd.DataParallel, jd.Pipeline, jd.RemoteModule
-assert not {"optax", "flax"} & sys.modules.keys()
-jd.DistributedOptimizer
-assert "optax" in sys.modules
-"""
-
-
-def test_optax_and_flax_are_loaded_only_for_names_that_need_them():
-    subprocess.run([sys.executable, "-c", NEEDS_NEITHER], check=True)
