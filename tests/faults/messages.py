@@ -46,6 +46,11 @@ def served(x: int) -> int:
     return _served.count(x)
 
 
+def announce(identifier: int) -> None:
+    """Note that a value is being made. An owner waits for ever for the message that makes it, since MPI loses none."""
+    current_worker().references.announce(identifier)
+
+
 def answer(fate: Fate, kind: Kind, x: int) -> int:
     meet(fate, kind, 0)
     if kind is Kind.FAILURE:
@@ -70,6 +75,8 @@ def send(fate: Fate, kind: Kind, peer: int, x: int, seconds: float) -> Any:
         return jd.rpc_sync(peer, twice, args=(x,), timeout=seconds)
     if kind is Kind.REMOTE:
         made = jd.remote(peer, twice, args=(x,), timeout=seconds)
+        if fate is LOST:
+            jd.rpc_sync(peer, announce, args=(made.id,))
         made.creation().result()
         return made.to_here()
     with jd.context():
