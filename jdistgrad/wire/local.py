@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.wire.interrupts import wait_for_first
+from jdistgrad.wire.interrupts import SteadyCondition, wait_for_first
 from jdistgrad.wire.message import Message
 from jdistgrad.wire.transport import Receiver
 
@@ -58,7 +58,7 @@ class LocalWorld:
         self.hub, self.size = hub, hub.size
         self._hellos: dict[int, Any] = {}
         self._receivers: dict[int, Receiver | None] = {}
-        self._changed = threading.Condition()
+        self._changed = SteadyCondition()
 
     def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
         """Return the hellos of all workers by rank, once all have called. Raises WorldError with the missing ranks."""

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from helpers.handlers import assert_not_left_locked
 
 from jdistgrad.autograd.tape.pullback_table import PullbackTable
 from jdistgrad.errors import ContextError
@@ -51,3 +52,11 @@ def test_closing_ends_every_wait():
     assert "closed before message" in str(found[0])
     with pytest.raises(ContextError, match="closed before message"):
         recordings.find(9, last=True)
+
+
+def test_a_handler_that_raises_leaves_the_table_usable():
+    def use(recordings):
+        recordings.keep(7, "mine")
+        recordings.find(7, last=False)
+
+    assert_not_left_locked(PullbackTable, use, len)

@@ -1,16 +1,14 @@
 """Ctrl-C in blocks that put it off until they end, and in waits."""
 
 import concurrent.futures
-import itertools
 import os
 import signal
-import sys
 import threading
 
 import pytest
+from helpers.handlers import assert_not_left_locked
 
 from jdistgrad.rpc.futures import Promise
-from jdistgrad.threads import started
 from jdistgrad.wire.interrupts import (
     SLICE_SECONDS,
     InterruptibleFuture,
@@ -185,38 +183,12 @@ def test_each_signal_takes_effect_even_if_another_handler_raises():
         signal.signal(signal.SIGUSR1, before)
 
 
-class HandlerError(Exception):
-    pass
-
-
-def stopped_after(calls, do):
-    """Run ``do``, with an exception at the start of a call in it, where handlers run; return whether it came."""
-    left = iter(range(calls))
-
-    def step(frame, event, arg):
-        if next(left, None) is None:
-            raise HandlerError  # which ends the tracing
-
-    before = sys.gettrace()
-    sys.settrace(step)
-    try:
-        do()
-    except HandlerError:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 @pytest.mark.parametrize("kind", [InterruptibleFuture, Promise])
 @pytest.mark.parametrize("ask", ["done", "exception", "result"])
 def test_a_handler_that_raises_leaves_no_future_locked(kind, ask):
-    for calls in itertools.count():
+    def make():
         future = kind()
         future.set_result(1)
-        stopped = stopped_after(calls, getattr(future, ask))
-        other = started(future.done, "other")
-        other.join(10)
-        assert not other.is_alive(), calls
-        if not stopped:
-            return
+        return future
+
+    assert_not_left_locked(make, lambda future: getattr(future, ask)(), lambda future: future.done())

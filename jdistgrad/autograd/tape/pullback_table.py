@@ -1,12 +1,11 @@
 """Recorded pullbacks by message. A pull may come before its call has been served; the pull waits."""
 
 import functools
-import threading
 from typing import Any
 
 from jdistgrad.errors import ContextError
 from jdistgrad.wire.ids import spell
-from jdistgrad.wire.interrupts import wait_in_slices
+from jdistgrad.wire.interrupts import SteadyCondition, wait_in_slices
 
 _PULLED = object()  # replaces a recording after its last pull
 
@@ -18,7 +17,7 @@ class PullbackTable:
         self._found: dict[int, Any] = {}
         self._closed = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = SteadyCondition()
 
     def __len__(self) -> int:
         with self._changed:

@@ -1,12 +1,12 @@
 """The board where the threads of a local world meet: each pins up a value and collects all of them."""
 
 import collections
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jdistgrad.errors import DisagreementError, MissingRanksError
+from jdistgrad.wire.interrupts import SteadyCondition
 
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
 
@@ -23,7 +23,7 @@ class Letters:
         self._waiting: dict[tuple[int, int, int], collections.deque[Letter]] = collections.defaultdict(
             collections.deque
         )
-        self._changed = threading.Condition()
+        self._changed = SteadyCondition()
 
     def put(self, sender: int, receiver: int, tag: int, letter: Letter) -> None:
         with self._changed:
@@ -50,7 +50,7 @@ class Board:
         self._turns = [0] * size
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
         self._taken: dict[int, int] = {}
-        self._changed = threading.Condition()
+        self._changed = SteadyCondition()
         self._missing: list[int] | None = None
         self.letters = Letters()  # between two threads
 

@@ -1,0 +1,41 @@
+"""A signal's handler that raises, wherever one may run."""
+
+import itertools
+import sys
+
+from jdistgrad.threads import started
+
+
+class HandlerError(Exception):
+    """What the handler raises."""
+
+
+def stopped_after(calls, do):
+    """Run ``do``, with an exception at the start of a call in it, where handlers run; return whether it came."""
+    left = iter(range(calls))
+
+    def step(frame, event, arg):
+        if next(left, None) is None:
+            raise HandlerError  # which ends the tracing
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        do()
+    except HandlerError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def assert_not_left_locked(make, use, use_again):
+    """Stop the use of an object at each of its calls: another thread can use the object then."""
+    for calls in itertools.count():
+        made = make()
+        stopped = stopped_after(calls, lambda made=made: use(made))
+        other = started(lambda made=made: use_again(made), "other")
+        other.join(10)
+        assert not other.is_alive(), calls
+        if not stopped:
+            return
