@@ -62,6 +62,7 @@ class SharedPieces:
 
     def __init__(self, memory: SharedMemory, rank: int):
         self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
+        self._taker = 0  # the thread that looks for room
         self._grains = dict[int, int]()  # by place, how many grains it has
         for other in memory.others:
             if other is not None and rank < RANKS:
@@ -78,13 +79,19 @@ class SharedPieces:
         return place
 
     def _take(self, own: mmap.mmap, grains: int) -> int:
+        thread = threading.get_ident()
+        if self._taker == thread:  # a __del__ that sends has interrupted it: MPI must carry that piece
+            return 0
         with self._taking:
-            self._take_back(own)
-            place = self._space.take(grains)
-            if place is None:
-                return 0
-            self._grains[place] = grains
-            return place
+            self._taker = thread
+            try:
+                self._take_back(own)
+                place = self._space.take(grains)
+                if place is not None:
+                    self._grains[place] = grains
+            finally:
+                self._taker = 0
+        return place or 0
 
     def _take_back(self, own: mmap.mmap) -> None:
         marks = own[MARKS : MARKS + GRAINS]

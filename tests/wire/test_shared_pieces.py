@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.threads import started
 from jdistgrad.wire import frames
 from jdistgrad.wire.shared_memory import SharedMemory
 from jdistgrad.wire.shared_pieces import GRAIN, GRAINS, MARKS, NBYTES, FreeSpace, SharedPieces
@@ -128,6 +129,38 @@ def test_a_mark_at_no_place_gives_nothing_back(ranks):
     _, other = send(ranks, 0, 1, 8, GRAIN)
     assert (piece == 7).all()
     assert (other == 8).all()
+
+
+class Sends:
+    """Garbage that sends when it is collected."""
+
+    def __init__(self, send):
+        self.send, self.itself = send, self
+
+    def __del__(self):
+        self.send()
+
+
+def test_garbage_that_sends_while_its_thread_looks_for_room_does_not_wait_for_that_thread(ranks):
+    places, before = [], gc.get_threshold()
+
+    def put():
+        places.append(ranks[0].put(1, piece_of(7, GRAIN)))
+
+    def put_often():
+        for allocations in range(1, 40):
+            gc.collect(0)
+            Sends(put)
+            gc.set_threshold(allocations)
+            put()
+            gc.set_threshold(0)
+
+    thread = started(put_often, "looks-for-room")
+    thread.join(20)
+    gc.set_threshold(*before)
+    assert not thread.is_alive()
+    assert 0 in places
+    assert sorted(filter(None, places)) == list(range(1, len(places) - places.count(0) + 1))
 
 
 def test_a_forked_process_has_a_copy_of_what_is_in_use(ranks):
