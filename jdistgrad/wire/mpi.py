@@ -382,6 +382,7 @@ class MPITransport:
         self._closed = True
         self._progress.stop()
         self._doorbell.close()
+        self._shared.close()
         self._memory.close()
         if self._failures is not None:
             self._failures.close()

@@ -5,6 +5,7 @@ pages take no memory before they are written to. Where a rank's memory is out of
 another container, the others do without.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -62,6 +63,12 @@ class SharedMemory:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+def empty(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Give the pages of a part of some memory back to the system, for all who share them."""
+    with contextlib.suppress(OSError):  # a kernel that cannot: they end with the memory
+        memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 def _opened(address: str) -> mmap.mmap | None:

@@ -17,7 +17,7 @@ import weakref
 import numpy as np
 
 from jdistgrad.wire import fork_copies
-from jdistgrad.wire.shared_memory import SharedMemory
+from jdistgrad.wire.shared_memory import SharedMemory, empty
 
 # A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
 # one for each rank; the others hold pieces.
@@ -34,27 +34,27 @@ class FreeSpace:
     """The free ranges between two numbers. The lowest range that is long enough is taken first."""
 
     def __init__(self, start: int, end: int):
-        self._ranges = [(start, end)]
+        self.ranges = [(start, end)]
 
     def take(self, length: int) -> int | None:
         """Take a range; return its start, or None if no free range is as long."""
-        for k, (start, end) in enumerate(self._ranges):
+        for k, (start, end) in enumerate(self.ranges):
             if end - start >= length:
-                self._ranges[k : k + 1] = [(start + length, end)] if end - start > length else []
+                self.ranges[k : k + 1] = [(start + length, end)] if end - start > length else []
                 return start
         return None
 
     def give_back(self, start: int, length: int) -> None:
         """Give back a range that was taken; free ranges beside it become one with it."""
         end = start + length
-        first = last = bisect.bisect(self._ranges, (start, end))
-        if first and self._ranges[first - 1][1] == start:
+        first = last = bisect.bisect(self.ranges, (start, end))
+        if first and self.ranges[first - 1][1] == start:
             first -= 1
-            start = self._ranges[first][0]
-        if last < len(self._ranges) and self._ranges[last][0] == end:
-            end = self._ranges[last][1]
+            start = self.ranges[first][0]
+        if last < len(self.ranges) and self.ranges[last][0] == end:
+            end = self.ranges[last][1]
             last += 1
-        self._ranges[first:last] = [(start, end)]
+        self.ranges[first:last] = [(start, end)]
 
 
 class SharedPieces:
@@ -62,7 +62,7 @@ class SharedPieces:
 
     def __init__(self, memory: SharedMemory, rank: int):
         self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
-        self._taker = 0  # the thread that looks for room
+        self._taker, self._closed = 0, False  # the thread that looks for room
         self._grains = dict[int, int]()  # by place, how many grains it has
         for other in memory.others:
             if other is not None and rank < RANKS:
@@ -110,11 +110,21 @@ class SharedPieces:
             raise OSError(f"the memory of rank {peer} is out of reach")
         piece = np.frombuffer(memory, np.uint8, nbytes, start)
         address = fork_copies.watch(piece)
-        weakref.finalize(piece, _give_back, memory, place, address, os.getpid()).atexit = False
+        weakref.finalize(piece, self._give_back, memory, place, nbytes, address, os.getpid()).atexit = False
         return piece
 
+    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, address: int, process: int) -> None:
+        if process == os.getpid():  # a fork has a copy, and returns nothing
+            if self._closed:
+                empty(memory, place * GRAIN, nbytes)
+            fork_copies.forget(address)  # first: what is marked may soon hold the next piece
+            memory[MARKS + place] = RETURNED[0]
 
-def _give_back(memory: mmap.mmap, place: int, address: int, process: int) -> None:
-    if process == os.getpid():  # a fork has a copy, and returns nothing
-        fork_copies.forget(address)  # first: what is marked may soon hold the next piece
-        memory[MARKS + place] = RETURNED[0]
+    def close(self) -> None:
+        """Let the memory take no more room than the pieces in use, which others may keep for as long as they like."""
+        self._closed, own = True, self._memory.own
+        if own is not None:
+            with self._taking:
+                self._take_back(own)
+                for start, end in self._space.ranges:
+                    empty(own, start * GRAIN, (end - start) * GRAIN)

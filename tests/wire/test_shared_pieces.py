@@ -206,6 +206,27 @@ def test_closed_memory_is_given_back_whoever_keeps_what_used_it(ranks):
     assert [memory() for memory in kept] == [None] * 12
 
 
+def pages(memory):
+    """Return how many bytes of a rank's memory have been written to, and not been given back."""
+    return os.fstat(memory._file).st_blocks * 512
+
+
+def test_closed_memory_keeps_only_what_is_in_use(ranks):
+    held = [send(ranks, 0, 1, k, nbytes)[1] for k, nbytes in enumerate((LARGE, 100 * GRAIN, LARGE))]
+    send(ranks, 0, 2, 3, 100 * GRAIN)
+    memory = ranks[0]._memory
+    held[1] = None
+    assert pages(memory) > 200 * GRAIN
+    for one in ranks:
+        one.close()
+    assert LARGE * 2 < pages(memory) <= 9 * GRAIN
+    assert (held[0] == 0).all()
+    assert (held[2] == 2).all()
+    held[0] = None
+    assert LARGE < pages(memory) <= 5 * GRAIN
+    assert (held[2] == 2).all()
+
+
 def places_taken():
     return len(current_worker().transport._shared._grains)
 
