@@ -312,16 +312,18 @@ class MPITransport:
 
     def _find_pieces(self, source: int, frame: frames.Frame) -> list[Any]:
         """Find the large pieces that are in shared memory, and lease memory for the others; return the latter."""
-        bulk = []
+        bulk, failed = [], ""
         for k, place in zip(frame.missing(), frame.places, strict=True):
             nbytes = frame.lengths[k]
             try:
                 frame.pieces[k] = self._shared.found(source, place, nbytes) if place else self._pool.lease(nbytes)
-            except (MemoryError, OSError) as error:
-                text = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
-                raise errors.WireError(text, kind=frame.kind, id=frame.id) from error
+            except (MemoryError, OSError) as error:  # the other pieces must be found, too, to give their places back
+                failed = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
+                continue
             if not place:
                 bulk.append(frame.pieces[k])
+        if failed:
+            raise errors.WireError(failed, kind=frame.kind, id=frame.id)
         return bulk
 
     def _receive(self, source: int, frame: frames.Frame) -> Task | None:

@@ -268,3 +268,21 @@ def test_a_place_out_of_reach_fails_its_call(wire_world, monkeypatch):
     with pytest.raises(jd.WireError, match=f"{4 * LARGE} bytes arrived, for which there is no memory: .* out of reach"):
         call.result(20)
     assert (jd.rpc_sync(last(), operator.neg, args=(jnp.ones(LARGE),)) == -1).all()
+
+
+@needs_pickling
+@on_worker0
+def test_a_message_that_fails_gives_the_places_of_its_other_pieces_back(wire_world, monkeypatch):
+    pack, x, before = frames.pack, np.ones(LARGE), places_taken()
+
+    def first_out_of_reach(*message):
+        places = iter([GRAINS])
+        return pack(*message[:4], lambda piece: next(places, 0) or message[4](piece))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, "pack", first_out_of_reach)
+        call = jd.rpc_async(last(), max, args=((x, x + 1),))
+    with pytest.raises(jd.WireError, match="out of reach"):
+        call.result(20)
+    jd.rpc_sync(last(), len, args=(x,))
+    assert places_taken() <= before + 1
