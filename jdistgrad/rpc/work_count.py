@@ -16,7 +16,7 @@ class WorkCount:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._lock, self._rank = threading.Lock(), rank
+        self._lock, self._rank = threading.RLock(), rank  # garbage may be collected in ``counts``, and its __del__ send
         self._sent, self._received, self._serving = [0] * size, [0] * size, [0] * size
 
     def sending(self, kind: Kind, peer: int) -> None:
