@@ -77,7 +77,7 @@ def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
     for dtype, shape, place in _places(note):
         if dtype.itemsize >= 8:
             check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
-        part = np.frombuffer(next(rest), np.uint8) if place is None else data[place]
+        part = np.frombuffer(memoryview(next(rest)), np.uint8) if place is None else data[place]
         part.flags.writeable = False  # marks an array that came over the wire: see ``as_jax_array``
         found.append(part.view(dtype).reshape(shape))
     return found

@@ -8,7 +8,8 @@ import pytest
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire.array_block import ArrayBlock
-from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
+from jdistgrad.wire.buffers import BufferPool
 
 CODEC = PickleCodec(allow_code=False)
 
@@ -41,6 +42,19 @@ def test_large_ones_are_not_copied():
     assert np.shares_memory(second, np.asarray(large))
     np.testing.assert_array_equal(second, large)
     assert (first, third.tolist(), fourth.dtype) == (1, [1, 1, 1], jnp.bfloat16)
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.array], ids=["JAX", "NumPy"])
+def test_large_ones_become_arrays_of_jax_where_the_wire_has_put_them(make):
+    large = make(np.arange(ALIAS_FROM, dtype=np.int32))
+    parcel = CODEC.encode(ArrayBlock([large]), snapshot=False)
+    lease = BufferPool().lease(large.nbytes)
+    lease[:] = np.frombuffer(parcel.buffers[0], np.uint8)
+    parcel.buffers[0] = lease
+    (found,) = CODEC.decode(parcel)
+    made = as_jax_array(found)
+    assert made.unsafe_buffer_pointer() == lease.ctypes.data
+    np.testing.assert_array_equal(made, large)
 
 
 def test_not_contiguous():
