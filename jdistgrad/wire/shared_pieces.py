@@ -62,8 +62,9 @@ class SharedPieces:
 
     def __init__(self, memory: SharedMemory, rank: int):
         self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
-        self._taker, self._closed = 0, False  # the thread that looks for room
+        self._taker = 0  # the thread that looks for room
         self._grains = dict[int, int]()  # by place, how many grains it has
+        self._closed = False
         for other in memory.others:
             if other is not None and rank < RANKS:
                 other[REACHED_BY + rank] = 1

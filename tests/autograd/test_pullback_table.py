@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from helpers.handlers import assert_not_left_locked
+from helpers.interruptions import assert_not_left_locked
 
 from jdistgrad.autograd.tape.pullback_table import PullbackTable
 from jdistgrad.errors import ContextError

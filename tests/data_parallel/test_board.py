@@ -2,7 +2,7 @@
 
 import math
 
-from helpers.handlers import assert_not_left_locked
+from helpers.interruptions import assert_not_left_locked
 
 from jdistgrad.data_parallel.collectives.board import Board, Letter, Letters
 

@@ -2,19 +2,11 @@
 
 import gc
 
+from helpers.interruptions import Sends
+
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import started
 from jdistgrad.wire.message import Kind
-
-
-class Sends:
-    """Garbage that sends when it is collected."""
-
-    def __init__(self, send):
-        self.send, self.itself = send, self
-
-    def __del__(self):
-        self.send()
 
 
 def test_garbage_that_sends_while_its_thread_counts_does_not_wait_for_that_thread():

@@ -6,7 +6,7 @@ import signal
 import threading
 
 import pytest
-from helpers.handlers import assert_not_left_locked
+from helpers.interruptions import assert_not_left_locked
 
 from jdistgrad.rpc.futures import Promise
 from jdistgrad.wire.interrupts import (

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.interruptions import Sends
 from helpers.worlds import last, needs_pickling, on_worker0, wait_until_owned, wire_world as wire_world
 from hypothesis import given, strategies as st
 
@@ -129,16 +130,6 @@ def test_a_mark_at_no_place_gives_nothing_back(ranks):
     _, other = send(ranks, 0, 1, 8, GRAIN)
     assert (piece == 7).all()
     assert (other == 8).all()
-
-
-class Sends:
-    """Garbage that sends when it is collected."""
-
-    def __init__(self, send):
-        self.send, self.itself = send, self
-
-    def __del__(self):
-        self.send()
 
 
 def test_garbage_that_sends_while_its_thread_looks_for_room_does_not_wait_for_that_thread(ranks):

@@ -1,4 +1,4 @@
-"""A signal's handler that raises, wherever one may run."""
+"""What may interrupt a thread wherever it is: a signal's handler that raises, and garbage that sends."""
 
 import itertools
 import sys
@@ -8,6 +8,16 @@ from jdistgrad.threads import started
 
 class HandlerError(Exception):
     """What the handler raises."""
+
+
+class Sends:
+    """Garbage that sends when it is collected."""
+
+    def __init__(self, send):
+        self.send, self.itself = send, self
+
+    def __del__(self):
+        self.send()
 
 
 def stopped_after(calls, do):
