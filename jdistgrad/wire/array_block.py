@@ -77,7 +77,8 @@ def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
     for dtype, shape, place in _places(note):
         if dtype.itemsize >= 8:
             check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
+        # That it is read-only, and its base no array, marks what came over the wire: see ``as_jax_array``.
         part = np.frombuffer(memoryview(next(rest)), np.uint8) if place is None else data[place]
-        part.flags.writeable = False  # marks an array that came over the wire: see ``as_jax_array``
+        part.flags.writeable = False
         found.append(part.view(dtype).reshape(shape))
     return found

@@ -312,18 +312,20 @@ class MPITransport:
 
     def _find_pieces(self, source: int, frame: frames.Frame) -> list[Any]:
         """Find the large pieces that are in shared memory, and lease memory for the others; return the latter."""
-        bulk, failed = [], ""
+        bulk, failed = list[Any](), None
         for k, place in zip(frame.missing(), frame.places, strict=True):
             nbytes = frame.lengths[k]
             try:
                 frame.pieces[k] = self._shared.found(source, place, nbytes) if place else self._pool.lease(nbytes)
             except (MemoryError, OSError) as error:  # the other pieces must be found, too, to give their places back
-                failed = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
+                text = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
+                failed = errors.WireError(text, kind=frame.kind, id=frame.id)
+                failed.__cause__ = error
                 continue
             if not place:
                 bulk.append(frame.pieces[k])
-        if failed:
-            raise errors.WireError(failed, kind=frame.kind, id=frame.id)
+        if failed is not None:
+            raise failed
         return bulk
 
     def _receive(self, source: int, frame: frames.Frame) -> Task | None:
