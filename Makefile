@@ -35,12 +35,12 @@ test-% faults: export PYTHONWARNINGS := ignore:Error reading persistent compilat
 unexport PYTHONDONTWRITEBYTECODE
 
 # Compiling was more than half of the suites' time, and most code runs only once: without fusion emitters and LLVM's
-# optimizations it is a third of that. One and two ranks, also over devices, compile as users' programs do.
+# optimizations it is a third of that. Two ranks, also over devices, compile as users' programs do.
 # jaxlib 0.12 has no switch for the emitters, and ends a process that names one.
 EMITTERS = $(shell $(BIN)/python -c "from importlib.metadata import version; \
 	print('--xla_cpu_use_fusion_emitters=false' * (version('jaxlib') < '0.11'))")
 QUICKLY = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(EMITTERS)
-QUICK := test-worlds test-jobs test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
+QUICK := test-worlds test-jobs test-mpi-1 test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 
@@ -48,7 +48,7 @@ $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 # three ranks read what that has compiled. One, two and four ranks have one device each, as most programs of users.
 test-mpi-3: export JAX_NUM_CPU_DEVICES := 8
 
-# Nor do hundreds of processes look through the modules of JAX for garbage. One and two ranks do, as users' programs.
+# Nor do hundreds of processes look through the modules of JAX for garbage. Two ranks do, as users' programs.
 USERS_PATH := $(PYTHONPATH)
 $(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
 
@@ -82,9 +82,9 @@ test-unruly: .venv/installed-test
 
 # Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's. Two and four ranks
 # run what depends on their number.
-OVER_DEVICES := tests/data_parallel/test_over_devices.py tests/data_parallel/test_steps.py \
-	tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py tests/optim/test_sharding.py
-test-devices-3: OVER_DEVICES := tests/data_parallel tests/optim/test_optax.py tests/optim/test_sharding.py
+OVER_DEVICES := tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py \
+	tests/optim/test_sharding.py
+test-devices-3: OVER_DEVICES := tests/data_parallel tests/optim/test_sharding.py
 test-devices-%: .venv/installed-test
 	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest $(OVER_DEVICES)
 

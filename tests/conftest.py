@@ -94,12 +94,14 @@ def big_world(world):
 @pytest.fixture(autouse=True, scope="module")
 def freeze_loaded_objects():
     """Exclude loaded objects from garbage collection: a world collects when it ends, in 5 ms instead of 100 ms."""
-    if next(MODULES) % 40 == 0:  # what earlier modules loaded may be garbage now; a look at all of it takes seconds
+    number = next(MODULES)
+    if number % 40 == 0:  # what earlier modules loaded may be garbage now; a look at all of it takes seconds
         gc.unfreeze()
     gc.collect()
     gc.freeze()
     yield
-    jax.clear_caches()  # what modules have compiled would take gibibytes in the end
+    if number % 6 == 5:  # what modules have compiled would take gibibytes in the end; each clearing takes 0.1 s
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ ROWS = {
         Row("late, twice", played("faults.traffic"), 500, 10),
         Row("single messages", played("faults.messages"), 1000, 30),
         Row("limits", played("faults.limits", limit=600.0), 5, 4),
-        Row("mixed load", played("faults.endurance"), 1800, 5),
+        Row("mixed load", played("faults.endurance"), 1800, 1),
         Row("many ranks", many.together, 4, 1),
     )
 }
