@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from jdistgrad.autograd.callee.functions import is_pure
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
@@ -67,9 +68,10 @@ class TracedCalls:
 
 def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
     """Return a call with plain arrays. NumPy arrays of a staged one stay as they are now, as constants of JAX do."""
-    if traced_hook.staging():
+    staged = traced_hook.staging()
+    if staged:
         args, kwargs = trees.steady((args, kwargs))
-    return plain(function, args, kwargs)
+    return plain(function, args, kwargs, arrays=staged and not is_pure(function))
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.data import assert_close
-from helpers.programs import WAYS, fetched, serial, sync
+from helpers.programs import WAYS, fetched, handed_on, serial, sync
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -86,6 +86,33 @@ def test_weak_results(big_world, way, compiled):
 
 def each_in_a_batch(call, xs, s):
     return jax.vmap(jax.grad(functools.partial(by_weak, call, scaled)), (0, None))(xs, s)
+
+
+def as_written(x, n):
+    """Compute what arrays of NumPy would change: they are changed in place, and their operators give other dtypes."""
+    more = x
+    more += 1
+    return (more * x + 0.1).at[0].set(0) * (n / 3)
+
+
+def in_a_loop(function):
+    return lambda x, n: jax.lax.map(lambda x: function(x, n), x[None])
+
+
+def derived(function):
+    return jax.grad(lambda x, n: function(x, n).astype(jnp.float32).sum())
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize("way", [sync, handed_on])
+@pytest.mark.parametrize("size", [3, 1 << 16], ids=["small", "large"])
+@on_worker0
+def test_a_function_that_runs_as_written_gets_arrays_of_jax(big_world, way, compiled, size):
+    x, n = jnp.linspace(-1, 2, size, dtype=jnp.bfloat16), jnp.asarray(5, jnp.int8)
+    for around in (lambda f: f, in_a_loop, derived, lambda f: derived(in_a_loop(f))):
+        with jd.context():
+            found = compiled(around(functools.partial(way, 1, as_written)))(x, n)
+        assert_close(found, around(as_written)(x, n))
 
 
 @EAGER_AND_COMPILED

@@ -1,7 +1,8 @@
 """Arrays whose type is more than a dtype: weakly typed ones, which JAX treats as Python numbers, and random keys.
 
-Host callbacks of compiled code get plain arrays. So traced arguments are sent as plain arrays, and the callee restores
-their types before it calls the function.
+Host callbacks of compiled code get plain arrays, of NumPy. So traced arguments are sent as plain arrays, and the callee
+restores their types before it calls the function: a function that runs as written gets the arrays of JAX for which it
+is written. Operators of NumPy's arrays give other dtypes, and change arrays in place.
 """
 
 import dataclasses
@@ -15,10 +16,12 @@ from jdistgrad.autograd.values.holes import arrays_of, is_key
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe, equals_only_alike
 from jdistgrad.rpc.futures import answer_of
+from jdistgrad.wire.arrays import as_jax_array
 
-WEAK = "weak"
+WEAK, ARRAY = "weak", "array"
 
-Types = tuple[tuple[tuple[int, ...], str], ...]  # by the paths of leaves: WEAK, or the implementation of a random key
+# By the paths of leaves: WEAK, ARRAY for other arrays of JAX, or the implementation of a random key.
+Types = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Typed(ServedFunction):
 def _as(kind: str | None, leaf: Any) -> Any:
     if kind is None:
         return leaf
-    return weakly_typed(leaf) if kind == WEAK else jax.random.wrap_key_data(leaf, impl=kind)
+    if kind in (WEAK, ARRAY):
+        return weakly_typed(leaf) if kind == WEAK else as_jax_array(leaf)
+    return jax.random.wrap_key_data(leaf, impl=kind)
 
 
 _typed = functools.lru_cache(maxsize=1024)(Typed)
@@ -65,24 +70,30 @@ def typed(function: Any, types: Types) -> Typed:
         return Typed(function, types)
 
 
-def plain(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Turn the arguments of a traced call into plain arrays, and its function into one that restores their types."""
+def plain(function: Any, args: Any, kwargs: Any, *, arrays: bool) -> tuple[Any, Any, Any]:
+    """Turn the arguments of a traced call into plain arrays, and its function into one that restores their types.
+
+    Arguments:
+      arrays: whether the function needs arrays of JAX. Compiled ones make them faster themselves.
+    """
     types, paths = list[tuple[tuple[int, ...], str]](), trees.paths((args, kwargs))
 
     def change(leaf: Any) -> Any:
-        kind, path = _kind(leaf), next(paths)
+        kind, path = _kind(leaf, arrays=arrays), next(paths)
         if kind is not None:
             types.append((path, kind))
-        return leaf if kind in (None, WEAK) else jax.random.key_data(leaf)
+        return leaf if kind in (None, WEAK, ARRAY) else jax.random.key_data(leaf)
 
     args, kwargs = trees.map_leaves(change, (args, kwargs))
     return typed(function, tuple(types)) if types else function, args, kwargs
 
 
-def _kind(leaf: Any) -> str | None:
+def _kind(leaf: Any, *, arrays: bool) -> str | None:
     if is_key(leaf):
         return str(jax.random.key_impl(leaf))
-    return WEAK if isinstance(leaf, jax.core.Tracer) and getattr(leaf, "weak_type", False) else None
+    if not isinstance(leaf, jax.core.Tracer):
+        return None
+    return WEAK if getattr(leaf, "weak_type", False) else ARRAY if arrays else None
 
 
 @dataclasses.dataclass(frozen=True)
