@@ -76,6 +76,8 @@ class _Interface(ctypes.Structure):
         ("create_future", _Pointer),
         ("set_available", _Pointer),
         ("set_error", _Pointer),
+        ("run_of", _Pointer),
+        ("device_of", _Pointer),
     ]
 
 
@@ -85,6 +87,12 @@ class _ErrorArguments(ctypes.Structure):
 
 class _FutureArguments(ctypes.Structure):
     _fields_ = [*_START, ("future", _Pointer), ("error", _Pointer)]
+
+
+class _ContextArguments(ctypes.Structure):
+    """A question about a call: for the number of the program's run, or, of 32 bits, that of the device."""
+
+    _fields_ = [*_START, ("context", _Pointer), ("number", ctypes.c_int64)]
 
 
 class CallFrame(ctypes.Structure):
@@ -120,6 +128,17 @@ class CallFrame(ctypes.Structure):
 
     def result(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return _view(self.results.values[place], shape, dtype)
+
+    def run_and_device(self) -> tuple[int, int]:
+        """Return the number of the program's run, which all its devices have in common, and that of the device."""
+        interface = _Interface.from_address(self.interface)
+        return self._ask(interface.run_of), self._ask(interface.device_of)
+
+    def _ask(self, question: int) -> int:
+        arguments = _ContextArguments(struct_size=ctypes.sizeof(_ContextArguments), context=self.context)
+        failed = _function(question)(ctypes.addressof(arguments))
+        assert not failed, "XLA does not know its own run"
+        return int(arguments.number)
 
     def begin(self) -> "AsyncResult":
         """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""

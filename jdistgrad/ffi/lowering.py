@@ -23,11 +23,22 @@ def lower(
     Arguments:
       quick: as for ``call_in_order``.
     """
-    site = _site(context, function, avals, context.avals_out, quick=quick)
+    devices = _devices_together(context.module_context.axis_context)
+    site = _site(context, function, avals, context.avals_out, quick=quick, devices=devices)
     given, made = list(map(_carried, avals)), list(map(_carried, context.avals_out))
     carried = _converted(context, operands, avals, given)
     values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
     return _converted(context, values, made, context.avals_out)
+
+
+def _devices_together(context: Any) -> int:
+    """Return among how many devices of this process XLA divides a program.
+
+    In ``jax.shard_map``, whose context has no such number, each device makes calls of its own.
+    """
+    count: int = getattr(context, "num_devices", 1)
+    known = getattr(context, "device_assignment", None)
+    return count if known is None else sum(one.process_index == jax.process_index() for one in known)
 
 
 def on_cpus() -> bool:
@@ -94,9 +105,11 @@ def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:
     return found
 
 
-def _site(context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False) -> Site:
+def _site(
+    context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False, devices: int = 1
+) -> Site:
     watch_for_interrupts(cancel_all)
-    site = Site(function, operands, results, quick=quick)
+    site = Site(function, operands, results, quick=quick, devices=devices)
     context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
     return site
 

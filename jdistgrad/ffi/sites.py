@@ -6,6 +6,8 @@ Here the handler that XLA calls returns at once. The function runs on a thread o
 tells XLA that the program may go on.
 """
 
+import collections
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -63,10 +65,14 @@ class Site:
       operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
       quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
         a ``Deferred``.
+      devices: among how many devices of this process XLA divides the program. Each of them makes each call.
     """
 
-    def __init__(self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool):
+    def __init__(
+        self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool, devices: int = 1
+    ):
         self.function, self.quick = function, quick
+        self.shared = SharedCalls(devices) if devices > 1 else None
         self.operands, self.results = _described(operands), _described(results)
         self.dtypes = [np.dtype(one.dtype) for one in operands]
         self.number = np.uint64(next(_numbers))
@@ -79,6 +85,44 @@ class Site:
 def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
     for place, result in zip(results, found or (), strict=True):
         place[...] = result
+
+
+class SharedCalls:
+    """The calls of a site that several devices make together: one of them performs each, for all.
+
+    The devices run one program: the k-th call that one of them makes in a run is the k-th of each.
+    """
+
+    def __init__(self, devices: int):
+        self._devices, self._lock = devices, threading.Lock()
+        self._runs: dict[int, tuple[collections.Counter[int], dict[int, concurrent.futures.Future[Any]]]] = {}
+
+    def once(self, run: int, device: int, perform: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that performs a device's next call in a run, or waits for another device that does.
+
+        Arguments:
+          run, device: their numbers.
+        """
+        with self._lock:
+            made, results = self._runs.setdefault(run, (collections.Counter(), {}))
+            turn, first = made[device], made[device] not in results
+            found = results.setdefault(turn, concurrent.futures.Future())
+            made[device] += 1
+            if sum(count > turn for count in made.values()) == self._devices:
+                del results[turn]
+                if not results:  # all have made equally many
+                    del self._runs[run]
+        return functools.partial(_perform_for_all, perform, found) if first else found.result
+
+
+def _perform_for_all(perform: Callable[[], Any], found: concurrent.futures.Future[Any]) -> Any:
+    try:
+        result = perform()
+    except BaseException as error:
+        found.set_exception(error)
+        raise
+    found.set_result(result)
+    return result
 
 
 class SiteCall:
@@ -177,7 +221,9 @@ def _handle(address: int) -> int | None:
         copies = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
         operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
         results = [frame.result(k, *one) for k, one in enumerate(site.results)]
-        whole = functools.partial(site.function, *operands)
+        whole: Callable[[], Any] = functools.partial(site.function, *operands)
+        if site.shared is not None:
+            whole = site.shared.once(*frame.run_and_device(), whole)
         found = whole() if site.quick else Deferred(whole)
         if isinstance(found, Deferred):
             here, by_xla = contextvars.copy_context(), _is_xlas()

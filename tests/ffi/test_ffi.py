@@ -1,6 +1,7 @@
 """Python functions called from compiled code: their threads, their memory, and the errors they raise."""
 
 import gc
+import itertools
 import threading
 
 import jax
@@ -134,3 +135,11 @@ def test_a_program_under_way_keeps_its_sites_when_nobody_keeps_its_function():
     del program
     gc.collect()
     np.testing.assert_array_equal(found, np.full((3, 3), 2.0))
+
+
+def test_devices_share_their_calls_whoever_is_ahead():
+    calls, numbers = sites.SharedCalls(2), itertools.count()
+    first, second, of_another_run = (calls.once(run, 0, numbers.__next__) for run in (1, 1, 2))
+    assert [second(), first(), of_another_run()] == [0, 1, 2]
+    assert [calls.once(run, 1, numbers.__next__)() for run in (1, 2, 1, 1)] == [1, 2, 0, 3]
+    assert [calls.once(1, device, numbers.__next__)() for device in (0, 1, 0)] == [3, 4, 4]
