@@ -46,6 +46,23 @@ def shaped(shape: tuple[int, ...], dtype: Any, *, weak: bool = False) -> Any:
     return jax.core.ShapedArray(shape, canonical, weak_type=weak)
 
 
+def varies_over(array_type: Any) -> frozenset[Any]:
+    """Return the axes of ``jax.shard_map`` over which arrays of a type differ. The name of this has changed in JAX."""
+    kind = array_type.mat.varying if hasattr(array_type, "mat") else getattr(array_type, "vma", ())
+    return frozenset(kind)
+
+
+def varying_like(like: Any, array_type: Any) -> Any:
+    """Return the type of arrays that differ over the axes over which those of another type do."""
+    spec = jax.sharding.PartitionSpec(*(None for _ in array_type.shape))
+    return like.update(
+        shape=array_type.shape,
+        dtype=array_type.dtype,
+        weak_type=array_type.weak_type,
+        sharding=jax.sharding.NamedSharding(like.sharding.mesh, spec),
+    )
+
+
 def weakly_typed(array: Any) -> Any:
     """Return an array as weakly typed, like a Python number. JAX's public API makes such arrays from numbers only."""
     if getattr(array, "weak_type", False):

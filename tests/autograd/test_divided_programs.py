@@ -1,4 +1,9 @@
-"""Programs that XLA divides among several devices of a process: each call in them is made once, for all devices."""
+"""Programs over several devices of a process. A call in a program that XLA divides is made once, for all devices.
+
+In ``jax.shard_map`` each device makes calls of its own.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +38,13 @@ def parameters():
     return jnp.asarray(X[::-1] / 2)
 
 
+def four_devices():
+    return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def divided(x):
     """Return an array that lies on four devices."""
-    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
+    return jax.device_put(x, NamedSharding(four_devices(), PartitionSpec("rows")))
 
 
 def in_a_loop(call, function):
@@ -101,3 +109,80 @@ def test_a_call_that_fails(big_world):
         else:
             with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="a negative number"):
                 jax.block_until_ready(program(x))
+
+
+# In shard_map: p is the same on all devices, x are each device's rows.
+
+
+def of_both(call, function, p, x):
+    return call(1, function, p, call(2, function, p, x))
+
+
+def of_what_is_the_same(call, function, p, x):
+    return call(1, function, p, jnp.ones(2)) * x
+
+
+def of_a_sum(call, function, p, x):
+    return call(1, function, p, jax.lax.psum(x, "rows") * x)
+
+
+def in_a_branch(call, function, p, x):
+    return jax.lax.cond(p[0] > 0, lambda x: call(1, function, p, x), lambda x: x, x)
+
+
+def in_steps(call, function, p, x):
+    return jax.lax.scan(lambda y, scale: (call(1, function, p, y * scale), y.sum()), x, jnp.arange(1.0, 3.0))[0]
+
+
+def mapped(body, call, function, *, typed=True):
+    """Return a loss of parameters that are closed over, and of rows; one of arrays also has them as an argument."""
+    rows = PartitionSpec("rows")
+
+    def loss(p, x):
+        each = functools.partial(body, call, function)
+        if isinstance(p, jd.RRef):
+            each = functools.partial(each, p)
+            y = jax.shard_map(each, mesh=four_devices(), in_specs=rows, out_specs=rows, check_vma=typed)(x)
+        else:
+            specs = (PartitionSpec(), rows)
+            y = jax.shard_map(each, mesh=four_devices(), in_specs=specs, out_specs=rows, check_vma=typed)(p, x)
+        return (jnp.sin(y) * jnp.arange(1.0, 9.0)).sum()
+
+    return loss
+
+
+BODIES = [of_both, of_what_is_the_same, of_a_sum, in_a_branch, in_steps]
+SAME = jnp.array([0.1, 0.5])
+
+
+@pytest.mark.parametrize("body", BODIES)
+@on_worker0
+def test_parameters_that_are_the_same_in_shard_map(big_world, body):
+    expected = jax.jit(jax.grad(mapped(body, serial, layer), (0, 1)))(SAME, X)
+    for function, compiled in ((layer, lambda f: f), (fast_layer, jax.jit), (fast_layer, jd.jit)):
+        with jd.context():
+            assert_close(compiled(jax.grad(mapped(body, sync, function), (0, 1)))(SAME, X), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("body", BODIES[:3])
+@on_worker0
+def test_second_derivatives_in_shard_map(big_world, body):
+    expected = jax.jit(jax.jacrev(jax.grad(mapped(body, serial, layer))))(SAME, X)
+    with jd.context():
+        found = jax.jit(jax.jacrev(jax.grad(mapped(body, sync, fast_layer))))(SAME, X)
+    assert_close(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("body", [of_both, of_what_is_the_same])
+@on_worker0
+def test_references_in_shard_map(big_world, body, typed):
+    rref = jd.remote(rank(1), jnp.asarray, args=(SAME,))
+    expected = jax.jit(jax.grad(mapped(body, serial, layer)))(SAME, X)
+    for program in (body, lambda call, function, p, x: body(call, function, p.to_here(), x)):
+        step = jax.value_and_grad(mapped(program, sync, layer, typed=typed))
+        for compiled in (jax.jit, jd.jit):
+            with jd.context() as ctx:
+                jax.block_until_ready(compiled(step)(rref, X))
+                of_parameters = jd.rpc_sync(rank(1), gradient_here, args=(ctx.id, jd.by_reference(rref)))
+            assert_close(of_parameters, expected, rtol=1e-4)

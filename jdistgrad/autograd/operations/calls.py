@@ -119,6 +119,10 @@ class Call:
         """Return the numbers of the operands that are leaves of references."""
         return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
 
+    @property
+    def has_references(self) -> bool:
+        return self.arguments.has_references
+
     def pullback(self, live: tuple[int, ...]) -> Any:
         """Return the pullback of its outermost derivative, as a function."""
         return PullbackOf(self.function, self.leaves(), live)

@@ -46,6 +46,10 @@ class Linear:
         return self.call.orders[-1]
 
     @property
+    def has_references(self) -> bool:
+        return self.call.has_references
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of the batches, the latest first."""
         return tuple(size for size, _ in reversed(self.batches))
@@ -272,6 +276,8 @@ class Push(Linear):
 @dataclasses.dataclass(eq=False)
 class DrawNumber:
     """An operation that draws a fresh contribution id. Its operands only order the draw."""
+
+    has_references: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return "nothing: a number"

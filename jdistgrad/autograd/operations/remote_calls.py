@@ -36,6 +36,7 @@ class CallRemote(Call):
     """
 
     results_come_here = False
+    has_references = True
     staged: bool = False
     made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 

@@ -22,7 +22,7 @@ from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import as_array, evaluate, untied, wire_p
+from jdistgrad.autograd.values.primitive import as_array, evaluate, of_each_device, untied, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
@@ -47,7 +47,8 @@ def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backw
 
     def apply(*operands: Any) -> Any:
         try:
-            return tuple(one if is_differentiable(one) else untied(one) for one in rule(*operands))
+            found = rule(*of_each_device(None, operands))
+            return tuple(one if is_differentiable(one) else untied(one) for one in found)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -82,7 +83,7 @@ def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
     def apply(*operands: Any) -> tuple[Any, ...]:
         if not any(isinstance(one, jax.core.Tracer) for one in operands):
             return evaluate(operation, operands)
-        found: tuple[Any, ...] = rule(*operands)
+        found: tuple[Any, ...] = rule(*of_each_device(operation, operands))
         return found
 
     return apply

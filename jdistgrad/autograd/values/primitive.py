@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
-from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean
+from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean, varies_over, varying_like
 from jdistgrad.autograd.values.holes import shape_of
 from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
@@ -49,8 +49,26 @@ def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
 def bind(operation: Operation, operands: Sequence[Any]) -> list[Any]:
     """Let JAX perform an operation, or trace it."""
     forgotten_when_gone(type(operation))
-    found: list[Any] = wire_p.bind(*operands, operation=operation)
+    found: list[Any] = wire_p.bind(*of_each_device(operation, operands), operation=operation)
     return found
+
+
+def of_each_device(operation: Operation | None, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return operands in ``jax.shard_map`` as each device's own, if one of them is: each makes a call of its own then.
+
+    So their cotangents are summed over the devices, as JAX does where its own operations meet such operands. If all
+    are the same on all devices, each device gets the whole cotangent. The owner of a reference would add it up once for
+    each: where there are references, all operands are each device's own. (An ``operation`` of None has some.)
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return operands
+    varying = [varies_over(jax.typeof(one)) for one in operands]
+    every = frozenset(axes) if getattr(operation, "has_references", True) else frozenset[Any]().union(*varying)
+    return [
+        jax.lax.pcast(one, tuple(every - mine), to="varying") if every - mine else one
+        for one, mine in zip(operands, varying, strict=True)
+    ]
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
@@ -95,7 +113,9 @@ def operations_in(equations: Iterable[Any]) -> Iterator[Any]:
 
 
 def _shapes(*operands: Any, operation: Operation) -> list[Any]:
-    return [shaped(one.shape, one.dtype, weak=one.weak_type) for one in _shapes_of(operation, operands)]
+    found = [shaped(one.shape, one.dtype, weak=one.weak_type) for one in _shapes_of(operation, operands)]
+    like = next((one for one in operands if varies_over(one)), None)
+    return found if like is None else [varying_like(like, one) for one in found]
 
 
 def _shapes_of(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdistgrad._compat import varies_over
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
@@ -122,8 +123,7 @@ class Mesh(Collectives):
 
     @staticmethod
     def _varying(x: jax.Array) -> set[Any]:
-        kind: Any = jax.typeof(x)
-        return set(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+        return set(varies_over(jax.typeof(x)))
 
 
 def _carrier(dtype: Any) -> Any:
