@@ -115,6 +115,37 @@ def test_a_function_that_runs_as_written_gets_arrays_of_jax(big_world, way, comp
         assert_close(found, around(as_written)(x, n))
 
 
+@jax.custom_vjp
+def ruled(x):
+    return 2 * x
+
+
+def ruled_backward(x, g):
+    more = g
+    more += 1
+    return ((more * g * x).at[0].set(0),)
+
+
+ruled.defvjp(lambda x: (2 * x, x), ruled_backward)
+
+
+def by_a_rule(x):
+    return ruled(x)
+
+
+@EAGER_AND_COMPILED
+@pytest.mark.parametrize("way", [sync, fetched])
+@on_worker0
+def test_a_custom_rule_gets_arrays_of_jax(big_world, way, compiled):
+    x = jnp.array([0.5, -1.5, 2.0])
+    for around in (jax.grad, lambda f: jax.grad(lambda x: jnp.sin(jax.grad(f)(x)).sum())):
+        for looped in (lambda f: f, lambda f: lambda x: jax.lax.map(f, x[None]).sum()):
+            expected = around(looped(lambda x: jnp.cos(by_a_rule(x)).sum()))(x)
+            with jd.context():
+                found = compiled(around(looped(lambda x: jnp.cos(way(1, by_a_rule, x)).sum())))(x)
+            assert_close(found, expected)
+
+
 @EAGER_AND_COMPILED
 @on_worker0
 def test_weak_in_a_batch(big_world, compiled):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
-from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, transposed
+from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, pulled, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
 from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.tape.tape import replaying_number
@@ -111,7 +111,7 @@ class PullbackOf(ServedFunction):
         args = with_state_of(tag, self.function, args)
         _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
         with replaying_number(number):
-            return list(pullback(list(cotangents)))
+            return pulled(pullback, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.errors import DifferentiationError, DistgradError
 
 Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
@@ -32,8 +33,14 @@ def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> t
         results, pullbacks, beside = differentiated(primal, list(given.values()), tuple(inner))
         return results, (pullbacks, beside)
 
-    results, pullback, (pullbacks, beside) = jax.vjp(forward, *(operands[k] for k in outermost), has_aux=True)
+    given = as_jax([operands[k] for k in outermost])
+    results, pullback, (pullbacks, beside) = jax.vjp(forward, *given, has_aux=True)
     return results, [*pullbacks, pullback], beside
+
+
+def pulled(pullback: Any, cotangents: Iterable[Any]) -> list[Any]:
+    """Return what a pullback makes of cotangents. Custom rules are written for arrays of JAX, and get such."""
+    return list(pullback(as_jax(list(cotangents))))
 
 
 def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
@@ -45,7 +52,7 @@ def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) ->
     results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     transpose = jax.linear_transpose(lambda cotangents: list(pullback(cotangents)), results)
     try:
-        (found,) = transpose(list(tangents))
+        (found,) = transpose(as_jax(list(tangents)))
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, DistgradError | jax.errors.JaxRuntimeError):
             raise

@@ -15,7 +15,7 @@ from jdistgrad.autograd.callee.functions import (
     nothing_hidden,
     static_leaves,
 )
-from jdistgrad.autograd.callee.orders import Orders, differentiated, transposed
+from jdistgrad.autograd.callee.orders import Orders, differentiated, pulled, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
@@ -109,7 +109,7 @@ def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable
 
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
     def pull(*cotangents: Any) -> Any:
-        return pullback(_with_zeros(live, cotangents, shapes))
+        return pulled(pullback, _with_zeros(live, cotangents, shapes))
 
     return _mapped(pull, maps)(*made(cotangents))
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jdistgrad.autograd.callee.functions import Publishing, pulled_back
-from jdistgrad.autograd.callee.orders import Orders
+from jdistgrad.autograd.callee.orders import Orders, pulled
 from jdistgrad.autograd.callee.state import with_state_of
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call
@@ -91,4 +91,4 @@ class PullbackAtOwner(ServedFunction):
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
         with replaying_number(number):
             *cotangents, _ = rules.take(gradient)(handle, tag[4:])
-            return list(pullback(cotangents))
+            return pulled(pullback, cotangents)
