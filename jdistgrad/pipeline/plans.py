@@ -20,12 +20,14 @@ class Plan(NamedTuple):
       ranks: of each stage, the rank of its worker.
       inputs: of each stage, the stages whose results it takes, in the order of its arguments.
       consumers: of each stage, the stages that take its result.
+      trained: of each stage, whether its result depends on parameters: else it gets no cotangents.
       averaging: the stages that average their gradients, in the order in which those on one worker do.
     """
 
     ranks: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
+    trained: tuple[bool, ...]
     microbatches: int
     trains: bool
     averaging: tuple[int, ...]
@@ -132,6 +134,14 @@ def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]
                 f"no stage takes the result of stage {stage}. Name it among the inputs of a later one, or leave it out."
             )
     return found
+
+
+def trained_of(stages: Sequence[Stage], inputs: Sequence[Sequence[int]]) -> tuple[bool, ...]:
+    """Return whether each stage's result depends on parameters, its own or those of stages before."""
+    found: list[bool] = []
+    for stage, mine in zip(stages, inputs, strict=True):
+        found.append(stage.parameters is not None or any(found[one] for one in mine if one != BATCH))
+    return tuple(found)
 
 
 def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:

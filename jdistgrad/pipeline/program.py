@@ -9,7 +9,7 @@ from typing import Any
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, ScheduleError, WorkerLostError
-from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of
+from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of, trained_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
@@ -53,7 +53,8 @@ class Program:
         check(schedule, self._between)
         ranks = ranks_of(stages, schedule, workers)
         averaging, consumers = averaging_of(stages), consumers_of(inputs)
-        self.plan = Plan(ranks, inputs, consumers, schedule.microbatches, schedule.trains, averaging)
+        trained = trained_of(stages, inputs)
+        self.plan = Plan(ranks, inputs, consumers, trained, schedule.microbatches, schedule.trains, averaging)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         busy = [index for index, row in enumerate(schedule.actions) if row]

@@ -273,7 +273,7 @@ class Run:
         for source in sources:
             given = self._batches[microbatch] if source == BATCH else (taken[source],)
             parts += given
-            wanted += [self._plan.trains and source != BATCH] * len(given)
+            wanted += [self._plan.trains and self._is_trained(source)] * len(given)
         self._computing()
         last = stage == len(self._plan.ranks) - 1
         targets = self._targets[microbatch] if last else ()
@@ -294,6 +294,8 @@ class Run:
         self._pull_parameters(stage, microbatch)
 
     def _pull_inputs(self, stage: int, microbatch: int) -> None:
+        if not self._is_trained(stage):
+            return
         consumers = self._plan.consumers[stage]
         each = [self._take(COTANGENT, consumer, stage, microbatch) for consumer in consumers]
         recording = self._recordings[stage, microbatch]  # not before: an error that ends the wait would keep it
@@ -307,7 +309,7 @@ class Run:
         found: dict[int, list[list[Any]]] = {}
         for source, each in zip(sources, recording.pull_inputs(cotangents), strict=True):
             found.setdefault(source, []).append(each)
-        for source in found.keys() - {BATCH}:
+        for source in filter(self._is_trained, found):
             self._push(COTANGENT, stage, source, microbatch, functools.reduce(plus, found[source]))
 
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
@@ -324,6 +326,10 @@ class Run:
         if isinstance(reference, RRef):
             contribution = Contribution(next_message(), (), gradients, (*self._place, stage))
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+
+    def _is_trained(self, source: int) -> bool:
+        """Return whether what a stage takes from a source depends on parameters."""
+        return source != BATCH and self._plan.trained[source]
 
     def _width(self, source: int, microbatch: int) -> int:
         return len(self._batches[microbatch]) if source == BATCH else 1

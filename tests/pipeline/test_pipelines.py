@@ -93,6 +93,40 @@ def same_bits(one, other):
         assert a.tobytes() == b.tobytes()
 
 
+def whitened(_, x):
+    return (x - x.mean()) / (1 + x.std())
+
+
+def settled(_, x):  # JAX has no pullback of a loop of unknown length
+    return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.5, lambda x: x / 2, x)
+
+
+def joined_with(params, x, early):
+    return layer(params, x + early)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@on_worker0
+def test_stages_before_the_first_parameters_need_no_derivative(world, remat):
+    size = jd.world_size()
+    refs, (x, y) = [jd.remote(size - 1, make, args=(0,)), jd.remote(0, make, args=(1,))], data(2)
+    stages = [
+        pp.Stage(whitened),
+        pp.Stage(settled, remat=remat),
+        pp.Stage(joined_with, refs[0], inputs=(1, 0), remat=remat),
+        pp.Stage(layer, refs[1]),
+    ]
+
+    def serial(values, x, y):
+        early = whitened(None, x)
+        return mean_square(layer(values[1], joined_with(values[0], settled(None, early), early)), y)
+
+    expected = jax.value_and_grad(serial)([make(0), make(1)], x, y)
+    for schedule in schedules(4, 1).values():
+        pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=[k % size for k in range(4)])
+        assert_close(stepped(pipeline, refs, x, targets=y), expected)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
 @on_worker0
 def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(world, microbatches):
