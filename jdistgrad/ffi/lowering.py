@@ -1,5 +1,6 @@
 """Calls of Python functions as parts of JAX programs."""
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from jax.interpreters import mlir
 from jdistgrad._compat import abstract_token
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.interrupts import watch_for_interrupts
-from jdistgrad.ffi.sites import TARGET, Deferred, Function, Site, cancel_all
+from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
 
 
 def lower(
@@ -23,22 +24,36 @@ def lower(
     Arguments:
       quick: as for ``call_in_order``.
     """
-    devices = _devices_together(context.module_context.axis_context)
-    site = _site(context, function, avals, context.avals_out, quick=quick, devices=devices)
+    together = _devices_together(context.module_context.axis_context)
+    site = _site(context, function, avals, context.avals_out, quick=quick, together=together)
     given, made = list(map(_carried, avals)), list(map(_carried, context.avals_out))
     carried = _converted(context, operands, avals, given)
     values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
     return _converted(context, values, made, context.avals_out)
 
 
-def _devices_together(context: Any) -> int:
-    """Return among how many devices of this process XLA divides a program.
+def _devices_together(context: Any) -> Together:
+    """Return how many devices of this process make each call together, and the group of each if there are several.
 
-    In ``jax.shard_map``, whose context has no such number, each device makes calls of its own.
+    In ``jax.shard_map`` a group are the devices that have one place on the axes over which it maps: XLA divides the
+    program among those, as it divides other programs among all devices.
     """
-    count: int = getattr(context, "num_devices", 1)
-    known = getattr(context, "device_assignment", None)
-    return count if known is None else sum(one.process_index == jax.process_index() for one in known)
+    mesh, axes = getattr(context, "mesh", None), getattr(context, "manual_axes", ())
+    if mesh is None:
+        return min(getattr(context, "num_devices", 1), jax.local_device_count()), {}
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return ALONE
+    mapped = [k for k, name in enumerate(mesh.axis_names) if name in axes]
+    groups = {
+        device.local_hardware_id: tuple(place[k] for k in mapped)
+        for place, device in np.ndenumerate(mesh.devices)
+        if _is_here(device)
+    }
+    return max(collections.Counter(groups.values()).values(), default=1), groups
+
+
+def _is_here(device: Any) -> bool:
+    return bool(device.process_index == jax.process_index())
 
 
 def on_cpus() -> bool:
@@ -106,10 +121,10 @@ def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:
 
 
 def _site(
-    context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool = False, devices: int = 1
+    context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool, together: Together = ALONE
 ) -> Site:
     watch_for_interrupts(cancel_all)
-    site = Site(function, operands, results, quick=quick, devices=devices)
+    site = Site(function, operands, results, quick=quick, together=together)
     context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
     return site
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,9 @@ Array = tuple[tuple[int, ...], np.dtype]
 
 
 Function = Callable[..., Any]
+Together = tuple[int, Mapping[int, Any]]
+
+ALONE: Together = 1, {}
 
 
 class Deferred:
@@ -65,14 +68,21 @@ class Site:
       operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
       quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
         a ``Deferred``.
-      devices: among how many devices of this process XLA divides the program. Each of them makes each call.
+      together: how many devices make each call together, since XLA divides the program among them; and, if there are
+        several groups of such devices, the group of each device, by number.
     """
 
     def __init__(
-        self, function: Function, operands: Sequence[Any], results: Sequence[Any], *, quick: bool, devices: int = 1
+        self,
+        function: Function,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        *,
+        quick: bool,
+        together: Together = ALONE,
     ):
         self.function, self.quick = function, quick
-        self.shared = SharedCalls(devices) if devices > 1 else None
+        self.shared = SharedCalls(*together) if together[0] > 1 else None
         self.operands, self.results = _described(operands), _described(results)
         self.dtypes = [np.dtype(one.dtype) for one in operands]
         self.number = np.uint64(next(_numbers))
@@ -88,14 +98,14 @@ def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
 
 
 class SharedCalls:
-    """The calls of a site that several devices make together: one of them performs each, for all.
+    """The calls of a site that the devices of a group make together: one of them performs each, for all.
 
     The devices run one program: the k-th call that one of them makes in a run is the k-th of each.
     """
 
-    def __init__(self, devices: int):
-        self._devices, self._lock = devices, threading.Lock()
-        self._runs: dict[int, tuple[collections.Counter[int], dict[int, concurrent.futures.Future[Any]]]] = {}
+    def __init__(self, count: int, groups: Mapping[int, Any]):
+        self._count, self._groups, self._lock = count, groups, threading.Lock()
+        self._runs: dict[Any, tuple[collections.Counter[int], dict[int, concurrent.futures.Future[Any]]]] = {}
 
     def once(self, run: int, device: int, perform: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that performs a device's next call in a run, or waits for another device that does.
@@ -103,15 +113,16 @@ class SharedCalls:
         Arguments:
           run, device: their numbers.
         """
+        group = self._groups.get(device)
         with self._lock:
-            made, results = self._runs.setdefault(run, (collections.Counter(), {}))
+            made, results = self._runs.setdefault((run, group), (collections.Counter(), {}))
             turn, first = made[device], made[device] not in results
             found = results.setdefault(turn, concurrent.futures.Future())
             made[device] += 1
-            if sum(count > turn for count in made.values()) == self._devices:
+            if sum(count > turn for count in made.values()) == self._count:
                 del results[turn]
                 if not results:  # all have made equally many
-                    del self._runs[run]
+                    del self._runs[run, group]
         return functools.partial(_perform_for_all, perform, found) if first else found.result
 
 

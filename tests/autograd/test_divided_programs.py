@@ -186,3 +186,22 @@ def test_references_in_shard_map(big_world, body, typed):
                 jax.block_until_ready(compiled(step)(rref, X))
                 of_parameters = jd.rpc_sync(rank(1), gradient_here, args=(ctx.id, jd.by_reference(rref)))
             assert_close(of_parameters, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@on_worker0
+def test_a_reference_in_shard_map_over_one_of_two_axes(big_world, typed):
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh, rows = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=kinds), PartitionSpec("rows")
+
+    def loss(p, x, call=sync):
+        each = functools.partial(call, 1, layer, p)
+        y = jax.shard_map(each, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"rows"}, check_vma=typed)(x)
+        return (jnp.sin(y) * x).sum()
+
+    rref = jd.remote(rank(1), jnp.asarray, args=(X[:4],))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(("rows", "columns"))))
+    with jd.context() as ctx:
+        jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(rref, x))
+        found = jd.rpc_sync(rank(1), gradient_here, args=(ctx.id, jd.by_reference(rref)))
+    assert_close(found, jax.jit(jax.grad(lambda p: loss(p, x, serial)))(X[:4]))
