@@ -5,6 +5,7 @@ The first of them, the leader, asks owners and the other callers for their parts
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ from jdistgrad.saving.desk import meet
 from jdistgrad.saving.marks import PerWorker
 from jdistgrad.saving.places import Leaf, leaves_of, replaced, require_different
 
+_numbers = itertools.count()
+
 
 @dataclasses.dataclass
 class Job:
@@ -32,6 +35,8 @@ class Job:
     Attributes:
       what: the call, for messages.
       callers: the ranks of those that call together.
+      held_as: the name under which this caller's leaves are kept for those who write them; another thread's job may
+        have the same ``what``.
     """
 
     what: str
@@ -44,6 +49,7 @@ class Job:
         self.rank = current_worker().rank
         self.number, self.count = self.callers.index(self.rank), len(self.callers)
         self.leads, self.leader = self.number == 0, self.callers[0]
+        self.held_as = f"held for {self.what}, {next(_numbers)}"
 
     def leaves(self) -> list[Leaf]:
         found = [*self.leaves_of_trees(), *leaves_of(self.optimizers, "optimizers", self.number, self.count)]

@@ -4,11 +4,12 @@ Among several processes of ``jax.distributed``, orbax (0.12) writes arrays that 
 only. There, other workers send theirs to worker 0.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -46,22 +47,34 @@ def write(folder: pathlib.Path, arrays: Arrays) -> None:
 
 
 def write_here(folder: str, arrays: Arrays) -> None:
-    ocp, quiet = orbax(), logging.getLogger("absl")
-    quiet.addFilter(_is_not_raised_too)
+    ocp = orbax()
     try:
-        with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
+        # Random bits, as weights are, only take time to compress.
+        with _quiet(), _checkpointer(use_compression=False) as files:
             files.save(folder, args=ocp.args.PyTreeSave(arrays))
     except ValueError as error:
         number = SYSTEM_ERROR.search(str(error))
         raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
-    finally:
-        quiet.removeFilter(_is_not_raised_too)
     folders.synchronize_all(pathlib.Path(folder))
 
 
-def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: orbax logs its threads' tracebacks, a hundred lines, and raises the error too."""
-    return "_SignalingThread.run() raised" not in str(record.msg)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Open a block in which orbax does not log its threads' tracebacks, a hundred lines: it raises the error too.
+
+    Several workers of a process may be in such blocks: each has a filter of its own.
+    """
+    log, own = logging.getLogger("absl"), _IsNotRaisedToo()
+    log.addFilter(own)
+    try:
+        yield
+    finally:
+        log.removeFilter(own)
+
+
+class _IsNotRaisedToo(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
 
 
 def read(folder: pathlib.Path, names: Iterable[str]) -> Arrays:

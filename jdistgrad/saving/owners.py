@@ -68,12 +68,12 @@ class HeldWork:
     """A part that a caller holds: leaves of its own trees."""
 
     part: str
-    what: str
+    held_as: str
     own: bool = True
     identifier: int = 0
 
     def take(self) -> tuple[Part, dict[str, Any]]:
-        return world.kept(f"held for {self.what}")[self.part], {}
+        return world.kept(self.held_as)[self.part], {}
 
 
 Work = ValueWork | OptimizerWork | HeldWork

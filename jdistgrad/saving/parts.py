@@ -44,7 +44,7 @@ def plan_of(job: Job, *, hold: bool = False) -> Plan:
             for rank, work in works_for(leaf, job.rank):
                 asked.setdefault(rank, []).append(work)
     held = [own_part(job.rank), *([SHARED] if job.leads else [])]
-    asked.setdefault(job.rank, []).extend(HeldWork(part, job.what) for part in held)
+    asked.setdefault(job.rank, []).extend(HeldWork(part, job.held_as) for part in held)
     return Plan([leaf.place for leaf in leaves], asked, looks)
 
 
@@ -101,8 +101,8 @@ def _hold(job: Job, leaves: Sequence[Leaf]) -> None:
     for leaf in leaves:
         if not _is_owned(leaf):
             held[own_part(job.rank) if leaf.own else SHARED][leaf.place] = leaf.value
-    world.keep(f"held for {job.what}", held)
+    world.keep(job.held_as, held)
 
 
 def release(job: Job) -> None:
-    world.keep(f"held for {job.what}", None)
+    world.forget(job.held_as)

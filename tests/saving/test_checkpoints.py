@@ -358,6 +358,15 @@ def test_a_part_that_cannot_be_written_leaves_the_last_checkpoint(tmp_path, capf
         same(other.to_here(), big(1))
 
 
+def test_parts_that_cannot_be_written_beside_others_print_no_traceback(tmp_path, caplog):
+    with jd.local_workers(3):
+        there = jd.remote(1, jnp.ones, args=((400, 1000),)), jd.remote(2, jnp.ones, args=((1200, 1000),)), big(2)
+        for step in range(5):
+            with no_file_larger_than(1 << 19), pytest.raises(jd.CheckpointError, match="File too large"):
+                jd.save(tmp_path, step, there)
+        assert [record.name for record in caplog.records if record.name == "absl"] == []
+
+
 @jax.tree_util.register_pytree_node_class
 class Arms:
     """A part of a tree that does something whenever it is taken apart."""
@@ -402,6 +411,27 @@ def test_a_save_waits_for_one_that_another_thread_has_begun(tmp_path):
 def big_after(event, seed):
     event.wait()
     return big(seed)
+
+
+def test_threads_that_save_the_same_step_at_once_save_each_its_own(tmp_path):
+    with jd.local_workers(3):
+        both, errors = threading.Barrier(2), list[BaseException]()
+
+        def save_own(k):
+            try:  # both hold their trees before one of them writes
+                jd.save(tmp_path, 1, (jd.remote(k, big, args=(k,)), big(k), Arms(both.wait)))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=save_own, args=(k,)) for k in (1, 2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert not errors
+        other = jd.remote(1, big, args=(5,))
+        found = jd.restore(tmp_path, (other, big(6), Arms()))[1][1]
+        same(other.to_here(), found)
 
 
 def test_a_worker_that_cannot_be_asked_is_named_and_the_others_are_waited_for(tmp_path):

@@ -230,6 +230,11 @@ def keep(name: str, value: Any) -> None:
     _kept.setdefault(current_worker(), {})[name] = value
 
 
+def forget(name: str) -> None:
+    """Keep a value no longer, if there is one under that name."""
+    _kept.get(current_worker(), {}).pop(name, None)
+
+
 def kept(name: str) -> Any:
     """Return the value kept under a name in this world, or None."""
     return _kept.get(current_worker(), {}).get(name)
