@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,26 @@ def test_local_workers_last_until_they_are_closed():
     again = jd.local_workers(2)
     jd.shutdown()
     again.close()
+
+
+def test_one_of_several_threads_opens_the_world_of_the_process():
+    """The others get an error: each would close the world of the last one, and wait for workers of its own."""
+    opened, refused, all_begin = list[Any](), list[Exception](), threading.Barrier(4)
+
+    def open_one():
+        all_begin.wait()
+        try:
+            opened.append(jd.local_workers(3))
+        except jd.AlreadyInitializedError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=open_one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(opened), len(refused)) == (1, 3)
+    opened[0].close()
 
 
 def test_local_workers_end_without_grace_too():

@@ -15,7 +15,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import find_worker
-from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
+from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -150,7 +150,9 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
     """
     refuse_second_world("local_workers")
     refuse_seat("local_workers")
-    return LocalWorkers(checked_size(n), checked_timeout(timeout))
+    size, seconds = checked_size(n), checked_timeout(timeout)
+    with only_world_of_process("local_workers"):
+        return LocalWorkers(size, seconds)
 
 
 def checked_size(n: Any) -> int:

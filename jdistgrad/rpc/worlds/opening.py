@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from jdistgrad.wire.transport import Transport
 
 THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
 
+_opening = threading.Lock()
+
 
 def refuse_second_world(what: str) -> None:
     why = current.fork_error()
@@ -37,6 +40,15 @@ def refuse_second_world(what: str) -> None:
         raise errors.AlreadyInitializedError(
             f"{what}: {worker.info} is already in a world of {worker.size}. Call jdistgrad.shutdown() first."
         )
+
+
+@contextlib.contextmanager
+def only_world_of_process(what: str) -> Iterator[None]:
+    """Open a block that opens this process's world. Another thread that would open one waits, and finds it."""
+    refuse_second_world(what)  # first: a process that was forked meanwhile would wait for ever
+    with _opening:
+        refuse_second_world(what)
+        yield
 
 
 def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: bool) -> Worker:

@@ -18,7 +18,7 @@ from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.rpc.worlds.opening import open_local, open_mpi, refuse_second_world
+from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.local import Hub
@@ -106,13 +106,14 @@ def init(
     if seat is not None:
         worker = open_local(*seat, name, seconds, allow_code=allow_code)
         current.bind_thread(worker)
-    elif launcher_env.launched():
-        with_devices = settings.devices if devices is None else devices
-        survives = settings.survive if survive is None else survive
-        worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices, survive=survives)
-        current.bind_process(worker)
-    else:
-        worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
+        return worker.info
+    with only_world_of_process("init"):
+        if launcher_env.launched():
+            with_devices = settings.devices if devices is None else devices
+            survives = settings.survive if survive is None else survive
+            worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices, survive=survives)
+        else:
+            worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
         current.bind_process(worker)
     return worker.info
 
