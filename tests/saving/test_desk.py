@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 
+import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
@@ -88,6 +89,24 @@ def test_the_report_of_waits_names_who_does_not_come_and_no_call_of_the_meeting(
     report, edges = jd.spawn(main, 4)[2].split("who waits for whom:\n")
     assert len(re.findall(r"in a collective for \d+\.\d s: a meeting, without worker2\n", report)) == 2
     assert re.findall(r"(worker. -> worker.): a meeting", edges) == ["worker0 -> worker2", "worker1 -> worker2"]
+
+
+def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout():
+    """As where rank 1 saves alone, or has more batches than another that answers its steps in a join block."""
+    told = r"worker1 \(rank 1\) will not come, it waits for this worker elsewhere \(a meeting\), at .*save and restore"
+
+    def main():
+        me = jd.init()
+        dp = jd.DataParallel(timeout=300)
+        x = dp.average(jnp.ones(3))
+        if me.rank == 1:
+            meet("a meeting", None)
+        else:
+            with pytest.raises(jd.WorkerLostError, match=told):
+                dp.average(x)
+        jd.shutdown()
+
+    jd.spawn(main, 3)
 
 
 def come_to_a_meeting():

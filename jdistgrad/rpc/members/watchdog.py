@@ -41,12 +41,14 @@ class CollectiveEntry:
       what: each worker's own description.
       may_leave: whether a worker may leave long before the others: the collective is a program that goes on after its
         last reduction.
+      by_calls: whether it is a meeting by calls, to which no worker comes that is in ``shutdown``.
     """
 
     what: str = dataclasses.field(compare=False)
     group: Hashable
     turn: int
     may_leave: bool = False
+    by_calls: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,6 +92,10 @@ class MeetingByCalls:
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     since: float = dataclasses.field(default_factory=time.monotonic)
 
+    @property
+    def entry(self) -> CollectiveEntry:
+        return CollectiveEntry(self.what, group=self.what, turn=0, by_calls=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Location:
@@ -100,7 +106,7 @@ class Location:
       closing: whether it is shutting down, and serves no call that may still come to the collective.
       doing: what it is doing then, for messages.
       place: the line of the user's program that it is in.
-      awaits: the collectives in which it waits for the worker that asks.
+      awaits: the collectives, and meetings by calls, in which it waits for the worker that asks.
     """
 
     there: bool
@@ -234,8 +240,9 @@ class Watchdog:
 
         A thread of theirs that still computes may come: then the line that it is in changes, if only now and then.
         """
-        here = {each.entry for each in list(self._engaged.values())}
-        crossing = found.awaits - here, found.place, where(self._mailbox.home)
+        here = {each.entry for each in list(self._engaged.values())} | self._meetings_of_program()
+        awaited = frozenset(each for each in found.awaits - here if not (each.by_calls and self._closing.wanted))
+        crossing = awaited, found.place, where(self._mailbox.home)
         before, since = one.deadlocked.get(peer, (None, 0.0))
         now = time.monotonic()
         if crossing != before:
@@ -249,7 +256,7 @@ class Watchdog:
         return (
             f"{self._mailbox.directory.workers[peer]} will not come, it waits for this worker elsewhere "
             f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
-            "DataParallels and collectives in one order."
+            "DataParallels and collectives in one order, and save and restore between the same of them."
         )
 
     def _tell_deadlocked(self, one: Participation) -> None:
@@ -279,12 +286,17 @@ class Watchdog:
 
     def location(self, asker: int, entry: CollectiveEntry) -> Location:
         shared = [one for one in list(self._engaged.values()) if asker in one.peers]
-        awaits = frozenset(one.entry for one in shared if not one.blocking)
+        awaits = frozenset(one.entry for one in shared if not one.blocking) | self._meetings_of_program(asker)
         there = any(one.entry == entry for one in shared)
         closing, only_serves = self._closing.wanted and not self._serves_users(), self._closing.only_serves
         place = "jdistgrad.local_workers(), without a program" if only_serves else where(self._mailbox.home)
         doing = ONLY_SERVES if only_serves else f"is in jdistgrad.shutdown(), at {place}"
         return Location(there, closing, doing, place, awaits)
+
+    def _meetings_of_program(self, peer: int | None = None) -> frozenset[CollectiveEntry]:
+        """Return the meetings by calls that the program itself waits in, not a thread beside it."""
+        mine = [one for one in self.by_calls().values() if one.thread == self._mailbox.home]
+        return frozenset(one.entry for one in mine if peer is None or peer in one.peers)
 
     def _serves_users(self) -> bool:
         return any(one.function is not location and one.function is not deadlocked for one in self._being_served.now())
