@@ -125,21 +125,27 @@ class DistributedOptimizer(Corrected):
             self._everywhere(owner.step, scale, arrays)
 
     def state(self) -> dict[str, Any]:
-        """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``."""
+        """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``.
+
+        A third part, ``"owned"``, holds no arrays: its keys say which values each owner has.
+        """
         found = self._everywhere(owner.state)
         values: list[Any] = [None] * len(self._rrefs)
         for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
             for number, value in zip(mine, here, strict=True):
                 values[number] = value
-        return {"values": values, "states": [state for _, state in found]}
+        owned = dict.fromkeys(self._spelled_numbers)
+        return {"values": values, "states": [state for _, state in found], "owned": owned}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, for an optimizer of the same values on the same owners.
+        """Restore what ``state`` returned, for an optimizer of the same values, of which the same share an owner.
 
-        The arrays may be NumPy's. All owners check their parts before the first restores its own.
+        The arrays may be NumPy's. All owners check their parts before the first restores its own. Where the values have
+        moved to other owners, use ``save`` and ``jdistgrad.restore``.
 
         Raises:
-          ValueError: the state has another structure, or other shapes or dtypes; nothing was restored on any owner.
+          ValueError: the state has another structure, or other shapes or dtypes, or owners had other values together;
+            nothing was restored on any owner.
         """
         parts = zip(self._owned.values(), self._parts(state), strict=True)
         prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
@@ -153,6 +159,13 @@ class DistributedOptimizer(Corrected):
             raise ValueError(
                 f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {len(self._rrefs)} on "
                 f"{len(self._owned)}"
+            )
+        owned = state.get("owned") or self._spelled_numbers
+        if set(owned) != set(self._spelled_numbers):
+            raise ValueError(
+                f"restore: an owner each had the values ({'), ('.join(owned)}), but here have "
+                f"({'), ('.join(self._spelled_numbers)}): states would come to other values. jd.save and jd.restore "
+                "find the state of each value on any owner."
             )
         each = enumerate(zip(self._numbers.values(), states, strict=True))
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
@@ -202,6 +215,10 @@ class DistributedOptimizer(Corrected):
             gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
             uses.append(use(function(self._owned[rank].id), gradients, others))
         return use_all(uses, needs=(self._owned, self._rrefs))
+
+    @property
+    def _spelled_numbers(self) -> list[str]:
+        return [", ".join(map(str, mine)) for mine in self._numbers.values()]
 
     @property
     def _on_owners(self) -> list[tuple[RRef[Any], list[int]]]:

@@ -164,3 +164,24 @@ def test_training_goes_on_from_a_restored_state(world):
         updates, state = tx.update(gradient, state, expected)
         expected = optax.apply_updates(expected, updates)
     assert_close(params.to_here(), expected)
+
+
+@on_worker0
+def test_a_state_of_values_that_shared_other_owners_is_refused(world):
+    """All values have one shape, so only the owners tell that states would come to other values."""
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def optimizer_on(*owners):
+        return jd.DistributedOptimizer(tx, [jd.remote(owner, make_array, args=((3,),)) for owner in owners])
+
+    first = optimizer_on(0, last(), 0, last())
+    saved = jax.tree.map(np.array, first.state())
+    optimizer_on(last(), 0, last(), 0).restore(saved)
+    other = optimizer_on(0, 0, last(), last())
+    if world.size > 1:
+        said = r"the values \(0, 2\), \(1, 3\), but here have \(0, 1\), \(2, 3\).*jd.save"
+        with pytest.raises(ValueError, match=said):
+            other.restore(saved)
+    else:
+        other.restore(saved)
+    other.restore({name: saved[name] for name in ("values", "states")})  # of an earlier version
