@@ -4,6 +4,7 @@ import math
 import operator
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jdistgrad.saving.reading import put_back, read
 from jdistgrad.saving.writing import write
 
 AnyPath = str | os.PathLike[str]
+
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # of gs://bucket/folder a pathlib.Path makes gs:/bucket/folder
 
 
 def save(
@@ -62,9 +65,7 @@ def save(
         raise ValueError(f"save(path, step, trees): step must be a number of steps, 0 or more, not {step!r:.60}")
     if keep != math.inf and (_whole_number(keep) or 0) < 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
-    folder = pathlib.Path(path).resolve()
-    if "\\" in str(folder) and os.sep != "\\":
-        raise ValueError(f"save: {folder} has a backslash, which the files' format takes for a slash")
+    folder = _folder("save", path)
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         try:
             plans = job.agree(lambda: plan_of(job, hold=True), everybody=True)
@@ -102,16 +103,29 @@ def restore(
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
     """
+    folder = _folder("restore", path)
     files.orbax()
     asked = "" if step is None else f", step={step}"
     with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
-        folder = job.from_leader(lambda: chosen(pathlib.Path(path).resolve(), step))
-        if folder is None:
+        found_at = job.from_leader(lambda: chosen(folder, step))
+        if found_at is None:
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
         plans = job.agree(lambda: plan_of(job), everybody=True)
-        number, prepared, found = job.agree(lambda: read(job, plans, folder))
+        number, prepared, found = job.agree(lambda: read(job, plans, found_at))
         job.agree(lambda: put_back(prepared))
         return number, job.trees_of(found)
+
+
+def _folder(what: str, path: AnyPath) -> pathlib.Path:
+    if ADDRESS.match(str(path)):
+        raise ValueError(
+            f"{what}: {path} is an address, expected a folder on a disk that all workers see, such as one in which the "
+            "storage is mounted"
+        )
+    folder = pathlib.Path(path).resolve()
+    if "\\" in str(folder) and os.sep != "\\":
+        raise ValueError(f"{what}: {folder} has a backslash, which the files' format takes for a slash")
+    return folder
 
 
 def _whole_number(value: Any) -> int | None:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import re
 import resource
 import shutil
@@ -594,6 +595,15 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         with pytest.raises(ValueError, match="has a backslash"):
             jd.save(tmp_path / "a\\b", 1)
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", pathlib.Path("s3://bucket/run")])
+def test_addresses_are_no_folders(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: jd.save(path, 1, jnp.ones(3)), lambda: jd.restore(path, jnp.ones(3))):
+        with jd.local_workers(1), pytest.raises(ValueError, match="is an address, expected a folder"):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
