@@ -103,17 +103,20 @@ def restore(
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
     """
+    number = None if step is None else _whole_number(step)
+    if step is not None and number is None:
+        raise ValueError(f"restore: step must be a number of steps, not {step!r:.60}")
     folder = _folder("restore", path)
     files.orbax()
-    asked = "" if step is None else f", step={step}"
+    asked = "" if number is None else f", step={number}"
     with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
-        found_at = job.from_leader(lambda: chosen(folder, step))
+        found_at = job.from_leader(lambda: chosen(folder, number))
         if found_at is None:
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
         plans = job.agree(lambda: plan_of(job), everybody=True)
-        number, prepared, found = job.agree(lambda: read(job, plans, found_at))
+        saved, prepared, found = job.agree(lambda: read(job, plans, found_at))
         job.agree(lambda: put_back(prepared))
-        return number, job.trees_of(found)
+        return saved, job.trees_of(found)
 
 
 def _folder(what: str, path: AnyPath) -> pathlib.Path:

@@ -592,6 +592,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         for step in (1.5, True, -1, jnp.ones(3), {"w": jnp.ones(3)}):
             with pytest.raises(ValueError, match=r"save\(path, step, trees\): step must be a number of steps"):
                 jd.save(tmp_path, step)
+        for step in ("1", 1.5, True):
+            with pytest.raises(ValueError, match=r"restore: step must be a number of steps, not ('1'|1.5|True)"):
+                jd.restore(tmp_path, step=step)
         with pytest.raises(ValueError, match="has a backslash"):
             jd.save(tmp_path / "a\\b", 1)
         assert not list(tmp_path.iterdir())
