@@ -33,5 +33,15 @@ def in_program(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def calls_package(thread: int) -> bool:
+    """Return whether a thread is in a call of this package that the user's program has made, and not in other code."""
+    frame = frames().get(thread)
+    while frame is not None and is_installed(frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def place_of(frame: FrameType) -> str:
     return place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)

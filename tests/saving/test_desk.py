@@ -11,6 +11,7 @@ import pytest
 import jdistgrad as jd
 from jdistgrad.observe.wait_report import render
 from jdistgrad.rpc.flight import snapshots
+from jdistgrad.rpc.places import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving.desk import Desk, hold, meet
 from jdistgrad.threads import frames
@@ -107,6 +108,29 @@ def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout(
         jd.shutdown()
 
     jd.spawn(main, 3)
+
+
+def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
+    """Its threads may take steps beside it."""
+    inside, outside, end = threading.Event(), threading.Event(), threading.Event()
+
+    def waits_inside():
+        inside.set()
+        poll(end.is_set, 60)
+
+    def waits_outside():
+        outside.set()
+        end.wait(60)
+
+    threads = [threading.Thread(target=each) for each in (waits_inside, waits_outside)]
+    for one in threads:
+        one.start()
+    assert inside.wait(60)
+    assert outside.wait(60)
+    assert poll(lambda: [calls_package(one.ident) for one in threads] == [True, False], 60)
+    end.set()
+    for one in threads:
+        one.join()
 
 
 def come_to_a_meeting():

@@ -21,7 +21,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.places import where
+from jdistgrad.rpc.places import calls_package, where
 from jdistgrad.rpc.serving.being_served import BeingServed
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
@@ -238,10 +238,12 @@ class Watchdog:
     def _deadlock(self, one: Participation, peer: int, found: Location) -> str | None:
         """Return why two workers that wait for each other never meet, or None if one may still come to the other.
 
-        A thread of theirs that still computes may come: then the line that it is in changes, if only now and then.
+        A thread of theirs that still computes may come: then the line that it is in changes, if only now and then. To a
+        meeting by calls the program may come as long as it is elsewhere than in this package.
         """
         here = {each.entry for each in list(self._engaged.values())} | self._meetings_of_program()
-        awaited = frozenset(each for each in found.awaits - here if not (each.by_calls and self._closing.wanted))
+        comes_to_none = calls_package(self._mailbox.home) and not self._closing.wanted
+        awaited = frozenset(each for each in found.awaits - here if comes_to_none or not each.by_calls)
         crossing = awaited, found.place, where(self._mailbox.home)
         before, since = one.deadlocked.get(peer, (None, 0.0))
         now = time.monotonic()
