@@ -120,8 +120,14 @@ class CallFrame(ctypes.Structure):
 
     def number(self) -> int:
         """Return the only attribute, an unsigned 64-bit integer."""
-        scalar = _Scalar.from_address(self.attributes.values[0])
-        return ctypes.c_uint64.from_address(scalar.value).value
+        return ctypes.c_uint64.from_address(self.copy_of_site()).value
+
+    def copy_of_site(self) -> int:
+        """Return what tells copies of a call in a program apart. XLA copies a function wherever the program calls it.
+
+        It is the address of the only attribute, which all devices that run the program have in common.
+        """
+        return int(_Scalar.from_address(self.attributes.values[0]).value)
 
     def operand(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return _view(self.operands.values[place], shape, dtype)

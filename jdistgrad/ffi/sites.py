@@ -100,29 +100,31 @@ def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
 class SharedCalls:
     """The calls of a site that the devices of a group make together: one of them performs each, for all.
 
-    The devices run one program: the k-th call that one of them makes in a run is the k-th of each.
+    The devices run one program: the k-th call that one of them makes at a place of it is the k-th of each. At different
+    places they may come in different orders.
     """
 
     def __init__(self, count: int, groups: Mapping[int, Any]):
         self._count, self._groups, self._lock = count, groups, threading.Lock()
         self._runs: dict[Any, tuple[collections.Counter[int], dict[int, concurrent.futures.Future[Any]]]] = {}
 
-    def once(self, run: int, device: int, perform: Callable[[], Any]) -> Callable[[], Any]:
+    def once(self, run: int, device: int, place: Any, perform: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that performs a device's next call in a run, or waits for another device that does.
 
         Arguments:
           run, device: their numbers.
+          place: what tells the copies of the site in the program apart.
         """
-        group = self._groups.get(device)
+        key = run, place, self._groups.get(device)
         with self._lock:
-            made, results = self._runs.setdefault((run, group), (collections.Counter(), {}))
+            made, results = self._runs.setdefault(key, (collections.Counter(), {}))
             turn, first = made[device], made[device] not in results
             found = results.setdefault(turn, concurrent.futures.Future())
             made[device] += 1
             if sum(count > turn for count in made.values()) == self._count:
                 del results[turn]
                 if not results:  # all have made equally many
-                    del self._runs[run, group]
+                    del self._runs[key]
         return functools.partial(_perform_for_all, perform, found) if first else found.result
 
 
@@ -234,7 +236,7 @@ def _handle(address: int) -> int | None:
         results = [frame.result(k, *one) for k, one in enumerate(site.results)]
         whole: Callable[[], Any] = functools.partial(site.function, *operands)
         if site.shared is not None:
-            whole = site.shared.once(*frame.run_and_device(), whole)
+            whole = site.shared.once(*frame.run_and_device(), frame.copy_of_site(), whole)
         found = whole() if site.quick else Deferred(whole)
         if isinstance(found, Deferred):
             here, by_xla = contextvars.copy_context(), _is_xlas()

@@ -139,7 +139,9 @@ def test_a_program_under_way_keeps_its_sites_when_nobody_keeps_its_function():
 
 def test_devices_share_their_calls_whoever_is_ahead():
     calls, numbers = sites.SharedCalls(2, {0: "a", 1: "a", 2: "b", 3: "b"}), itertools.count()
-    first, second, of_another_run = (calls.once(run, 0, numbers.__next__) for run in (1, 1, 2))
+    first, second, of_another_run = (calls.once(run, 0, 0, numbers.__next__) for run in (1, 1, 2))
     assert [second(), first(), of_another_run()] == [0, 1, 2]
-    assert [calls.once(run, 1, numbers.__next__)() for run in (1, 2, 1, 1)] == [1, 2, 0, 3]
-    assert [calls.once(1, device, numbers.__next__)() for device in (0, 2, 1, 0, 3)] == [3, 4, 5, 5, 4]
+    assert [calls.once(run, 1, 0, numbers.__next__)() for run in (1, 2, 1, 1)] == [1, 2, 0, 3]
+    assert [calls.once(1, device, 0, numbers.__next__)() for device in (0, 2, 1, 0, 3)] == [3, 4, 5, 5, 4]
+    ways = [(0, "here"), (0, "there"), (1, "there"), (1, "here")]
+    assert [calls.once(3, device, place, numbers.__next__)() for device, place in ways] == [6, 7, 7, 6]
