@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jdistgrad._compat import abstract_token
+from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
@@ -90,6 +91,7 @@ def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any
 def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
+    _refuse_several_devices(_devices_of(context.module_context.axis_context))
     site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
     given, made = list(map(_carried, context.avals_in)), list(map(_carried, context.avals_out))
     carried, behind = _converted(context, operands, context.avals_in, given), [abstract_token()]
@@ -97,6 +99,23 @@ def _lowered(
     *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
     context.set_tokens_out(mlir.TokenSet({effect: token}))
     return _converted(context, values, made, context.avals_out)
+
+
+def _devices_of(context: Any) -> int:
+    """Return on how many devices a program runs."""
+    mesh = getattr(context, "mesh", None)
+    return int(getattr(context, "num_devices", 1) if mesh is None else mesh.size)
+
+
+def _refuse_several_devices(count: int) -> None:
+    """XLA orders what has effects on one device only, and of programs on several it runs one at a time."""
+    if count > 1:
+        raise CollectiveError(
+            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
+            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
+            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
+            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
+        )
 
 
 def _carried(aval: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.experimental.sparse import BCOO
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import DisagreementError, LeafError
+from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 
 @on_every_worker
@@ -199,6 +199,17 @@ def test_a_gather_of_an_array_on_several_devices(big_world, rank, size):
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     found = of_this_world().allgather(jax.device_put(jnp.arange(4.0) + rank, split))
     np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
+@on_every_worker
+def test_programs_on_several_devices_have_no_collectives(big_world, rank, size):
+    mesh, rows = jax.make_mesh((2,), ("x",), devices=jax.local_devices()[4:6]), jax.sharding.PartitionSpec("x")
+    split, total = jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(mesh, rows)), of_this_world().allreduce
+    for program in (total, jax.shard_map(total, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)):
+        with pytest.raises((CollectiveError, ValueError), match=r"on 2 devices|more than 1 device"):  # JAX's: mpi4jax
+            jax.block_until_ready(jax.jit(program)(split))
+    np.testing.assert_array_equal(total(jax.jit(jnp.sin)(split)), size * jnp.sin(split))
 
 
 @on_every_worker
