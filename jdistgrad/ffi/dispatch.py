@@ -14,6 +14,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -38,6 +40,24 @@ def provide_threads() -> None:
     """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or the user has set the size."""
     if not backends_are_initialized():
         os.environ.setdefault(POOL, str(max(THREADS, len(os.sched_getaffinity(0)))))
+
+
+def explained_on(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let errors of a function that a program on several devices has waited for in vain say what may be the cause."""
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        try:
+            return function(*operands)
+        except TimeoutError as error:
+            error.add_note(
+                f"A program on {count} devices waited for it. XLA runs one program on several devices of a process at a"
+                " time: if what it waited for runs another one in this process, neither ends. jdistgrad.jit in place of"
+                " jax.jit makes calls between programs; programs on one device do not keep others from running."
+            )
+            raise
+
+    return call
 
 
 class WaitingPrograms:

@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 from jdistgrad._compat import abstract_token
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
+from jdistgrad.ffi.dispatch import explained_on
 from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
 
@@ -25,8 +26,10 @@ def lower(
     Arguments:
       quick: as for ``call_in_order``.
     """
-    together = _devices_together(context.module_context.axis_context)
-    site = _site(context, function, avals, context.avals_out, quick=quick, together=together)
+    where = context.module_context.axis_context
+    if _devices_of(where) > 1:
+        function = explained_on(_devices_of(where), function)
+    site = _site(context, function, avals, context.avals_out, quick=quick, together=_devices_together(where))
     given, made = list(map(_carried, avals)), list(map(_carried, context.avals_out))
     carried = _converted(context, operands, avals, given)
     values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)

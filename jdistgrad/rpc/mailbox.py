@@ -182,19 +182,19 @@ class Mailbox:
         waits for other workers. Otherwise it runs on the thread that calls it, and there are always enough of these.
         """
         if sites.any_sites():
-            for leaf in trees.leaves(tree):
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-                    leaf.block_until_ready()
+            _wait_for_arrays(tree)
 
-    def finish_programs(self) -> None:
-        """Wait until the programs that a served function has called have run.
+    def finish_programs(self, result: Any) -> None:
+        """Wait until the programs that a served function has called have run, and the arrays in its result are ready.
 
         If workers have devices of their own, or arguments are not ready, programs may be under way when the function
         returns. They may need the function's context. Moreover, XLA runs the programs of one thread one after the
-        other, and the next call that this thread serves may be a call that they wait for.
+        other, and the next call that this thread serves may be a call that they wait for. A program on several devices
+        runs when others have ended, on other threads: the caller's timeout counts until then.
         """
         if self.device is not None or sites.any_sites():
             devices.finish_programs_of_this_thread()
+            _wait_for_arrays(result)
 
     def sever(self, why: str) -> None:
         """Make every use of this copy of a worker an error, and its destruction harmless: the process was forked."""
@@ -206,6 +206,12 @@ class Mailbox:
 
     def close_threads(self) -> None:
         self._threads.close()
+
+
+def _wait_for_arrays(tree: Any) -> None:
+    for leaf in trees.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            leaf.block_until_ready()
 
 
 def _steady(call: Any) -> Any:

@@ -149,6 +149,24 @@ def test_a_call_that_fails(big_world):
                 jax.block_until_ready(program(x))
 
 
+def on_four_devices(x):
+    return x if isinstance(x, jax.core.Tracer) else jnp.sin(divided(x)).sum() * x
+
+
+@on_worker0
+def test_a_call_that_waits_for_another_program_on_several_devices(big_world):
+    """XLA runs one such program at a time. In a local world the workers are threads of the process."""
+
+    def program(x):
+        return jd.rpc_sync(rank(1), on_four_devices, args=(x,), timeout=0.3) * 2
+
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="one program on several devices of a process"):
+        jax.block_until_ready(jax.jit(program)(divided(X)))
+    # A later call has all the time that it needs.
+    expected = np.sin(X).sum() * X
+    assert_close(jd.jit(functools.partial(sync, 1, on_four_devices))(divided(X)), expected, atol=1e-6)
+
+
 # In shard_map: p is the same on all devices, x are each device's rows.
 
 

@@ -102,7 +102,7 @@ class Served:
                     args, kwargs = delivered(args, kwargs)
                 mailbox.wait_for_arguments((args, kwargs))
                 result = function(*args, **kwargs)
-                mailbox.finish_programs()
+                mailbox.finish_programs(result)
                 return result
         except BaseException as error:
             if isinstance(function, ServedFunction):
