@@ -271,3 +271,26 @@ def test_results_without_derivatives(big_world, way, compiled):
     derivative = lambda call: jax.grad(functools.partial(loss, call), argnums=(0, 1), allow_int=True)  # noqa: E731
     with jd.context():
         assert_close(compiled(derivative(way))(Y, jnp.int32(3)), derivative(serial)(Y, jnp.int32(3)))
+
+
+def squashed(p, x):
+    return jnp.tanh(p * x) + p * p
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, and that with 3 ranks")
+@pytest.mark.parametrize("order", [1, 2])
+@EAGER_AND_COMPILED
+@on_worker0
+def test_arguments_with_explicit_axes(big_world, compiled, order):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.local_devices()[:4])
+    p, x = np.linspace(-1, 1, 8, dtype="float32"), np.linspace(2, 0, 8, dtype="float32")
+
+    def loss(call, p, x):
+        return (call(1, squashed, p, x) * x).sum()
+
+    derivative = {1: lambda f: jax.grad(f, (0, 1)), 2: lambda f: jax.hessian(f, (0, 1))}[order]
+    expected = derivative(functools.partial(loss, serial))(p, x)
+    with jax.set_mesh(mesh), jd.context():
+        split = jax.device_put((p, x), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
+        found = compiled(derivative(functools.partial(loss, sync)))(*split)
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)

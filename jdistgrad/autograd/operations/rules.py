@@ -175,7 +175,18 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> li
     found = function(*given, *parts)
     if isinstance(operation, Pull):
         found = [found[k] for k in operation.live]
-    return [*(None for _ in given), *(operation.summed(k, one) for k, one in enumerate(found))]
+    summed = [operation.summed(k, one) for k, one in enumerate(found)]
+    return [*(None for _ in given), *map(_placed_like, operands[len(given) :], summed)]
+
+
+def _placed_like(operand: Any, cotangent: Any) -> Any:
+    """Return a cotangent with the explicit sharding of its operand's type, which JAX expects."""
+    if not ad.is_undefined_primal(operand):
+        return cotangent
+    sharding = operand.aval.sharding
+    if not any(sharding.spec) or jax.typeof(cotangent).sharding == sharding:
+        return cotangent
+    return jax.sharding.reshard(cotangent, sharding)
 
 
 ad.primitive_jvps[wire_p] = _derivative
