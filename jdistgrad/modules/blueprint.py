@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jdistgrad.rpc.functions import Args, content_of
+from jdistgrad.rpc.contents import content_of
+from jdistgrad.rpc.functions import Args
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.contents import content_of
 from jdistgrad.rpc.current import once_for_all
-from jdistgrad.rpc.functions import ServedFunction, content_of, describe
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.pinned import accelerated
 
 SHARED = 64  # compiled forward passes that are kept though their stages are gone: some MiB each

@@ -1,8 +1,5 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
-import contextlib
-import hashlib
-import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -133,29 +130,6 @@ def equals_only_alike(value: Any) -> bool:
     """Return whether what equals a value is like it: users' classes may leave out of comparisons what matters here."""
     kind: Any = type(value)
     return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
-
-
-def content_of(value: Any) -> Any:
-    """Return what tells a value from equal ones, and from itself before a change: its type, and what it holds.
-
-    Of a method it is that of its object. What is not of a user's class is told by its type alone.
-    """
-    if isinstance(value, types.MethodType):
-        return content_of(value.__self__)
-    kind = type(value)
-    if kind.__module__.partition(".")[0] in ALIKE:
-        return kind
-    for held in (value, getattr(value, "__dict__", value)):  # a class may have no name to pickle it by, as in --local
-        with contextlib.suppress(Exception):  # whatever the reason: what it holds cannot be compared
-            return kind, _digest_of(held)
-    return kind, id(value)
-
-
-def _digest_of(value: Any) -> bytes:
-    """Return a digest of a value's pickle: what is compared is kept for long, and values may be large."""
-    digest = hashlib.blake2b()
-    pickle.Pickler(types.SimpleNamespace(write=digest.update)).dump(value)
-    return digest.digest()
 
 
 def describe(function: Any) -> str:

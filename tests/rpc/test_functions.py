@@ -32,20 +32,6 @@ def carried(value):
     return codec.decode(codec.encode(value, snapshot=True))
 
 
-class Holder:
-    def __init__(self, held):
-        self.held = held
-
-
-def test_what_tells_a_large_object_from_others_is_small():
-    """It is kept as long as what was compiled for the object."""
-    array = np.zeros(100_000)
-    before = functions.content_of(Holder(array))
-    array[-1] = 1.0
-    assert functions.content_of(Holder(array)) != before
-    assert len(repr(before)) < 1000
-
-
 @pytest.mark.parametrize("function", [top_level, fast, batched, derivative, math.sin, jax.numpy.add, str.upper])
 def test_importable_functions_arrive_as_themselves(function):
     assert carried(function) == function

@@ -1,0 +1,48 @@
+"""What objects hold, by which what was compiled for one is told from what must be compiled anew."""
+
+import hashlib
+import pickle
+import types
+from typing import Any
+
+from jdistgrad.rpc.functions import ALIKE
+from jdistgrad.rpc.named import JITTED
+
+FOUND_BY_NAME = types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType | JITTED
+
+
+def content_of(value: Any) -> Any:
+    """Return what tells a value from equal ones, and from itself before a change: its type, and what it holds.
+
+    Of a method it is that of its object. What is not of a user's class is told by its type alone.
+    """
+    if isinstance(value, types.MethodType):
+        return content_of(value.__self__)
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in ALIKE:
+        return kind
+    content = Content()
+    try:
+        content.dump(value)
+    except Exception:  # whatever the reason: what it holds cannot be compared, and may have changed
+        return kind, object()
+    return kind, content.digest.digest(), tuple(content.functions.values())
+
+
+class Content(pickle.Pickler):
+    """A digest of a value's pickle: what is compared is kept for long, and values may be large.
+
+    Attributes:
+      functions: the functions and classes in the value, by id. A pickle has their names only, which others may take.
+    """
+
+    def __init__(self) -> None:
+        self.digest, self.functions = hashlib.blake2b(), dict[int, Any]()
+        super().__init__(types.SimpleNamespace(write=self.digest.update))
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number that stands for a function in the digest. None for other objects, which are pickled."""
+        if not isinstance(obj, FOUND_BY_NAME):
+            return None
+        self.functions.setdefault(id(obj), obj)
+        return [*self.functions].index(id(obj))

@@ -1,0 +1,59 @@
+"""What tells an object from others, and from itself before a change."""
+
+import functools
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jdistgrad.rpc.contents import content_of
+
+
+def act(x):
+    return x
+
+
+class Holder:
+    def __init__(self, *held):
+        self.held = list(held)
+
+    def method(self):
+        return self.held
+
+
+def test_what_tells_a_large_object_from_others_is_small():
+    """It is kept as long as what was compiled for the object."""
+    array = np.zeros(100_000)
+    before = content_of(Holder(array))
+    array[-1] = 1.0
+    assert content_of(Holder(array)) != before
+    assert len(repr(before)) < 1000
+
+
+@pytest.mark.parametrize("of", [lambda one: one, lambda one: one.method, lambda one: functools.partial(one, one.held)])
+@pytest.mark.parametrize("beside", [act, lambda x: x, jax.jit(lambda x: x), type("Inner", (), {})], ids=range(4))
+def test_a_change_beside_a_function_is_seen_and_nothing_else(of, beside):
+    class Inner(Holder):
+        __call__ = Holder.method
+
+    one, other = Inner(beside, 1.0), Inner(beside, 1.0)
+    before = content_of(of(one))
+    assert content_of(of(one)) == before == content_of(of(other))
+    one.held[1] = 2.0
+    assert content_of(of(one)) != before
+
+
+def test_a_function_is_told_from_a_later_one_of_its_name(monkeypatch):
+    holder = Holder(act)
+    before = content_of(holder)
+    later = types.FunctionType(act.__code__, globals(), "act")
+    monkeypatch.setitem(globals(), "act", later)
+    holder.held[0] = later
+    assert content_of(holder) != before
+
+
+def test_what_cannot_be_compared_may_have_changed():
+    holder = Holder(threading.Lock())
+    assert content_of(holder) != content_of(holder)
