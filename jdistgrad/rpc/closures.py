@@ -106,7 +106,8 @@ def code_at(module: str, place: Place) -> types.CodeType | None:
 @functools.lru_cache(maxsize=256)
 def _codes_in_memory(module: str) -> Codes:
     namespace = dict(vars(sys.modules[module]))
-    return {place_of(one): one for value in namespace.values() for code in _codes(value, module) for one in _all(code)}
+    found = (code for value in namespace.values() for code in _codes(value, module))
+    return {place_of(one): one for code in found for one in parts_of(code)}
 
 
 def _codes_in_file(module: str) -> Codes:
@@ -117,7 +118,7 @@ def _codes_in_file(module: str) -> Codes:
     except (AttributeError, ImportError, OSError, SyntaxError):  # a notebook, or a loader of another kind
         return {}
     inside = [one for one in code.co_consts if isinstance(one, types.CodeType)] if code is not None else []
-    return {place_of(one): one for part in inside for one in _all(part)}
+    return {place_of(one): one for part in inside for one in parts_of(part)}
 
 
 def _codes(value: Any, module: str) -> Iterator[types.CodeType]:
@@ -133,8 +134,8 @@ def _codes(value: Any, module: str) -> Iterator[types.CodeType]:
         value = inspect.getattr_static(value, "__wrapped__", None)
 
 
-def _all(code: types.CodeType) -> Iterator[types.CodeType]:
+def parts_of(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _all(one)
+            yield from parts_of(one)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import closures, functions, named, trees, unpickling
+from jdistgrad.rpc import by_value, closures, functions, named, trees, unpickling
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
@@ -102,7 +102,7 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
     def class_of_the_program(self, value: type) -> Any:
         """Reduce a class of ``__main__`` to its name and its code, for a receiver that has not run this program."""
         path = named.import_path(value)
-        return NotImplemented if path is None else (named.own_or_sent, (*path, code_of(value)))
+        return NotImplemented if path is None else (by_value.own_or_sent, (*path, by_value.code_of(value)))
 
     def plain_function(self, function: Any) -> Any:
         return super(_Reducing, self).reducer_override(function)
@@ -110,8 +110,11 @@ class CodePickler(_Reducing, cloudpickle.Pickler):
     def by_its_name(self, value: Any) -> Any:
         return NotImplemented
 
-    def jitted_code(self, function: Any) -> Any:
-        return jax.jit, (function.__wrapped__,)
+    def other(self, value: Any) -> Any:
+        path = named.import_path(value)
+        if path is None:
+            return by_value.reduction(value)
+        return by_value.function_sent_by(path, value) if path[0] == "__main__" else named.sent_by(path, value)
 
 
 class PickleCodec:
@@ -172,15 +175,6 @@ class PickleCodec:
             ) from error
         except Exception as error:
             raise EncodingError(f"a message could not be rebuilt: {spelled(error)}") from error
-
-
-def code_of(value: type) -> bytes | None:
-    """Return a class by value, or None if a part of it cannot be sent."""
-    try:
-        code: bytes = cloudpickle.dumps(value)
-        return code
-    except Exception:  # whatever the reason: the class travels by its name alone
-        return None
 
 
 def hides_traced(value: Any) -> bool:

@@ -161,7 +161,7 @@ OWN = (
     "jdistgrad.wire.array_block",
     "jdistgrad.wire.arrays",
 )
-NOT_OWN = frozenset(f"jdistgrad.rpc.{name}" for name in ("functions.lookup", "functions.register", "named.own_or_sent"))
+NOT_OWN = frozenset(f"jdistgrad.rpc.{name}" for name in ("functions.lookup", "functions.register"))
 
 UNDERSCORED = ["_asdict", "_make", "_replace", "_unpickle"]  # public, or named in pickles, in spite of that
 

@@ -1,7 +1,6 @@
 """Functions that travel by name: what a message names, and how the receiver sees that the name means the same there."""
 
 import inspect
-import pickle
 import sys
 import types
 import weakref
@@ -129,21 +128,6 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | str | None) or (
         isinstance(value, tuple | list | dict) and all(map(_is_setting, parts))
     )
-
-
-def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
-    """Return the class of this name here, or, if there is none, the class that was sent by value.
-
-    JAX's registry of pytrees and ``except`` clauses depend on the identity of the class. Only a world that allows code
-    finds this function.
-    """
-    try:
-        found = lookup(module, qualname)
-    except (ImportError, AttributeError):
-        found = None
-    if isinstance(found, type) or code is None:
-        return found if isinstance(found, type) else by_name(module, qualname)
-    return pickle.loads(code)
 
 
 def refuse(function: Any) -> FunctionError:

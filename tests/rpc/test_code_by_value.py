@@ -77,6 +77,63 @@ if me.rank == 0:
 jd.shutdown()
 """
 
+DEFINED_AGAIN = """
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import jdistgrad as jd
+
+
+@jax.jit
+def jitted(x):
+    return 2 * x
+
+
+@jax.custom_vjp
+def ruled(x):
+    return x
+
+
+ruled.defvjp(lambda x: (x, None), lambda _, ct: (2 * ct,))
+
+
+def came(function):
+    vars(sys).setdefault("functions_that_came", []).append(function)
+    return len({id(one) for one in sys.functions_that_came}), sys.modules["__main__"].jitted is function
+
+
+def show(*functions):
+    for function in functions:
+        print(jd.grad(lambda x: jd.rpc_sync(1, function, args=(x,)))(1.0), end=" ", flush=True)
+
+
+me = jd.init(allow_code=True)
+if me.rank == 0:
+    show(jitted, ruled)
+    print(jd.rpc_sync(1, came, args=(jitted,)))
+
+    @jax.jit
+    def jitted(x):
+        return 3 * x
+
+    ruled = jax.custom_vjp(lambda x: x)
+    ruled.defvjp(lambda x: (x, None), lambda _, ct: (3 * ct,))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def power(n, x):
+        return x if n == 0 else x * power(n - 1, x)
+
+    def made(n):
+        return functools.partial(jax.jit, static_argnums=0)(lambda n, x: x if n == 0 else n * x)
+
+    show(jitted, ruled, functools.partial(power, 2), functools.partial(made(0), 4))
+    print(*(jd.rpc_sync(1, came, args=(jitted,)) for _ in range(2)))
+jd.shutdown()
+"""
+
 
 def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
     """Objects become instances of the receiver's classes: its JAX knows the pytree classes, and ``except`` matches."""
@@ -85,3 +142,8 @@ def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
 
 def test_classes_that_only_one_side_has_travel_by_value(mpi_job):
     mpi_job(3, ONE_HAS).expect("True 3 Pair\nTrue 3 Pair")
+
+
+def test_jitted_functions_and_custom_rules_that_one_side_has_defined_again_travel_by_value(mpi_job):
+    """As plain functions do. What has not been defined again is the receiver's own, and compiled once."""
+    mpi_job(2, DEFINED_AGAIN).expect("2.0 2.0 (1, True)\n3.0 3.0 3.0 4.0 (2, False) (2, False)")

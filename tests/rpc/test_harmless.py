@@ -18,7 +18,8 @@ REFUSED_NAMES = """
     pathlib.Path.unlink pathlib.Path.write_text inspect.Signature.from_callable builtins.object.__subclasses__
     builtins.str.__class__ builtins.function.__globals__ test.support.script_helper.assert_python_ok
     cloudpickle.loads cloudpickle.cloudpickle.subimport dill.loads joblib.externals.cloudpickle.loads
-    jdistgrad.rpc.functions.lookup jdistgrad.rpc.named.own_or_sent jdistgrad.rpc.unpickling.loads
+    jdistgrad.rpc.functions.lookup jdistgrad.rpc.by_value.own_or_sent jdistgrad.rpc.unpickling.loads
+    jdistgrad.rpc.by_value.own_alike_or_sent jdistgrad.rpc.by_value._loaded
     jdistgrad.rpc.codec.PickleCodec jdistgrad.cli.launch.run jdistgrad.rpc.current.current_resident
     mymodule.__builtins__ jdistgrad.errors.__loader__
     numpy.load numpy.savez numpy.fromfile numpy.memmap numpy.ndarray.tofile numpy.ndarray.__reduce_ex__ numpy.seterrcall
