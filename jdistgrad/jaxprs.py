@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 _CALLS = ("jit", "pjit")
+_WHOLE = (*_CALLS, "remat2", "checkpoint")  # equations that run a whole jaxpr once
 _OF_AN_AXIS = "NamedAxisEffect"  # what JAX notes at collectives: for its own use, they call nobody
 _ADDRESSES, _SETS = re.compile(r" at 0x[0-9a-f]+"), re.compile(r"frozenset\(\{([^{}]*)\}\)")
 
@@ -55,6 +56,19 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values)
     return [read(values, atom) for atom in jaxpr.outvars]
+
+
+def passed_on(jaxpr: Any) -> list[int | None]:
+    """Return of each output the number of the input that it is, unchanged; None for what is computed."""
+    sources: dict[Any, int] = {variable: k for k, variable in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _WHOLE:
+            inner = equation.params["jaxpr"]
+            for made, number in zip(equation.outvars, passed_on(getattr(inner, "jaxpr", inner)), strict=True):
+                given = None if number is None else equation.invars[number]
+                if not isinstance(given, core.Literal) and given in sources:
+                    sources[made] = sources[given]
+    return [None if isinstance(one, core.Literal) else sources.get(one) for one in jaxpr.outvars]
 
 
 def digest(closed: Any) -> int:

@@ -1,12 +1,14 @@
 """Application of flax.nnx modules on another worker."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jdistgrad import jaxprs
 from jdistgrad.modules.applying import Apply, Made
 from jdistgrad.modules.blueprint import Blueprint, blueprint
 from jdistgrad.rpc.functions import Args, Kwargs
@@ -23,20 +25,32 @@ class NnxApply(Apply):
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
     def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        def call(before: Any) -> tuple[Any, Any]:
+            parameters, state = before
+            return self._called(parameters, state, args, kwargs)
+
+        before = parameters, state
+        result, after = call(before)
+        kept, left = _with_the_same_leaves(before, after, lambda before: call(before)[1])
+        self._require_same(_arrays(parameters), _arrays(kept))
+        return result, left
+
+    def _called(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        """Return the module's result, and its parameters and its state after the call."""
         graph, *templates = self._parts
         filled = [_filled(one, values) for one, values in zip(templates, (parameters, state), strict=True)]
-        before, module = _arrays(filled[0]), nnx.merge(graph, *filled)
+        module = nnx.merge(graph, *filled)
         if self.mode:
             method, attributes = self.mode
             getattr(module, method)(**dict(attributes))
         result = module(*args, **kwargs)
-        self._require_same(before, nnx.state(module, nnx.Param))
-        return result, _taken(templates[1], nnx.state(module, nnx.Not(nnx.Param)))
+        kinds = nnx.Param, nnx.Not(nnx.Param)
+        return result, tuple(_taken(one, nnx.state(module, kind)) for one, kind in zip(templates, kinds, strict=True))
 
     def _require_same(self, before: Any, after: Any) -> None:
         """Raise if a call has replaced a parameter: that is the optimizer's business."""
-        for (path, known), found in zip(before, _arrays(after), strict=True):
-            if known is not found[1]:
+        for (path, known), (_, found) in zip(before, after, strict=True):
+            if known is not found:
                 raise ValueError(
                     f"{self.label} changes its parameter {jax.tree_util.keystr(path)} in a call, as nnx.SpectralNorm("
                     "update_stats=True) does. Only an optimizer changes the parameters of a RemoteModule: make what "
@@ -52,8 +66,20 @@ class NnxApply(Apply):
         return self.blueprint.build()(rngs=nnx.Rngs(rng))
 
 
-def _arrays(state: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
+def _arrays(values: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(values)
+
+
+def _with_the_same_leaves(before: Any, after: Any, call: Callable[[Any], Any]) -> Any:
+    """Return what a call leaves, with the leaves from before where it passes them on, as ``nnx.remat`` and ``jit`` do.
+
+    These return other objects, of which only a trace tells that they are the same.
+    """
+    known, (found, tree) = jax.tree.leaves(before), jax.tree.flatten(after)
+    if len(known) == len(found) and all(map(operator.is_, known, found)):
+        return after
+    numbers = jaxprs.passed_on(jax.make_jaxpr(call)(before).jaxpr)
+    return jax.tree.unflatten(tree, [one if k is None else known[k] for k, one in zip(numbers, found, strict=True)])
 
 
 def _filled(template: Any, values: Any) -> Any:

@@ -1,5 +1,7 @@
 """State of modules on another worker: batch statistics and random generators, changed by calls as flax changes them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -358,6 +360,38 @@ class Rescales(nnx.Module):
         if rescales:
             self.inner.kernel[...] = self.inner.kernel[...] / 2
         return self.inner(x)
+
+
+class Inside(Trained):
+    """A module whose body is in a transformation of flax's, which gives back all its variables as other objects."""
+
+    def __init__(self, transformation, rngs):
+        super().__init__(rngs)
+        self.transformation = transformation
+
+    def __call__(self, x, *, rescales=False):
+        def body(module, x):
+            if rescales:
+                module.first.kernel[...] = module.first.kernel[...] / 2
+            return Trained.__call__(module, x)
+
+        return self.transformation(body)(self, x)
+
+
+@pytest.mark.parametrize("transformation", [nnx.remat, nnx.jit])
+@on_worker0
+def test_a_module_inside_a_transformation_of_flax_is_the_serial_one(big_world, transformation):
+    factory = functools.partial(Inside, transformation)
+    local, remote = factory(rngs=nnx.Rngs(3)), RemoteModule(last(), factory, rng=3)
+    for staged in (False, True):
+        with jd.context():
+            loss, gradient = staged_or_not(jd.value_and_grad(distance), staged)(remote, X)
+            expected, local_gradient = nnx.value_and_grad(distance)(local, X)
+            assert_close(loss, expected, ROUNDING)
+            assert_close(gradient.parameters.to_here(), nnx.to_pure_dict(local_gradient), ROUNDING)
+        same_state(remote, local)
+    with pytest.raises(ValueError, match=r"Inside changes its parameter \['first'\]\['kernel'\] in a call"):
+        remote(X, rescales=True)
 
 
 @on_worker0
