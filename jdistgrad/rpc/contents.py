@@ -29,6 +29,13 @@ def content_of(value: Any) -> Any:
     return kind, content.digest.digest(), tuple(content.functions.values())
 
 
+def functions_in(value: Any) -> list[Any]:
+    """Return the functions and classes in a value, but for those of Python's own containers."""
+    content = Content()
+    content.dump(value)
+    return list(content.functions.values())
+
+
 class Content(pickle.Pickler):
     """A digest of a value's pickle: what is compared is kept for long, and values may be large.
 

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError
+from jdistgrad.rpc.contents import functions_in
+from jdistgrad.rpc.named import import_path
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.message import Codec, Parcel
 
@@ -26,8 +28,20 @@ REMEMBERED = 1024
 
 
 class Layout(NamedTuple):
+    """A layout that arrived.
+
+    Attributes:
+      named: the functions and classes in the tree, which came by their names, with these.
+    """
+
     tree: Any
     types: tuple[Type, ...]
+    named: tuple[tuple[tuple[str, str], Any], ...]
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the names still have these meanings: a cell of a notebook may have defined a class again."""
+        return all(import_path(one) == path for path, one in self.named)
 
 
 class Layouts:
@@ -40,7 +54,7 @@ class Layouts:
     def __init__(self, codec: Codec):
         self._codec = codec
         self._written = functools.lru_cache(REMEMBERED)(self._write)
-        self._layout = functools.lru_cache(REMEMBERED)(self._read)
+        self._read = functools.lru_cache(REMEMBERED)(self._decoded)
 
     def encode(self, key: Key, value: Any) -> Parcel:
         """Return a value's parcel. Dicts arrive in the order of their keys. The arrays must not change meanwhile."""
@@ -94,9 +108,15 @@ class Layouts:
         except Exception as error:
             raise EncodingError(f"a pushed value could not be rebuilt: {type(error).__name__}") from error
 
-    def _read(self, written: bytes) -> Layout:
+    def _layout(self, written: bytes) -> Layout:
+        if not self._read(written).is_current:
+            self._read.cache_clear()
+        return self._read(written)
+
+    def _decoded(self, written: bytes) -> Layout:
         example, types = self._codec.decode(Parcel(written, []))
-        return Layout(jax.tree.structure(example), types)
+        named = ((import_path(one), one) for one in functions_in(example))
+        return Layout(jax.tree.structure(example), types, tuple((path, one) for path, one in named if path is not None))
 
 
 def pickled(key: Key, stream: Any) -> memoryview:

@@ -172,3 +172,18 @@ def test_buffers_that_do_not_fit_the_layout_are_an_error():
 def test_what_may_not_be_named_is_refused():
     with pytest.raises(FunctionError, match="may not be named"):
         Layouts(PickleCodec(allow_code=False)).decode(Parcel(pickled((0,), b"cposix\nsystem\n."), []))
+
+
+def test_a_class_that_is_defined_again_arrives_as_the_new_one(monkeypatch):
+    """As in a cell of a notebook that all processes run again. What a name stands for is not remembered."""
+    found, codec = layouts()
+    for _ in range(2):
+        again = dataclasses.make_dataclass("Pair", ["left", "right"])
+        again.__module__ = __name__
+        jax.tree_util.register_dataclass(again, ["left", "right"], [])
+        monkeypatch.setitem(globals(), "Pair", again)
+        before = codec.decoded
+        for _ in range(3):
+            _, got = found.decode(found.encode((1,), again(jnp.ones(2), jnp.zeros(3))))
+            assert type(got) is again
+        assert codec.decoded == before + 1
