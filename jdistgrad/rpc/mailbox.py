@@ -100,8 +100,8 @@ class Mailbox:
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> int:
         """Send a message, and count it if it carries work; return its bytes, 0 if nothing is encoded.
 
-        ``snapshot``: the caller may change its NumPy arrays as soon as this returns. Without a snapshot the arrays must
-        not change until the message has been sent, and large arrays are not copied.
+        ``snapshot``: the caller may change NumPy arrays, lists and dicts as soon as this returns. Without a snapshot
+        these must not change until the message has been sent, and large arrays are not copied.
         """
         with put_off_interrupt():
             self.work.sending(message.kind, peer)
@@ -215,12 +215,13 @@ def _wait_for_arrays(tree: Any) -> None:
 
 
 def _steady(call: Any) -> Any:
-    """Return a call that is handed over with copies of the NumPy arrays among its arguments that the caller may change.
+    """Return a call that is handed over with copies of the arguments that the caller may change.
 
-    Without such arrays its arguments are the caller's own objects.
+    These are NumPy arrays, lists and dicts. Without them its arguments are the caller's own objects.
     """
     function, args, kwargs, *scope = call
-    return function, *trees.steady((args, kwargs)), *scope
+    args, kwargs = trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs)
+    return function, args, kwargs, *scope
 
 
 # Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.

@@ -31,8 +31,8 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def steady(tree: T) -> T:
-    """Return the tree with copies of its NumPy arrays that somebody may change; itself if it has none."""
-    if not any(map(_may_change, leaves(tree))):
+    """Return the tree with copies of its lists, dicts and NumPy arrays that somebody may change; itself without any."""
+    if not any(map(_may_change, leaves(tree))) and not any(isinstance(one, list | dict) for one in nodes(tree)):
         return tree
     copies: dict[int, tuple[Any, Any]] = {}  # with the arrays, which keeps their ids their own
 

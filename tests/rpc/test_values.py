@@ -188,6 +188,28 @@ def test_arrays_may_be_changed_as_soon_as_a_call_that_is_not_waited_for_is_under
         assert found == [[n, n - 1]] * len(found)
 
 
+def held(batch, _, **named):
+    return str((batch, named))
+
+
+@pytest.mark.parametrize("leaf", [1, np.ones(2)], ids=["number", "array"])
+@on_worker0
+def test_lists_and_dicts_may_be_changed_as_soon_as_a_call_that_is_not_waited_for_is_under_way(world, leaf):
+    """A list is often emptied for the next batch. In one process, too, workers get it as it was."""
+    changed.clear()
+    everybody, late = range(jd.world_size()), jd.remote(0, once_changed)
+    batch, named = [leaf, ({"x": leaf},)], {"more": leaf}
+    expected = held(batch, 0, **named)
+    calls = [jd.rpc_async(to, held, args=(batch, late), kwargs=named) for to in everybody]
+    references = [jd.remote(to, held, args=(batch, late), kwargs=named) for to in everybody]
+    to_all = jd.rpc_all(everybody, held, args=(batch, late), kwargs=named)
+    batch[1][0]["x"] = named["more"] = 2
+    batch.clear()
+    changed.set()
+    found = [call.result() for call in calls] + [one.to_here() for one in references] + [*to_all.result()]
+    assert found == [expected] * len(found)
+
+
 def are_one(first, second):
     return first is second
 
