@@ -109,8 +109,10 @@ class Layouts:
             raise EncodingError(f"a pushed value could not be rebuilt: {type(error).__name__}") from error
 
     def _layout(self, written: bytes) -> Layout:
-        if not self._read(written).is_current:
-            self._read.cache_clear()
+        layout = self._read(written)
+        if layout.is_current:
+            return layout
+        self._read.cache_clear()
         return self._read(written)
 
     def _decoded(self, written: bytes) -> Layout:
