@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -182,7 +182,7 @@ class Mailbox:
         waits for other workers. Otherwise it runs on the thread that calls it, and there are always enough of these.
         """
         if sites.any_sites():
-            _wait_for_arrays(tree)
+            _wait_for_arrays(trees.leaves(tree))
 
     def finish_programs(self, result: Any) -> None:
         """Wait until the programs that a served function has called have run, and the arrays in its result are ready.
@@ -194,7 +194,7 @@ class Mailbox:
         """
         if self.device is not None or sites.any_sites():
             devices.finish_programs_of_this_thread()
-            _wait_for_arrays(result)
+            _wait_for_arrays(trees.leaves_once(result))
 
     def sever(self, why: str) -> None:
         """Make every use of this copy of a worker an error, and its destruction harmless: the process was forked."""
@@ -208,8 +208,8 @@ class Mailbox:
         self._threads.close()
 
 
-def _wait_for_arrays(tree: Any) -> None:
-    for leaf in trees.leaves(tree):
+def _wait_for_arrays(leaves: Iterable[Any]) -> None:
+    for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.block_until_ready()
 

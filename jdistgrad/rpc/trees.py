@@ -60,6 +60,25 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
+def leaves_once(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree, however deep, in any order; those of a container that is in it several times once.
+
+    A container that cannot be taken apart is left out.
+    """
+    waiting, seen = [tree], dict[int, Any]()
+    while waiting:
+        node = waiting.pop()
+        try:
+            parts = _apart(node)
+        except Exception:  # of a user's class
+            continue
+        if parts is None:
+            yield node
+        elif id(node) not in seen:
+            seen[id(node)] = node
+            waiting += parts[0]
+
+
 def nodes(tree: Any) -> Iterator[Any]:
     """Yield the containers of a tree."""
     parts = _apart(tree)

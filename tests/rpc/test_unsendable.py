@@ -151,6 +151,21 @@ def test_a_result_that_is_nested_too_deeply(wire_world):
     still_works()
 
 
+def with_itself():
+    found = [jnp.ones(3)]
+    found.append(found)
+    return found
+
+
+@on_worker0
+def test_a_result_that_contains_itself_beside_compiled_calls(world):
+    program = jax.jit(lambda x: jd.rpc_sync(last(), jnp.sin, args=(x,)))
+    program(jnp.ones(3))  # from now on workers wait for the arrays in their results
+    found = jd.rpc_sync(last(), with_itself)
+    assert found[1] is found
+    still_works()
+
+
 @needs_pickling
 @on_worker0
 def test_a_bad_part_of_what_contains_itself_is_named(wire_world):
