@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.cli import arrivals, copier, leash
@@ -29,6 +29,10 @@ ENDING = signal.SIGTERM, signal.SIGHUP
 FOR_RANKS = signal.SIGUSR1, signal.SIGUSR2  # mpirun passes them on to all ranks
 
 SURVIVING_OPEN_MPI = 5  # the first release with ULFM
+
+# Where mpirun keeps the files of a job, under its process id. Files that a killed mpirun has left there keep a later
+# mpirun that has the same id from starting; in containers, ids come again soon.
+SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 
 # Settings of a job that survives. Open MPI's default collectives on several machines (han), and those on GPUs, do not.
 SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_env.LEFT_OPEN: "0"}
@@ -227,9 +231,12 @@ def attend(
     *,
     timeout: float | None = None,
     beside: Callable[[subprocess.Popen[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    env: Mapping[str, str] = os.environ,
     **options: Any,
 ) -> Attended:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
+
+    mpirun keeps its files in a folder that no other job has, unless the environment names one.
 
     Arguments:
       beside: makes a context of the job's process, which is open while the job runs.
@@ -238,7 +245,12 @@ def attend(
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-    with subprocess.Popen(leashed, **options) as job, passing_on(job) as told_to_end, beside(job):
+    with (
+        tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
+        subprocess.Popen(leashed, env={SESSIONS: files, **env}, **options) as job,
+        passing_on(job) as told_to_end,
+        beside(job),
+    ):
         try:
             output, errors = job.communicate(timeout=timeout)
         except KeyboardInterrupt:  # mpirun has received Ctrl-C too

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from jdistgrad.cli import launch
 from jdistgrad.cli.job_input import job_input
 from jdistgrad.cli.main import main
 from jdistgrad.observe import chrome
@@ -334,6 +335,18 @@ import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
+
+# What a killed mpirun left, whose process id the next mpirun has: the shell's.
+LEFT = 'mkdir "$TMPDIR/ompi.$$"; touch "$TMPDIR/ompi.$$/pmix.$(uname -n).tool.$$"; exec "$@"'
+
+
+def test_a_job_starts_where_a_killed_mpirun_has_left_its_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = launch.attend(
+        ["sh", "-c", LEFT, "sh", *launch.command(3, ["-c", "print('started')"])], stdout=subprocess.PIPE
+    )
+    assert (job.returncode, job.stdout.count(b"started")) == (0, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -64,13 +64,12 @@ class Job:
 
 def finished_job(n, script, timeout, environment):
     """Run a script on ``n`` ranks as by a plain mpirun; return the finished job. The script may import ``helpers``."""
-    process = subprocess.run(
+    process = launch.attend(
         launch.command(n, [str(script)]),
         env={**SOONER, **os.environ, "PYTHONPATH": PATH, **environment},
         timeout=timeout,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        check=False,
     )
     return Job(process)
