@@ -74,6 +74,7 @@ class Worker(Mailbox):
         self.losses.lose(peer)
 
     def lost(self, peer: int, why: str) -> None:
+        self.peers.silent.discard(peer)
         if self.survives and self.closing.told:
             self.closing.gone(peer)
         else:

@@ -42,6 +42,14 @@ PREFACE = """
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def stand_still():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # the other threads stop first
+
+    def tell_process():
+        told["process"] = os.getpid()
+        return os.getpid()
+
     def owned():
         from jdistgrad.rpc.worker import current_worker
         return len(current_worker().references.owned)
@@ -655,13 +663,59 @@ def test_a_job_ends_with_its_last_worker_that_moves(surviving_job):
     surviving_job(
         2,
         """
+        import pathlib
+
         me = jd.init()
         if me.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            until(lambda: told)
+            stand_still()
+        stat = pathlib.Path(f"/proc/{jd.rpc_sync(1, tell_process)}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         raise ValueError("no more data")
         """,
         JDISTGRAD_SILENCE="3",
     ).expect("no other worker gave a sign of life, to go on without it; ending the job", status=None)
+
+
+# As if every other rank began another machine. Programs that use it fix the machine before anything starts MPI.
+ON_MACHINES = """
+        from jdistgrad.wire import mpi_failures
+        machine = int(os.environ["OMPI_COMM_WORLD_RANK"]) // RANKS
+        mpi_failures.this_process = lambda: (f"machine{machine}", os.getpid())
+"""
+
+
+def test_a_job_ends_with_the_last_that_fails_when_another_machine_stands_still(surviving_job):
+    surviving_job(
+        3,
+        ON_MACHINES.replace("RANKS", "1")
+        + """
+        import ctypes
+
+        def keep_the_lock():
+            ctypes.PyDLL(None).sleep(25)  # like SIGSTOP, but it ends: nobody is left to end this process
+
+        me = jd.init()
+        if me.rank != 1:
+            jd.rpc_sync(1, keep_the_lock)
+        jd.shutdown()
+        """,
+        JDISTGRAD_SILENCE="3",
+    ).expect("MPI would wait for worker1 (rank 1) for ever; ending the job", status=None)
+
+
+def test_a_rank_that_stands_still_is_killed_by_those_of_its_machine(surviving_job):
+    surviving_job(
+        4,
+        ON_MACHINES.replace("RANKS", "2")
+        + """
+        me = jd.init()
+        if me.rank == 0:
+            print(lost_error(lambda: jd.rpc_sync(3, stand_still)))
+        print(me.name, jd.shutdown(timeout=20))
+        """,
+        JDISTGRAD_SILENCE="3",
+    ).expect("worker3 (rank 3) is lost: it gave no sign of life for 3 s", "worker0 []", "worker1 []", "worker2 []")
 
 
 def test_a_job_that_is_told_to_end_does_not_blame_its_ranks(surviving_job):

@@ -107,20 +107,20 @@ class Losses:
     def _settle(self, lost: int) -> None:
         mailbox, why, self._to_sweep = self._mailbox, self._peers.reasons[lost], True
         self._settling.lose(lost)
-        self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0)))  # it may only stand still
+        self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0, False)))  # it may only stand still
         mailbox.transport.lose(lost)
         self._give_up_values(lost)
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             count = self._references.forgettable[peer]
-            self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count)))
+            self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count, lost in self._peers.silent)))
         self._scopes.lose(lost)
         self._start(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
 
     def lost_elsewhere(self, message: Message) -> None:
         """Lose a worker that another has lost, which asks for the settlement of what it owns."""
-        lost, (why, count) = message.id, message.body
-        self._peers.lose(lost, why)
+        lost, (why, count, silent) = message.id, message.body
+        (self._peers.lose_silent if silent else self._peers.lose)(lost, why)
         with self._lock:
             self._asked.append((lost, message.source, count))
             self._answer()

@@ -22,7 +22,7 @@ class Peers:
 
     Attributes:
       lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
-      hung: the first worker that gave no sign of life, and may still be there.
+      silent: the ranks that were given up because they gave no sign of life, and may still be there.
       left: whether this worker has begun to tell the others that it leaves.
     """
 
@@ -31,7 +31,7 @@ class Peers:
         self._liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
-        self.hung: WorkerInfo | None = None
+        self.silent: set[int] = set()
         self.left = False
 
     def heard(self, peer: int) -> None:
@@ -57,9 +57,16 @@ class Peers:
             except errors.DistgradError as error:  # it will be silent
                 log.debug("%s could not ask rank %d for a sign of life: %s", mailbox.info, peer, error)
         for peer in silent:
-            self.lose(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
-            if not (mailbox.survives and mailbox.transport.kill(peer)):  # mpirun would wait for it at the end
-                self.hung = self.hung or mailbox.directory.workers[peer]
+            self.lose_silent(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
+
+    def lose_silent(self, peer: int, reason: str) -> None:
+        """Give up a peer that may still be there. In a world that survives it is killed, if it is on this machine."""
+        if peer not in self.lost:
+            self.silent.add(peer)
+        self.lose(peer, reason)
+        mailbox = self._mailbox
+        if peer in self.silent and mailbox.survives and mailbox.transport.kill(peer):
+            self.silent.discard(peer)
 
     def lose(self, peer: int, reason: str) -> None:
         """Give a peer up: present and later calls to it fail."""

@@ -15,16 +15,20 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from mpi4py import MPI
+
 from jdistgrad.config import settings
 from jdistgrad.forked import leave, status_of
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.mpi_failures import failed
 from jdistgrad.wire.mpi_process import abort_job, when_mpi_ends
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
+KILLED_SECONDS = 5.0  # for MPI to learn that a rank was killed
 
 _latest: Worker | None = None
 _guarded = False
@@ -98,8 +102,9 @@ def _check_end() -> None:
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
         end_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
     launcher_env.leave_note(launcher_env.ENDED)
-    if _latest.peers.hung is not None:
-        end_job(f"{_latest.info} ended, but MPI would wait for {_latest.peers.hung} for ever")
+    hung = _hung(_latest)
+    if hung:
+        end_job(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
 
 
 def _die(worker: Worker, why: str) -> None:
@@ -109,13 +114,30 @@ def _die(worker: Worker, why: str) -> None:
             worker.peers.leave(why)
             poll(lambda: worker.given_up_by >= others_of(worker), TOLD_SECONDS)
             if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
+                for rank in others_of(worker):  # an mpirun that goes on without the dead leaves these behind
+                    worker.transport.kill(rank)
                 end_job(f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it")
+            hung = "" if others_of(worker) else _hung(worker)
+            if hung:
+                end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None
                 stream.flush()
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hung(worker: Worker) -> str:
+    """Return the names of the workers that were given up for their silence, and that MPI takes to be alive."""
+    if worker.peers.silent and worker.survives:  # another may have killed them just now
+        poll(lambda: not _silent_and_alive(worker), KILLED_SECONDS)
+    return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(_silent_and_alive(worker)))
+
+
+def _silent_and_alive(worker: Worker) -> set[int]:
+    MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
+    return worker.peers.silent - set(failed(MPI.COMM_WORLD))
 
 
 def others_of(worker: Worker) -> set[int]:
