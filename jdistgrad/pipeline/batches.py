@@ -11,6 +11,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.reducing.memory import host_device
 from jdistgrad.rpc.current import once_for_all
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.wire.arrays import as_jax_array, identity
 
 
@@ -30,9 +31,11 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
     """Return the size of each microbatch of arguments and targets: they differ by one at most, the larger first.
 
     Raises:
+      TypeError: something in the batch is a reference.
       ValueError: an array has another length than the others, or there are fewer rows than microbatches; or one has a
         mask, or the byte order of other machines.
     """
+    _refuse_references((batch, targets))
     _refuse_unfit((batch, targets))
     leaves = jax.tree.leaves((batch, targets), is_leaf=_is_whole)
     lengths = [_length(leaf) for leaf in leaves if not _is_whole(leaf)]
@@ -70,6 +73,16 @@ def _pieces(leaf: Any, ends: Sequence[int]) -> list[Any]:
 
 def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, Whole)
+
+
+def _refuse_references(given: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda leaf: _is_whole(leaf) or isinstance(leaf, RRef))
+    for path, leaf in leaves:
+        if isinstance(leaf, RRef):
+            raise TypeError(
+                f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
+                "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
+            )
 
 
 def _refuse_unfit(given: Any) -> None:

@@ -499,6 +499,17 @@ def test_steps_that_cannot_be_taken_are_refused(world):
     steps_well(refs)
 
 
+@on_worker0
+def test_references_in_batches_are_refused(world):
+    """They would be split like arrays, into references to nothing."""
+    refs, held = refs_on_all(), jd.remote(jd.world_size() - 1, np.copy, args=(X,))
+    pipeline = pipeline_of([multiply] * 3, refs)
+    for batch, y in ((held, Y), ({"x": held}, Y), (X, held)):
+        with pytest.raises(TypeError, match=r"is a reference, RRef.*to_here\(\)"), jd.context():
+            pipeline.step(batch, targets=y)
+    steps_well(refs)
+
+
 @pytest.mark.parametrize(
     ("functions", "loss", "kind", "match"),
     [
