@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.data_parallel.reducing.memory import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.references.rref import RRef
@@ -31,7 +32,7 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
     """Return the size of each microbatch of arguments and targets: they differ by one at most, the larger first.
 
     Raises:
-      TypeError: something in the batch is a reference.
+      TypeError: something in the batch is a reference, or no array.
       ValueError: an array has another length than the others, or there are fewer rows than microbatches; or one has a
         mask, or the byte order of other machines.
     """
@@ -52,6 +53,7 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
             f"a batch of {rows} rows cannot be split into {microbatches} microbatches. Use a schedule of fewer, or a "
             "larger batch."
         )
+    _refuse_no_arrays((batch, targets))
     return [rows // microbatches + (k < rows % microbatches) for k in range(microbatches)]
 
 
@@ -83,6 +85,18 @@ def _refuse_references(given: Any) -> None:
                 f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
                 "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
             )
+
+
+def _refuse_no_arrays(given: Any) -> None:
+    """Refuse what JAX cannot compute with. It would say so on another worker, and advise what only it can do there."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
+        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
+            if not (is_array(part) or isinstance(part, int | float | complex) or hasattr(part, "__jax_array__")):
+                what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
+                raise TypeError(
+                    f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
+                    "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
+                )
 
 
 def _refuse_unfit(given: Any) -> None:

@@ -85,7 +85,7 @@ class Pipeline:
         Raises:
           ContextError: the step is not inside ``with jd.context()``.
           DifferentiationError: the step is differentiated, or traced by ``jax.jit``.
-          TypeError: something in the batch is a reference.
+          TypeError: something in the batch is a reference, or no array.
           ValueError: the batch cannot be split.
           Exception: what a stage has raised, with the stage, the microbatch, the action and the worker.
         """

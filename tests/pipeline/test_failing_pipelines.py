@@ -510,6 +510,19 @@ def test_references_in_batches_are_refused(world):
     steps_well(refs)
 
 
+@on_worker0
+def test_what_is_no_array_in_a_batch_is_named(world):
+    """JAX would say on another worker that it should be marked as static."""
+    refs = refs_on_all()
+    pipeline = pipeline_of([multiply] * 3, refs)
+    for given in (range(len(X)), X.astype(str), X.astype(object), np.zeros(len(X), "M8[s]")):
+        with pytest.raises(TypeError, match=r"argument 0 of the step is .*, with which JAX cannot compute"):
+            pipeline.apply(given)
+    with pytest.raises(TypeError, match=r"targets=\['reduce'\] is 'mean', with.*partial"), jd.context():
+        pipeline.step(X, targets={"y": Y, "reduce": pp.whole("mean")})
+    steps_well(refs)
+
+
 @pytest.mark.parametrize(
     ("functions", "loss", "kind", "match"),
     [
