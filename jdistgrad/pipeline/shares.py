@@ -170,8 +170,9 @@ class Run:
         self._carry_out_actions()
         self._due = self._ready = time.monotonic()
         for stage, averaged in self._averages.begun.items():
-            self._until_done(averaged, f"the replicas of stage {stage}")
-            self._contribute(stage, averaged.result())
+            with self._named(f"the average of the gradients of stage {stage}"):
+                self._until_done(averaged, f"the replicas of stage {stage}")
+                self._contribute(stage, averaged.result())
         # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
         with self._named("computations that its actions have begun"):
             for total in self._sums.values():

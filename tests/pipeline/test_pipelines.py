@@ -616,6 +616,24 @@ def test_an_apply_that_fails_in_one_replica_is_its_own_affair(big_world, rank, s
     assert_close(found, serially(jax.grad(chain), [make(0)], x, y))
 
 
+def finite_averaging(workers):
+    return jd.DataParallel(jd.collectives.of_this_world(workers), check_finite=True, timeout=60)
+
+
+def infinite(params, x):
+    return x @ params["w"] / 0.0
+
+
+@on_every_worker
+def test_an_average_that_fails_names_its_stage(world, rank, size):
+    refs, average = references(2, [rank, rank]), jd.remote(rank, finite_averaging, args=(list(range(size)),))
+    stages = [pp.Stage(layer, refs[0], average=average), pp.Stage(infinite, refs[1], average=average)]
+    pipeline, (x, y) = jd.Pipeline(stages, pp.interleaved(1, 2, 2), loss=mean_square), data(2)
+    with jd.context(), pytest.raises(jd.NonFiniteError) as found:
+        pipeline.step(x, targets=y)
+    assert any("In the average of the gradients of stage 1" in note for note in found.value.__notes__)
+
+
 def cannot_be_made():
     raise RuntimeError("no parameters here")
 
