@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.values.holes import is_array
+from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.data_parallel.reducing.memory import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.references.rref import RRef
@@ -91,7 +91,7 @@ def _refuse_no_arrays(given: Any) -> None:
     """Refuse what JAX cannot compute with. It would say so on another worker, and advise what only it can do there."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
         for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
-            if not (is_array(part) or isinstance(part, int | float | complex) or hasattr(part, "__jax_array__")):
+            if not can_be_traced(part):
                 what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
                 raise TypeError(
                     f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "

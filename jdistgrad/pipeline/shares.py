@@ -23,6 +23,7 @@ from jdistgrad.errors import CallTimeoutError, WorkerLostError
 from jdistgrad.pipeline.averages import Averages, Turns
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part
+from jdistgrad.pipeline.settings import with_settings
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
 from jdistgrad.pipeline.under_way import UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
@@ -232,7 +233,7 @@ class Run:
         for stage, future in fetched.items():
             with self._named(f"the parameters of stage {stage}"):
                 self._until_done(future, f"the parameters of stage {stage}")
-                self._parameters[stage] = found = future.result()
+                self._parameters[stage] = found = with_settings(future.result())
                 # Found before compiling: inside compiled code a Python number would be an array too.
                 self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
 

@@ -16,6 +16,7 @@ from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.pipeline.settings import without_settings
 from jdistgrad.rpc.contents import content_of
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import ServedFunction, describe
@@ -89,7 +90,7 @@ class StageFunction(ServedFunction):
         return jax.tree.map(jnp.asarray, found)  # of a constant, JAX returns a Python number
 
     def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        output = _in_arrays(self.function, self.function(parameters, *inputs))
+        output = _in_arrays(self.function, self.function(without_settings(parameters), *inputs))
         if self.loss is None:
             return output
         found = _in_arrays(self.loss, self.loss(output, *targets))

@@ -731,6 +731,52 @@ def test_numbers_among_parameters_have_no_gradients(world):
     assert (first["factor"], second["count"]) == (2.0, 3)
 
 
+def with_settings(activation):
+    return {"w": np.arange(3, dtype="float32"), "act": activation, "flags": [True, "halved"], "nothing": None}
+
+
+def by_settings(params, x):
+    positive, text = params["flags"]
+    found = params["act"](x * params["w"] if positive else -x)
+    return found / 2 if text == "halved" else found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@on_worker0
+def test_parameters_may_hold_functions_texts_and_flags(world, remat):
+    """As those of calls, for example an equinox module with an activation and a layer of dropout."""
+    refs = [jd.remote(k % jd.world_size(), with_settings, args=(one,)) for k, one in enumerate((jnp.sin, jax.nn.relu))]
+    stages = [pp.Stage(by_settings, ref, remat=remat) for ref in refs]
+    pipeline = jd.Pipeline(stages, pp.gpipe(2, 2), loss=mean_square, workers=[jd.world_size() - 1, 0])
+    x, optimizer = np.linspace(-1, 1, 15, dtype="float32").reshape(5, 3), jd.DistributedOptimizer(optax.sgd(1.0), refs)
+
+    def whole(ws):
+        first, second = ({**with_settings(act), "w": w} for act, w in zip((jnp.sin, jax.nn.relu), ws, strict=True))
+        return mean_square(by_settings(second, by_settings(first, x)), x)
+
+    expected = [np.arange(3, dtype="float32")] * 2
+    for _ in range(2):
+        loss, gradients = serially(jax.value_and_grad(whole), expected)
+        with jd.context() as ctx:
+            assert_close(np.asarray(pipeline.step(x, targets=x)), loss)
+            optimizer.step(ctx)
+        expected = [a - b for a, b in zip(expected, gradients, strict=True)]
+    assert_close([ref.to_here()["w"] for ref in refs], expected)
+    assert refs[1].to_here()["act"] is jax.nn.relu
+
+
+def without_hash():
+    return {"w": np.ones(3, "float32"), "names": np.array(["a", "b"])}
+
+
+@on_worker0
+def test_parameters_without_a_hash_are_named(world):
+    ref = jd.remote(jd.world_size() - 1, without_hash)
+    match = r"the parameters hold array\(\['a', 'b'\].* at \['names'\]: expected arrays, numbers, and what has a hash"
+    with pytest.raises(TypeError, match=match):
+        jd.Pipeline([(times_factor, ref)], pp.gpipe(1, 2)).apply(np.ones((4, 3), "float32"))
+
+
 def chosen(params, x, flag, power):
     return jnp.where(flag, x * params["w"] * params["factor"] ** power, x)
 

@@ -251,6 +251,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extended(leaf.dtype))
 
 
+def can_be_traced(leaf: Any) -> bool:
+    """Return whether a leaf may be an argument of compiled code: an array, or a number."""
+    return is_array(leaf) or isinstance(leaf, int | float | complex) or hasattr(leaf, "__jax_array__")
+
+
 def _is_extended(dtype: np.dtype) -> bool:
     return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, np.number)
 
