@@ -61,13 +61,10 @@ def as_stage(given: Any) -> Stage:
     """Return the stage that a user has given: a ``Stage``, a pair, or a function or module on another worker."""
     if isinstance(given, tuple) and len(given) == 2:
         given = Stage(*given)
-    elif hasattr(given, "apply") and hasattr(given, "parameters"):
-        if given.state is not None:
-            raise TypeError(
-                f"{given!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
-                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
-            )
-        given = Stage(given.apply, given.parameters)
+    elif _is_module(given):
+        given = Stage(given)
+    if isinstance(given, Stage) and _is_module(given.function):
+        given = _of_module(given)
     if not isinstance(given, Stage) or not callable(given.function):
         raise TypeError(
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
@@ -89,6 +86,23 @@ def as_stage(given: Any) -> Stage:
             "reference to them, or None: jd.remote(worker, make_parameters)"
         )
     return given
+
+
+def _is_module(given: Any) -> bool:
+    """Return whether this is a function or module on another worker."""
+    return all(hasattr(given, name) for name in ("apply", "parameters", "state"))
+
+
+def _of_module(stage: Stage) -> Stage:
+    """Return a stage that computes what its module does. Its parameters are the module's, if no others are given."""
+    module: Any = stage.function
+    if module.state is not None:
+        raise TypeError(
+            f"{module!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
+            "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
+        )
+    parameters = module.parameters if stage.parameters is None else stage.parameters
+    return dataclasses.replace(stage, function=module.apply, parameters=parameters)
 
 
 def check_hash(function: Any, what: str) -> None:

@@ -33,7 +33,8 @@ class Stage:
     """A stage of a pipeline: ``function(parameters, *inputs)`` returns what the next stages take, any pytree.
 
     Arguments:
-      function: must be pure; it is compiled, once for each shape of its inputs.
+      function: must be pure; it is compiled, once for each shape of its inputs. A ``RemoteFunction`` or
+        ``RemoteModule`` brings its parameters.
       parameters: a reference to the parameters, or None. The gradients of stages that share a reference add up.
       inputs: the earlier stages whose results the function takes, by number, in the order of its arguments; ``BATCH``
         stands for the arguments of the step. Default: the stage before, or for the first stage the step's arguments.

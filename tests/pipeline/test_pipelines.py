@@ -355,6 +355,21 @@ def test_modules_of_nnx_are_stages_unless_calls_change_them(world):
 
 
 @on_worker0
+def test_modules_may_have_the_options_of_stages(world):
+    last, x = jd.world_size() - 1, data(1, 8)[0]
+    encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
+    square = jd.RemoteModule(last, nn.Dense(6), (jnp.ones((1, 6)),), rng=1)
+    plain = jd.Pipeline([encoder, square, square], pp.one_f_one_b(3, 4), loss=mean_square)
+    stages = [pp.Stage(encoder, remat=True), pp.Stage(square, inputs=(0,)), (square, square.parameters)]
+    chosen = jd.Pipeline(stages, plain.schedule, loss=mean_square)
+    refs, y = [encoder.parameters, square.parameters], np.ones((8, 6), "float32")
+    same_bits(*(stepped(one, refs, x, targets=y) for one in (plain, chosen)))
+    normalizer = jd.RemoteModule(last, functools.partial(nnx.BatchNorm, 6), rng=2)
+    with pytest.raises(TypeError, match="has state that calls change"):
+        jd.Pipeline([encoder, pp.Stage(normalizer, remat=True)], pp.one_f_one_b(2, 4))
+
+
+@on_worker0
 def test_modules_train_with_an_optimizer(world):
     last = jd.world_size() - 1
     encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
