@@ -1,6 +1,7 @@
 """The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them."""
 
 import dataclasses
+import itertools
 import operator
 import threading
 import weakref
@@ -15,9 +16,10 @@ import optax
 from jdistgrad.autograd.callee.functions import gradient_layout
 from jdistgrad.autograd.tape.contributions import or_zero
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, only_floats
+from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
+from jdistgrad.rpc import trees
 from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
@@ -44,8 +46,20 @@ class Value(NamedTuple):
     def of(cls, whole: Any) -> "Value":
         if isinstance(whole, jax.Array) and has_gradient(whole):
             return cls([whole], LEAF, Layout(Hole(), (0,)))
-        layout, leaves = gradient_layout(whole)
-        return cls(leaves, jax.tree.structure(only_floats(whole)), layout)
+        layout, leaves = split(whole, _is_float_array)
+        floats = trees.map_leaves(lambda leaf: leaf if _is_float_array(leaf) else None, whole)
+        return cls(leaves, jax.tree.structure(floats), layout)
+
+
+def _is_float_array(leaf: Any) -> bool:
+    """Return whether a leaf is optimized. A reference is not, though it has a gradient: that of its own value."""
+    return has_gradient(leaf) and not isinstance(leaf, RRef)
+
+
+def _own(value: Any) -> list[bool]:
+    """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
+    layout, _ = gradient_layout(value)
+    return [isinstance(hole, Hole) for hole in layout.holes()]
 
 
 class Form:
@@ -93,6 +107,7 @@ class OwnedParameters:
         self.transformation = transformation
         self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
+        self._own = [_own(rref.local_value()) for rref in rrefs]
         self._state = _started(transformation, [jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
         def update(
@@ -107,7 +122,7 @@ class OwnedParameters:
 
     def inspect(self, gradients: Sequence[Gradient]) -> Any:
         """Return two numbers: the gradients' squared norm, and 1 if all are finite, else 0."""
-        found = _inspected([leaf for one in gradients for leaf in one if leaf is not None])
+        found = _inspected([leaf for one in self._of_arrays(gradients) for leaf in one if leaf is not None])
         return np.array(found, jax.dtypes.canonicalize_dtype(np.float64))
 
     def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
@@ -116,11 +131,16 @@ class OwnedParameters:
         with self._lock:
             values = self._current()
             parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
-            each = zip(gradients, parameters, strict=True)
+            each = zip(self._of_arrays(gradients), parameters, strict=True)
             whole = [[or_zero(*both) for both in zip(mine, leaves, strict=True)] for mine, leaves in each]
             found, self._state = self._update(trees, whole, self._state, parameters, factor, extra)
             for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
                 self._owned.replace(rref.id, value.layout.fill(leaves))
+
+    def _of_arrays(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return the gradients without those of references that the values hold."""
+        each = zip(gradients, self._own, strict=True)
+        return [one if all(own) else list(itertools.compress(one, own)) for one, own in each]
 
     def state(self) -> tuple[list[Any], Any]:
         """Return the values and the transformation's state, consistent with each other."""

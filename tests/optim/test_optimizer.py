@@ -115,6 +115,36 @@ def test_leaves_that_are_no_floats_stay(world):
     assert_close(found["b"], make_params(1)["b"] - 0.1)
 
 
+def holding(held):
+    return {"held": held, "w": jnp.arange(4.0)}
+
+
+def square_of_both(params, x):
+    held = params["held"]
+    return jnp.sum((jd.rpc_sync(held.owner, jnp.multiply, args=(held, x)) * params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@on_worker0
+def test_references_that_a_value_holds_stay(world, tx, norm):
+    """Their gradients are those of their own values, which another optimizer may step with."""
+    inner, x = jd.remote(last(), jnp.ones, args=(4,)), jnp.linspace(0.5, 1, 4)
+    outer = jd.remote(0, holding, args=(jd.by_reference(inner),))
+    optimizer = jd.DistributedOptimizer(tx, [outer], max_global_norm=norm)
+    w, state = jnp.arange(4.0), tx.init(jnp.arange(4.0))
+    clip = optax.clip_by_global_norm(norm or math.inf)
+    for _ in range(3):
+        with jd.context() as ctx:
+            jd.value_and_grad(lambda outer: jd.rpc_sync(outer.owner, square_of_both, args=(outer, x)))(outer)
+            optimizer.step(ctx)
+        gradient, _ = clip.update(jax.grad(lambda w: jnp.sum((x * w) ** 2))(w), clip.init(w))
+        updates, state = tx.update(gradient, state)
+        w = optax.apply_updates(w, updates)
+    assert_close(outer.to_here()["w"], w)
+    assert_close(outer.to_here()["held"].to_here(), np.ones(4))
+
+
 @on_worker0
 def test_state_survives_in_another_job(world, tmp_path_factory):
     """After a state is saved with orbax and restored in another optimizer, both optimizers make the same steps."""
