@@ -21,6 +21,11 @@ IS_ASYNC = (
     "it: asyncio.run(...)."
 )
 
+COMPLETED_BY_ANSWER = (
+    "only the answer to its call completes a CallFuture. cancel() ends the wait for it, then(fn) makes another result "
+    "of it; a concurrent.futures.Future of your own takes any result."
+)
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -75,7 +80,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         Arguments:
           run_elsewhere: starts a task on a thread.
         """
-        if not self.set_running_or_notify_cancel():
+        if not super().set_running_or_notify_cancel():
             return
         with self._opening:
             self._open = opener
@@ -86,6 +91,15 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
 
     def _complete(self) -> None:
         super().set_result(cast("T", None))  # the result is read from the answer
+
+    def set_result(self, result: T) -> None:
+        raise TypeError(f"set_result: {COMPLETED_BY_ANSWER}")
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        raise TypeError(f"set_exception: {COMPLETED_BY_ANSWER}")
+
+    def set_running_or_notify_cancel(self) -> bool:
+        raise TypeError(f"set_running_or_notify_cancel: {COMPLETED_BY_ANSWER}")
 
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value

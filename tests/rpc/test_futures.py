@@ -33,6 +33,18 @@ def test_futures_are_concurrent_futures(world):
 
 
 @on_worker0
+def test_only_the_answer_completes_the_future_of_a_call(world):
+    future = jd.rpc_async(peers()[0], slow_square, args=(3,))
+    with pytest.raises(TypeError, match=r"set_result: only the answer .* cancel"):
+        future.set_result(5)
+    with pytest.raises(TypeError, match="set_exception: only the answer"):
+        future.set_exception(ValueError("given up"))
+    with pytest.raises(TypeError, match="only the answer"):
+        future.set_running_or_notify_cancel()
+    assert future.result() == 9
+
+
+@on_worker0
 def test_callbacks_may_call(world):
     """Callbacks run where waiting is allowed, not on the thread that moves messages."""
     outcome = concurrent.futures.Future()
