@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import jax
 
 from jdistgrad.errors import NotInitializedError
-from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
 
@@ -28,7 +28,7 @@ class Resident(Protocol):
     """The attributes of a worker that this module needs."""
 
     info: WorkerInfo
-    size: int
+    directory: Directory
     device: Any
     slots: "Slots"
     closed: bool
@@ -42,13 +42,17 @@ _bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistg
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: Resident | None = None
+_key_of_process: int | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
 # Part of JAX's trace key: a function traced on one worker is traced anew on another worker of the same process. JAX
-# compares the value at every dispatch, so it is a small number for each rank, name and size, not the worker itself: a
-# world uses what the one before it has compiled. Worlds that are open at the same time have different numbers.
+# compares the value at every dispatch, so it is a small number for each worker among workers of these names, not the
+# worker itself: a world uses what the one before it has compiled. Worlds that are open at the same time have different
+# numbers. Threads that are not bound have that of the process: None in no world, and in worlds like the first one, as
+# what was traced before that has no calls.
 _trace_key = jax.make_user_context(default_value=None)
-_trace_keys: dict[tuple[WorkerInfo, int], list[int]] = {}
+_trace_keys: dict["Seat", list[int]] = {}
+_trace_keys_of_process: dict["Seat", int | None] = {}
 _new_keys = itertools.count()
 _choosing = threading.Lock()
 
@@ -65,6 +69,8 @@ class Origin(NamedTuple):
     key: int | None
     slot: int
 
+
+Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
 
 NOWHERE = Origin(None, 0)
 
@@ -190,7 +196,7 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         found = _origin.get(NOWHERE)
-        if found == NOWHERE:
+        if found == NOWHERE and _key_of_process is None:
             return function(*args, **kwargs)
         with _trace_key(None), _slot_key(0):
             return function(*args, **kwargs)
@@ -248,7 +254,7 @@ def bind_thread(worker: Resident) -> None:
 def _key_of(worker: Resident) -> int:
     """Return the trace key of a worker: its own, or one that no open world uses, nor a call that outlives one."""
     with _choosing:
-        keys = _trace_keys.setdefault((worker.info, worker.size), [])
+        keys = _trace_keys.setdefault(_seat_of(worker), [])
         users = {key: _workers.get(key) for key in keys}
         own = [key for key, user in users.items() if user is worker]
         free = [key for key, user in users.items() if user is None or (user.closed and not user.work.serves_any)]
@@ -259,10 +265,19 @@ def _key_of(worker: Resident) -> int:
         return key
 
 
+def _seat_of(worker: Resident) -> Seat:
+    return worker.info, worker.directory.workers
+
+
 def bind_process(worker: Resident) -> None:
     """Let every thread that is not bound belong to this worker."""
     global _of_process
     _of_process = worker
+    with _choosing:
+        keys, seat = _trace_keys_of_process, _seat_of(worker)
+        if seat not in keys:
+            keys[seat] = next(_new_keys) if keys else None
+        _set_key_of_process(keys[seat])
 
 
 def unbind(worker: Resident) -> None:
@@ -272,6 +287,14 @@ def unbind(worker: Resident) -> None:
         _bound.set(None)
     if _of_process is worker:
         _of_process = None
+        _set_key_of_process(None)
+
+
+def _set_key_of_process(key: int | None) -> None:
+    global _key_of_process
+    if key != _key_of_process:
+        _key_of_process = key
+        _trace_key.set_global(key)
 
 
 def leave_behind(why: str) -> None:

@@ -100,6 +100,22 @@ def test_local_workers_for_a_notebook():
         jd.worker_info()
 
 
+def test_what_a_notebook_compiles_is_of_a_world_of_this_size():
+    traced = []
+
+    @jax.jit
+    def ask_last(x):
+        traced.append(jd.world_size())
+        return jd.rpc_sync(jd.world_size() - 1, lambda x: x + jd.rank(), args=(x,))
+
+    for size in (2, 3, 2, 1, 3):
+        with jd.local_workers(size):
+            assert int(ask_last(jnp.zeros((), int))) == size - 1
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                assert int(pool.submit(ask_last, jnp.zeros((), int)).result()) == size - 1
+    assert sorted(traced) == [1, 2, 3]
+
+
 def test_a_collective_that_only_the_notebook_calls():
     """The others have no program that could come to it: the error says how they call it too."""
     said = r"worker1 .*has no program, and only serves calls.*jd.rpc_all"

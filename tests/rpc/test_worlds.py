@@ -5,6 +5,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 from helpers.worlds import nap, on_worker0
 
@@ -185,6 +186,29 @@ def test_traces_are_not_shared_between_workers(world):
     """The jitted function reads its worker's rank while it is traced."""
     for rank in range(jd.world_size()):
         assert jd.rpc_sync(rank, traced_rank, args=(10,)) == 10 + rank
+
+
+def add_rank(x):
+    return x + jd.rank()
+
+
+def ask_server(x):
+    return jd.rpc_sync("server", add_rank, args=(x,))
+
+
+def test_compiled_calls_go_to_who_has_the_name_in_this_world(world):
+    """The caller has the rank and the name that it had in the world for which they were compiled."""
+    compiled = jax.jit(ask_server)
+    staged = jd.jit(lambda x: compiled(x))
+
+    def main(server):
+        jd.init([f"worker{rank}" if rank != server else "server" for rank in range(world.size)])
+        found = [float(step(jnp.zeros(()))) for step in (compiled, staged)]
+        jd.shutdown()
+        return found
+
+    for server in range(world.size):
+        assert all(found == [server] * 2 for found in world.run(main, server))
 
 
 def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
