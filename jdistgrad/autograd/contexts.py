@@ -13,7 +13,7 @@ from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.scopes import Scope, closed_error
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.ids import spell
 
@@ -117,6 +117,8 @@ def find_context(which: Any) -> Context:
     """Return this worker's context for a ``Context`` object or an id."""
     worker = current_worker()
     if isinstance(which, Context):
+        if which.closed:  # an earlier world's: another context may have its id now
+            raise closed_error(which.id)
         return Context(worker, worker.scopes.find(which.id))
     if isinstance(which, int):
         return Context(worker, worker.scopes.find(which))

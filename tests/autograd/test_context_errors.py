@@ -71,6 +71,26 @@ def test_backward_in_a_context_other_than_the_threads(world):
     other.close()
 
 
+def test_a_context_of_another_world_is_closed(world):
+    """Though a context of this world has its id."""
+
+    def main():
+        contexts = []
+        for _ in range(2):
+            me = jd.init()
+            if me.rank == 0:
+                with jd.context() as ctx:
+                    contexts.append(ctx)
+                    for use in (jd.get_gradients, lambda which: jd.backward(which, loss, X)):
+                        for stale in contexts[:-1]:
+                            with pytest.raises(jd.ContextError, match=r"context 0:\d+ has been closed"):
+                                use(stale)
+            jd.shutdown()
+        assert len({ctx.id for ctx in contexts}) <= 1
+
+    world.run(main)
+
+
 def test_a_reference_of_another_world(world):
     def main():
         jd.init()
