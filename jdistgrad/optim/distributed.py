@@ -110,7 +110,9 @@ class DistributedOptimizer(Corrected):
           DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed (unless a
             value turns out to have none only while a staged step runs: then other owners may have stepped).
           ContextError: the context is closed, or unknown here.
+          StaleReferenceError: the optimizer was made in a world that has been shut down.
         """
+        self._require_its_world("optimizer.step")
         arrays = self._checked_extra(extra)
         if not isinstance(gradients, Context | int):
             self._step_with(gradients, arrays)
@@ -129,6 +131,7 @@ class DistributedOptimizer(Corrected):
 
         A third part, ``"owned"``, holds no arrays: its keys say which values each owner has.
         """
+        self._require_its_world("optimizer.state")
         found = self._everywhere(owner.state)
         values: list[Any] = [None] * len(self._rrefs)
         for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
@@ -147,10 +150,16 @@ class DistributedOptimizer(Corrected):
           ValueError: the state has another structure, or other shapes or dtypes, or owners had other values together;
             nothing was restored on any owner.
         """
+        self._require_its_world("optimizer.restore")
         parts = zip(self._owned.values(), self._parts(state), strict=True)
         prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
         _all([part.creation() for _, part in prepared])
         _all([api.rpc_async(owned.owner, owner.put_back, (owned.id, part.id)) for owned, part in prepared])
+
+    def _require_its_world(self, what: str) -> None:
+        """Raise StaleReferenceError in another world, where others may have the ids of these references."""
+        for rref in self._rrefs:
+            rref._home(what)
 
     def _parts(self, state: Any) -> list[owner.Saved]:
         """Return each owner's part of a saved state."""

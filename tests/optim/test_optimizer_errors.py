@@ -65,6 +65,40 @@ def test_a_closed_context_is_refused(world):
         optimizer.step(ctx)
 
 
+def square_sum(params):
+    return jnp.sum(params**2)
+
+
+def test_an_optimizer_of_another_world_is_refused(world):
+    """It does not step with what has the ids of its values in this world."""
+
+    def refused(stale, gradient, ctx):
+        for use in (lambda: stale.step(ctx), lambda: stale.step(gradient), stale.state, lambda: stale.restore({})):
+            with pytest.raises(jd.StaleReferenceError, match=r"optimizer\..* belongs to a world that has been shut"):
+                use()
+
+    def drive(stale):
+        rref = jd.remote(last(), jnp.full, args=(3, 2.0, jnp.float32))
+        optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [rref])
+        with jd.context() as ctx:
+            gradient = jd.grad(lambda p: jd.rpc_sync(last(), square_sum, args=(p,)))(rref)
+            if stale is not None:
+                refused(stale, gradient, ctx)
+                assert_close(rref.to_here(), jnp.full(3, 2.0))
+            optimizer.step(ctx)
+        assert_close(rref.to_here(), jnp.full(3, 1.6))
+        return optimizer
+
+    def main():
+        optimizer = None
+        for _ in range(2):
+            if jd.init(timeout=20).rank == 0:
+                optimizer = drive(optimizer)
+            jd.shutdown()
+
+    world.run(main)
+
+
 @on_worker0
 def test_what_cannot_be_optimized_is_refused(world):
     ref = jd.RRef(make_params(1))
