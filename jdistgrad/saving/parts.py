@@ -66,10 +66,15 @@ def _is_owned(leaf: Leaf) -> bool:
 
 
 def works_for(leaf: Leaf, rank: int) -> list[tuple[int, ValueWork | OptimizerWork]]:
-    """Return the work that a reference or an optimizer asks of its owners. ``rank``: of the caller whose own it is."""
+    """Return the work that a reference or an optimizer asks of its owners. ``rank``: of the caller whose own it is.
+
+    Raises StaleReferenceError for those of another world, where others may have their ids.
+    """
     part = own_part(rank, leaf.place) if leaf.own else leaf.place
     if isinstance(leaf.value, RRef):
+        leaf.value._home(leaf.place)
         return [(leaf.value.owner.rank, ValueWork(part, leaf.value.id, own=leaf.own))]
+    leaf.value._require_its_world(leaf.place)
     owners = leaf.value._on_owners
     return [
         (owned.owner.rank, OptimizerWork(f"{part}/{k}", owned.id, tuple(numbers), own=leaf.own))

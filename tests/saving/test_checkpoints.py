@@ -600,6 +600,28 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+def test_what_belongs_to_another_world_is_not_mistaken_for_what_has_its_id(tmp_path):
+    def made(value):
+        reference = jd.remote(1, jnp.full, args=(3, value, jnp.float32))
+        return {"r": reference}, jd.DistributedOptimizer(optax.adam(0.1), [reference])
+
+    with jd.local_workers(2):
+        stale, stale_optimizer = made(1.0)
+        jd.save(tmp_path / "a", 1, stale, stale_optimizer)
+    with jd.local_workers(2):
+        tree, optimizer = made(9.0)
+        for trees, optimizers, place in ((stale, optimizer, r"trees\['r'\]"), (tree, stale_optimizer, "optimizers")):
+            said = place + ".*: .* belongs to a world that has been shut down"
+            with pytest.raises(jd.StaleReferenceError, match=said):
+                jd.save(tmp_path / "b", 2, trees, optimizers)
+            with pytest.raises(jd.StaleReferenceError, match=said):
+                jd.restore(tmp_path / "a", trees, optimizers)
+        np.testing.assert_array_equal(tree["r"].to_here(), np.full(3, 9.0))
+        jd.restore(tmp_path / "a", tree, optimizer)
+        np.testing.assert_array_equal(tree["r"].to_here(), np.full(3, 1.0))
+    assert not (tmp_path / "b").exists() or not list((tmp_path / "b").iterdir())
+
+
 @pytest.mark.parametrize("path", ["gs://bucket/run", pathlib.Path("s3://bucket/run")])
 def test_addresses_are_no_folders(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
