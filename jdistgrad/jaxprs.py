@@ -7,7 +7,7 @@ import collections
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -135,6 +135,18 @@ def constant_key(value: Any) -> Any:
         return "array", id(value)
     weak = bool(getattr(getattr(value, "aval", None), "weak_type", False))
     return "number", type(value), str(np.asarray(value).dtype), np.asarray(value).tobytes(), weak
+
+
+def arrays_in(equation: Any) -> Iterator[Any]:
+    """Yield the arrays among an equation's parameters: those that functions in it have closed over, for example."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, np.ndarray | jax.Array):
+                yield one
+            elif isinstance(one, core.ClosedJaxpr | core.Jaxpr):
+                yield from getattr(one, "consts", ())
+                for inner in getattr(one, "jaxpr", one).eqns:
+                    yield from arrays_in(inner)
 
 
 def calls_back(equations: Iterable[Any]) -> bool:

@@ -1,5 +1,8 @@
 """Tracing and compiling of staged steps: once per shape, on the caller and on the callee."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +11,7 @@ from helpers.programs import X, mix
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
+from jdistgrad.autograd.staged.constants import SMALL
 from jdistgrad.rpc.worker import current_worker
 
 pytestmark = pytest.mark.world(1, 3)
@@ -41,6 +45,28 @@ def test_alike_pieces_are_compiled_once(big_world, counted):
     found = step(xs)
     assert compilations["count"] == before
     assert_close(found, sum((mix(x, x) * 3.5).sum() for x in xs))
+
+
+STEPS_THAT_CLOSE_OVER = {
+    "here": lambda data: lambda x: (x + data).sum(),
+    "in a call": lambda data: lambda x: jd.rpc_sync(last(), mix, args=(x, data * 2)).sum(),
+    "in jit": lambda data: lambda x: jax.jit(lambda x: x + data)(x).sum(),
+    "in a branch": lambda data: lambda x: jax.lax.cond(x[0] > 0, lambda x: (x * data).sum(), jnp.sum, x),
+}
+
+
+@pytest.mark.parametrize("make", STEPS_THAT_CLOSE_OVER.values(), ids=STEPS_THAT_CLOSE_OVER)
+@on_worker0
+def test_large_arrays_that_a_step_closes_over_live_as_long_as_the_step(world, make):
+    data = jnp.ones(SMALL)
+    step, seen = jd.jit(make(data)), weakref.ref(data)
+    step(data)
+    del data
+    gc.collect()
+    assert seen() is not None
+    del step
+    gc.collect()
+    assert seen() is None
 
 
 @on_worker0
