@@ -84,9 +84,16 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return rebuild_key, (jax.random.key_data(array), str(jax.random.key_impl(array)))
     if array.weak_type and array.ndim == 0:
-        return jnp.asarray, (array.item(),)
+        return rebuild_number, (array.item(), dtype_name(array.dtype))
     host = np.asarray(array)
     return rebuild_jax, (pickle.PickleBuffer(bytes_of(host)), dtype_name(host.dtype), host.shape)
+
+
+def rebuild_number(value: complex, dtype: str) -> jax.Array:
+    """Return a weakly typed scalar. Raises EncodingError if JAX here would make it narrower than where it came from."""
+    sent = named_dtype(dtype)
+    check_kept(sent, jax.dtypes.canonicalize_dtype(sent))
+    return jnp.asarray(value)
 
 
 def rebuild_key(data: jax.Array, impl: str) -> jax.Array:

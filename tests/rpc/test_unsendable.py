@@ -98,9 +98,11 @@ def test_jax_doubles_on_a_worker_without_them(wire_world):
     """NumPy's doubles travel as they are; a JAX double either arrives as a JAX double or is refused."""
     assert jd.rpc_sync(last(), dtype_of, args=(np.ones(2),)) == "float64"
     with jax.enable_x64(True):
-        double = jnp.ones(2, jnp.float64)
-        with pytest.raises(jd.EncodingError, match=r"float64 array .* whose JAX makes it float32.*jax_enable_x64"):
-            jd.rpc_sync(last(), dtype_of, args=(double,))
+        for double in (jnp.ones(2, jnp.float64), jnp.asarray(0.1)):
+            with pytest.raises(jd.EncodingError, match=r"float64 array .* whose JAX makes it float32.*jax_enable_x64"):
+                jd.rpc_sync(last(), dtype_of, args=(double,))
+        with pytest.raises(jd.EncodingError, match=r"int64 array .* whose JAX makes it int32"):
+            jd.rpc_sync(last(), dtype_of, args=(jnp.asarray(2**40),))
     still_works()
 
 
