@@ -55,6 +55,11 @@ def _check_numpy(leaf: Any, where: str) -> None:
         raise CheckpointError(
             f"{where} is a masked array, whose mask would be lost. Save both: (x.data, numpy.ma.getmaskarray(x))."
         )
+    if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap) and not hasattr(leaf, "aval"):
+        raise CheckpointError(  # JAX's own constants, which have an aval, are arrays like others
+            f"{where} is a {type(leaf).__name__}, which would come back as a plain array, with other products perhaps. "
+            "Save numpy.asarray(x), and make the object again from that."
+        )
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.char in "gG":
         narrower = "float64" if leaf.dtype.char == "g" else "complex128"
         raise CheckpointError(

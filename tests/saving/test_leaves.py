@@ -46,6 +46,7 @@ def test_a_leaf_comes_back_on_its_device(what):
 
 REFUSED = {
     "masked": (np.ma.masked_array([1.0, 2.0], [0, 1]), r"trees\['x'\] is a masked array.*mask would be lost"),
+    "own class": (np.arange(2.0).view(np.recarray), r"trees\['x'\] is a recarray.*come back as a plain array"),
     "wide": (np.arange(2, dtype=np.longdouble), r"trees\['x'\] is float\d+\[2\].*Save it as float64"),
     "wide scalar": (np.clongdouble(1), r"trees\['x'\] is complex\d+\[\].*Save it as complex128"),
 }
