@@ -5,9 +5,9 @@ import socket
 import pytest
 
 from jdistgrad.errors import WorldError
-from jdistgrad.rpc.worlds.jax_processes import Offer, Port, Readiness, address, must_start
+from jdistgrad.rpc.worlds.jax_processes import Offer, Port, Readiness, address, must_start, not_reached_by_gloo
 
-READY, STARTED, LATE = (Offer(kind, "node1", "first", 4000 + k) for k, kind in enumerate(Readiness))
+READY, STARTED, LATE = (Offer(kind, "first", ("node1",), 4000 + k) for k, kind in enumerate(Readiness))
 
 
 def test_when_there_is_something_to_start():
@@ -29,12 +29,42 @@ def test_starts_that_cannot_be(offers, said):
         must_start(offers)
 
 
-def test_where_the_ranks_meet():
-    assert address([READY, READY]) == "127.0.0.1:4000"
-    assert address([READY, Offer(Readiness.READY, "node2", "second")]) == "node1:4000"
-    assert address([READY, Offer(Readiness.READY, "node1", "another of that name")]) == "node1:4000"
-    numbered = Offer(Readiness.READY, "fd00::5", "first", 4000)
-    assert address([numbered, Offer(Readiness.READY, "node2", "second")]) == "[fd00::5]:4000"
+def test_ranks_of_one_machine_meet_at_its_loopback_address():
+    assert address([READY, READY], gather=lambda one: pytest.fail("nothing to find out")) == "127.0.0.1:4000"
+
+
+def test_ranks_of_several_machines_meet_where_all_reach_the_first():
+    port, other = Port(), Offer(Readiness.READY, "second")
+    first = Offer(Readiness.READY, "first", ("unknown.invalid", "localhost", "127.0.0.1", "::1"), 4000, port.trial)
+    said = []
+
+    def gather(found):  # two other ranks, one of which does not know rank 0's machine as localhost
+        said.append(found)
+        return [found, found, found and len(said) != 2]
+
+    assert address([first, other, other], gather) == "127.0.0.1:4000"
+    assert said == [False, True, True]
+    numbered = Offer(Readiness.READY, "first", ("::1",), 4000, port.trial)
+    assert address([numbered, other], lambda _: [True, True]) == "[::1]:4000"
+    port.close()
+
+
+def test_ranks_that_reach_the_first_by_no_name_say_so():
+    port, closed = Port(), Port()
+    closed.close()
+    trials = [(port.trial[0], "another process"), closed.trial]  # who is there is not rank 0, or nobody is
+    for trial in trials:
+        first = Offer(Readiness.READY, "first", ("localhost", "127.0.0.1"), 4000, trial)
+        with pytest.raises(
+            WorldError, match=r"by localhost \(not by ranks \[1\]\), nor by 127\.0\.0\.1 .*JDISTGRAD_HOST"
+        ):
+            address([first, Offer(Readiness.READY, "second")], lambda found: [True, found])
+    port.close()
+
+
+def test_a_nodes_own_name_that_is_a_loopback_address_is_warned_of():
+    assert not not_reached_by_gloo(["10.0.0.1", "unknown", "10.0.0.2"])
+    assert "{1: '127.0.1.1'} on these ranks" in not_reached_by_gloo(["10.0.0.1", "127.0.1.1", "10.0.0.2"])
 
 
 def test_a_port_that_nobody_else_gets():

@@ -7,16 +7,21 @@ Here rank 0 binds a port, and tells the others over MPI.
 import contextlib
 import dataclasses
 import enum
+import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
 from jdistgrad._compat import backends_are_initialized, configured
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
+from jdistgrad.rpc.worlds import reaching
+
+log = logging.getLogger("jdistgrad.rpc")
 
 NO_PROXY, WARN_OF_PROXIES = "no_grpc_proxy", "jax_check_proxy_envs"
 
@@ -34,35 +39,43 @@ class Offer:
     """A rank's part of the start.
 
     Attributes:
-      host: the name by which other nodes find this process.
       machine: differs between machines, also those that have one name.
+      hosts: the names and addresses by which other nodes may reach rank 0.
       port: rank 0's, which it has bound.
+      trial: where the ranks see whether they reach rank 0.
     """
 
     readiness: Readiness
-    host: str
-    machine: str = ""
+    machine: str
+    hosts: tuple[str, ...] = ()
     port: int = 0
+    trial: reaching.Trial = (0, "")
 
-    def spelled(self) -> tuple[str, str, str, int]:
+    def spelled(self) -> tuple[Any, ...]:
         """Return the offer in strings and numbers, to send to the other ranks."""
-        return self.readiness.value, self.host, self.machine, self.port
+        return self.readiness.value, self.machine, self.hosts, self.port, self.trial
 
     @classmethod
-    def read(cls, spelled: tuple[str, str, str, int]) -> "Offer":
-        readiness, host, machine, port = spelled
-        return cls(Readiness(readiness), host, machine, port)
+    def read(cls, spelled: tuple[Any, ...]) -> "Offer":
+        readiness, *rest = spelled
+        return cls(Readiness(readiness), *rest)
 
 
 class Port:
-    """A port that this process holds until ``close``; meanwhile it may be bound here once more."""
+    """A port that this process holds until ``close``; meanwhile it may be bound here once more.
+
+    Attributes:
+      trial: where others see whether they reach this process.
+    """
 
     def __init__(self) -> None:
-        self._socket = _bound()
+        self._socket, self._door = _bound(), reaching.Door()
         self.number: int = self._socket.getsockname()[1]
+        self.trial = self._door.trial
 
     def close(self) -> None:
         self._socket.close()
+        self._door.close()
 
 
 def _bound() -> socket.socket:
@@ -81,8 +94,9 @@ def offer(port: Port | None) -> Offer:
         readiness = Readiness.STARTED
     else:
         readiness = Readiness.LATE if backends_are_initialized() else Readiness.READY
-    number = port.number if port is not None else 0
-    return Offer(readiness, settings.host or socket.gethostname(), _machine(), number)
+    if port is None:
+        return Offer(readiness, _machine())
+    return Offer(readiness, _machine(), tuple(reaching.hosts()), port.number, port.trial)
 
 
 def _machine() -> str:
@@ -115,17 +129,25 @@ def must_start(offers: Sequence[Offer]) -> bool:
     return True
 
 
-def address(offers: Sequence[Offer]) -> str:
-    """Return the address at which the ranks find rank 0."""
-    alone = len({one.machine for one in offers}) == 1
-    host = "127.0.0.1" if alone else offers[0].host
-    return f"[{host}]:{offers[0].port}" if ":" in host else f"{host}:{offers[0].port}"
+def of_one_machine(offers: Sequence[Offer]) -> bool:
+    return len({one.machine for one in offers}) == 1
 
 
-def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
-    """Start jax.distributed unless it runs, and open the devices. Every rank must call it."""
+def address(offers: Sequence[Offer], gather: Callable[[Any], list[Any]]) -> str:
+    """Return the address at which the ranks find rank 0. Every rank must call it."""
+    first = offers[0]
+    host = "127.0.0.1" if of_one_machine(offers) else reaching.reached_by_all(first.hosts, first.trial, gather)
+    return f"[{host}]:{first.port}" if ":" in host else f"{host}:{first.port}"
+
+
+def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[Any], list[Any]]) -> None:
+    """Start jax.distributed unless it runs, and open the devices. Every rank must call it.
+
+    Arguments:
+      gather: exchanges a value among the ranks.
+    """
     if must_start(offers):
-        found = address(offers)
+        found = address(offers, gather)
         try:
             with _without_proxy(found):
                 jax.distributed.initialize(
@@ -140,10 +162,45 @@ def start(offers: Sequence[Offer], rank: int, timeout: float) -> None:
         except RuntimeError as error:
             raise WorldError(
                 f"init(devices=True): rank {rank} could not start jax.distributed with {len(offers)} ranks and rank 0 "
-                f"at {found} within {timeout:g} s: {error}. If other nodes do not find rank 0's node by that name, set "
-                "JDISTGRAD_HOST for rank 0 to a name or an address that they know."
+                f"at {found} within {timeout:g} s: {error}"
             ) from error
-    jax.local_devices()  # opens them on all ranks at the same time: each waits for the others
+    _open_devices(rank)
+    if not of_one_machine(offers) and jax.default_backend() == "cpu":
+        text = not_reached_by_gloo(gather(_own_address()))
+        if text and rank == 0:
+            log.warning(text)
+
+
+def _open_devices(rank: int) -> None:
+    """Open the devices on all ranks at the same time: each waits for the others."""
+    try:
+        jax.local_devices()
+    except RuntimeError as error:
+        raise WorldError(
+            f"init(devices=True): rank {rank} could not open its devices: {error}. On CPUs, gloo must be able to look "
+            f"up the node's own name: add {socket.gethostname()} to its /etc/hosts, with the address that other nodes "
+            "know."
+        ) from error
+
+
+def _own_address() -> str:
+    """Return the address that this node's own name stands for; gloo, XLA's collectives on CPUs, gives it to others."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "unknown"
+
+
+def not_reached_by_gloo(found: Sequence[str]) -> str:
+    """Return a warning if some of the ranks, of several machines, tell the others a loopback address; else ""."""
+    wrong = {rank: one for rank, one in enumerate(found) if reaching.is_loopback(one)}
+    if not wrong:
+        return ""
+    return (
+        "init(devices=True): on CPUs, XLA's collectives (gloo) will fail between the machines: they tell the others "
+        f"the address of a node's own name, which is {wrong} on these ranks. Give the name another address in "
+        "/etc/hosts there. Averages by MPI, which DataParallel chooses by default on CPUs, do not need it."
+    )
 
 
 def _whole(seconds: float) -> int:

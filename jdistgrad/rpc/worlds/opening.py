@@ -144,7 +144,8 @@ def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tup
         devices.share_memory(hello.card, [one.card for one in hellos])
         directory = agree(hellos)
         if with_devices:
-            jax_processes.start([jax_processes.Offer.read(one.devices) for one in hellos], comm.rank, timeout)
+            offers = [jax_processes.Offer.read(one.devices) for one in hellos]
+            jax_processes.start(offers, comm.rank, timeout, lambda one: mpi_rendezvous.gather(comm, one, timeout))
     return hellos, directory
 
 
