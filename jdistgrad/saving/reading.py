@@ -26,7 +26,7 @@ def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepare
     try:
         return _read(job, plans, folder)
     except Exception as error:
-        if pathlib.Path(folder).is_dir():
+        if not job.leads or pathlib.Path(folder).is_dir():
             raise
         raise CheckpointError(
             f"restore: {folder} was removed while it was read, by a save that keeps only later ones: keep more there "
