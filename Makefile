@@ -11,7 +11,7 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs test-install test-unruly torture faults lint bench bench-gpu docs doctor clean
+.PHONY: demo test test-worlds test-jobs test-install test-unruly test-machines torture faults lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -101,6 +101,14 @@ torture: .venv/installed-test
 SHARE ?= 1
 faults: .venv/installed-test
 	PYTHONPATH=tests $(BIN)/python -m faults --share $(SHARE) --seed $(SEED)
+
+# Ranks on machines that this one plays: their messages go by TCP, and nothing rings. Takes Linux and root.
+OF_ONE_MACHINE := --ignore tests/wire/test_doorbell.py --ignore tests/wire/test_shared_pieces.py
+OVER_MACHINES := tests/wire tests/rpc tests/autograd tests/pipeline tests/optim tests/modules tests/data_parallel
+test-machines: .venv/installed-test
+	PYTHONPATH=tests $(BIN)/python -m machines -n 3 -- -m pytest $(OVER_MACHINES) $(OF_ONE_MACHINE)
+	PYTHONPATH=tests JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(BIN)/python -m machines -n 3 -- -m pytest \
+		tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
