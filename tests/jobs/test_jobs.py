@@ -300,6 +300,22 @@ def test_mpi_that_is_finalized_under_an_open_world_ends_the_job(mpi_job):
     job.expect("worker1 (rank 1): MPI.Finalize() was called before jdistgrad.shutdown()", status=None)
 
 
+def test_a_program_may_finalize_mpi_after_shutdown(mpi_job):
+    mpi_job(
+        3,
+        """
+        import jdistgrad as jd
+
+        jd.init()
+        jd.shutdown()
+
+        from mpi4py import MPI
+
+        MPI.Finalize()
+        """,
+    ).expect()
+
+
 def test_a_program_waits_while_its_calls_have_too_many_bytes(mpi_job):
     """Calls of a MiB each to a slow worker. Calls made while serving do not wait: all might wait for each other."""
     mpi_job(

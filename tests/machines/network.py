@@ -87,16 +87,23 @@ class Machines:
         self.all: list[Machine] = []
 
     def __enter__(self) -> list[Machine]:
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "link", "set", BRIDGE, "up")
-        for number in self._numbers:
-            self.all.append(Machine(number, self._folder))
+        try:
+            run("ip", "link", "add", BRIDGE, "type", "bridge")
+            run("ip", "link", "set", BRIDGE, "up")
+            for number in self._numbers:
+                self.all.append(Machine(number, self._folder))
+        except BaseException:
+            self.close()
+            raise
         threading.Thread(target=self._serve, daemon=True).start()
         return self.all
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._asked.close()
         for machine in self.all:
             machine.close()

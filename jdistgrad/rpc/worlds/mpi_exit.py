@@ -130,7 +130,9 @@ def _die(worker: Worker, why: str) -> None:
 
 def _hung(worker: Worker) -> str:
     """Return the names of the workers that were given up for their silence, and that MPI takes to be alive."""
-    if worker.peers.silent and worker.survives:  # another may have killed them just now
+    if not worker.peers.silent:  # MPI may have ended
+        return ""
+    if worker.survives:  # another may have killed them just now
         poll(lambda: not _silent_and_alive(worker), KILLED_SECONDS)
     return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(_silent_and_alive(worker)))
 
