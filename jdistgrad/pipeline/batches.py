@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,32 +87,37 @@ def _refuse_references(given: Any) -> None:
             )
 
 
-def _refuse_no_arrays(given: Any) -> None:
-    """Refuse what JAX cannot compute with. It would say so on another worker, and advise what only it can do there."""
+def _parts(given: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the path of each array of a batch, and the array; of a whole value, all its arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
         for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
-            if not can_be_traced(part):
-                what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
-                raise TypeError(
-                    f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
-                    "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
-                )
+            yield path, part
+
+
+def _refuse_no_arrays(given: Any) -> None:
+    """Refuse what JAX cannot compute with. It would say so on another worker, and advise what only it can do there."""
+    for path, part in _parts(given):
+        if not can_be_traced(part):
+            what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
+            raise TypeError(
+                f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
+                "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
+            )
 
 
 def _refuse_unfit(given: Any) -> None:
     """Refuse what code that JAX has compiled for other arrays takes, and leaves out a part of: masks, byte orders."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
-        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
-            if isinstance(part, np.ma.MaskedArray):
-                raise ValueError(
-                    f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its "
-                    "data and its mask, x.data and numpy.ma.getmaskarray(x)."
-                )
-            if isinstance(part, np.ndarray) and not part.dtype.isnative:
-                raise ValueError(
-                    f"{_named(path)} is {part.dtype.str}{list(part.shape)}, whose bytes are not in this machine's "
-                    "order. Convert it: x.astype(x.dtype.newbyteorder('='))."
-                )
+    for path, part in _parts(given):
+        if isinstance(part, np.ma.MaskedArray):
+            raise ValueError(
+                f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its "
+                "data and its mask, x.data and numpy.ma.getmaskarray(x)."
+            )
+        if isinstance(part, np.ndarray) and not part.dtype.isnative:
+            raise ValueError(
+                f"{_named(path)} is {part.dtype.str}{list(part.shape)}, whose bytes are not in this machine's "
+                "order. Convert it: x.astype(x.dtype.newbyteorder('='))."
+            )
 
 
 def _length(leaf: Any) -> int | None:

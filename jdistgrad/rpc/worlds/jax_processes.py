@@ -165,8 +165,8 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
                 f"at {found} within {timeout:g} s: {error}"
             ) from error
     _open_devices(rank)
-    if not of_one_machine(offers) and jax.default_backend() == "cpu":
-        text = not_reached_by_gloo(gather(_own_address()))
+    if not of_one_machine(offers):
+        text = not_reached_by_gloo(gather(_own_address() if jax.default_backend() == "cpu" else ""))
         if text and rank == 0:
             log.warning(text)
 
