@@ -2,6 +2,7 @@
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.worker import find_worker
+from jdistgrad.rpc.worker import Worker, find_worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,14 +87,23 @@ class StagedFunction(Generic[P, T]):
         key = (structure, None if worker is None else (worker.world, worker.rank), trace_context(), *map(_kind, leaves))
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Step(self._fun, leaves, structure)
+            self._forget_ended()
+            step = self._steps[key] = Step(self._fun, leaves, structure, worker)
         return step
+
+    def _forget_ended(self) -> None:
+        """Forget the steps of worlds that have been closed: their references are no longer valid."""
+        for key, step in list(self._steps.items()):  # other threads may add some
+            if step.ended:
+                self._steps.pop(key, None)
 
 
 class Step:
     """A function traced and cut for arguments of one kind."""
 
-    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any):
+    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, worker: Worker | None):
+        self._worker = None if worker is None else weakref.ref(worker)
+
         def flat(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(structure, leaves)
             found, self._result = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
@@ -108,6 +118,14 @@ class Step:
         self._takes_gradients = _has_gradients(jax.tree.unflatten(structure, leaves))
         operations = [*self.plan.operations, *self.plan.operations_in_pieces]
         self._records = any(_needs_context(operation) for operation in operations)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the world that the step was traced in has been closed."""
+        if self._worker is None:
+            return False
+        worker = self._worker()
+        return worker is None or worker.closed
 
     def run(self, leaves: Sequence[Any]) -> Any:
         with some_context(needed=self._records) as lease:

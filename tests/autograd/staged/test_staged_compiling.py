@@ -1,6 +1,7 @@
 """Tracing and compiling of staged steps: once per shape, on the caller and on the callee."""
 
 import gc
+import threading
 import weakref
 
 import jax
@@ -58,15 +59,26 @@ STEPS_THAT_CLOSE_OVER = {
 @pytest.mark.parametrize("make", STEPS_THAT_CLOSE_OVER.values(), ids=STEPS_THAT_CLOSE_OVER)
 @on_worker0
 def test_large_arrays_that_a_step_closes_over_live_as_long_as_the_step(world, make):
-    data = jnp.ones(SMALL)
-    step, seen = jd.jit(make(data)), weakref.ref(data)
+    data, gone = jnp.ones(SMALL), threading.Event()
+    step, seen = jd.jit(make(data)), weakref.ref(data, lambda _: gone.set())
     step(data)
     del data
     gc.collect()
     assert seen() is not None
     del step
     gc.collect()
-    assert seen() is None
+    assert gone.wait(60)  # the thread that has served the call may only now let its arguments go
+
+
+def test_what_was_compiled_for_closed_worlds_is_forgotten():
+    plans = []
+    step = jd.jit(lambda x: jd.rpc_sync(2, mix, args=(x, x)).sum())
+    for _ in range(3):
+        with jd.local_workers(3):
+            assert_close(step(X), mix(X, X).sum())
+            plans.append(weakref.ref(step.plan(X)))
+    gc.collect()
+    assert [plan() is None for plan in plans] == [True, True, False]
 
 
 @on_worker0
