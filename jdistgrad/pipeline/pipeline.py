@@ -14,7 +14,7 @@ from jdistgrad.pipeline.plans import as_stage, check_hash
 from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule
@@ -62,6 +62,8 @@ class Pipeline:
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss= is {loss!r:.60}, expected a function of the last stage's outputs and the targets")
         check_hash(loss, "the loss")
+        if timeout is not None:
+            checked_timeout(timeout)
         self.stages, self.schedule, self.loss = list(map(as_stage, stages)), schedule, loss
         self._program, self._workers, self._timeout = Program(self.stages, schedule, loss, workers), workers, timeout
         self._report: Report | None = None

@@ -444,6 +444,7 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
             (lambda: jd.Pipeline([(Unhashable(), refs[0]), *good[1:]], schedule), TypeError, "Unhashable has none"),
             (lambda: jd.Pipeline([(HashOfArray(), refs[0]), *good[1:]], schedule), TypeError, "HashOfArray has none"),
             (lambda: jd.Pipeline(good, schedule, loss=Unhashable()), TypeError, "Unhashable.* cannot be the loss"),
+            (lambda: jd.Pipeline(good, schedule, timeout=0), ValueError, "a positive number of seconds"),
             (lambda: jd.Pipeline(good, schedule, workers=3), TypeError, r"workers= is 3, expected a list"),
             (lambda: jd.Pipeline([good[0], pp.Stage(multiply, refs[1], (0.0,)), good[2]], schedule), *not_a_stage),
         ]
