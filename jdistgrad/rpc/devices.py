@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import backends_are_initialized, configured
+from jdistgrad.wire.arrays import identity
 
 log = logging.getLogger("jdistgrad")
 
@@ -129,7 +130,4 @@ def device_of_local_worker(rank: int) -> jax.Device | None:
 
 def finish_programs_of_this_thread() -> None:
     """Wait until the programs that this thread has called have run."""
-    _last(np.float32(0)).block_until_ready()
-
-
-_last = jax.jit(lambda number: number)
+    identity(np.float32(0)).block_until_ready()

@@ -35,6 +35,19 @@ def test_calls_after_one_another(big_world):
     assert_same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
 
 
+@pytest.fixture
+def nothing_compiled():
+    """Let JAX run all code as it is written, on all workers, as somebody does who looks for an error."""
+    jax.config.update("jax_disable_jit", True)
+    yield
+    jax.config.update("jax_disable_jit", False)
+
+
+@on_worker0
+def test_nothing_needs_to_be_compiled(big_world, nothing_compiled):
+    assert_same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
+
+
 def nested(x):
     return jd.rpc_sync(rank(2), innermost, args=(jnp.sin(x), x[:2])) * x
 
