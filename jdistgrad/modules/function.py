@@ -13,7 +13,7 @@ from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.references.rref import RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -107,7 +107,7 @@ class RemoteFunction(Corrected):
         references = {"parameters": by_reference(self.parameters)}
         if self.state is not None:
             references["state"] = by_reference(self.state)
-        api.rpc_sync(self.owner, put_back, (references, dict(variables)), timeout=timeout)
+        api.rpc_sync(self.owner, put_back, (references, references_kept(dict(variables))), timeout=timeout)
 
     def _arguments(self, args: Args) -> tuple[Any, ...]:
         if self.state is None:

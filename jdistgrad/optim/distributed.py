@@ -24,7 +24,7 @@ from jdistgrad.optim.averaging import with_extra_arguments
 from jdistgrad.rpc import api
 from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references.rref import HANDLE, RRef, by_reference
+from jdistgrad.rpc.references.rref import HANDLE, RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -151,7 +151,7 @@ class DistributedOptimizer(Corrected):
             nothing was restored on any owner.
         """
         self._require_its_world("optimizer.restore")
-        parts = zip(self._owned.values(), self._parts(state), strict=True)
+        parts = zip(self._owned.values(), references_kept(self._parts(state)), strict=True)
         prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
         _all([part.creation() for _, part in prepared])
         _all([api.rpc_async(owned.owner, owner.put_back, (owned.id, part.id)) for owned, part in prepared])

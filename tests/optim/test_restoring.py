@@ -139,6 +139,28 @@ def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
     assert_close(optimizer.state()["states"], jax.tree.map(jnp.ones_like, optimizer.state()["states"]))
 
 
+def make_holding(held):
+    return {"held": held, "w": jnp.arange(3.0)}
+
+
+@pytest.mark.parametrize("how", ["optimizer", "function"])
+@on_worker0
+def test_references_that_a_value_holds_stay_when_it_is_restored(world, how):
+    held = jd.remote(0, make_array, args=((3,),))
+    params = jd.remote(last(), make_holding, args=(jd.by_reference(held),))
+    optimizer = jd.DistributedOptimizer(optax.adam(0.1), [params])
+    function = jd.RemoteFunction(last(), params, jnp.add)
+    saved = optimizer.state() if how == "optimizer" else function.variables()
+    with jd.context() as ctx:
+        jd.grad(lambda p: p.to_here()["w"].sum())(params)
+        optimizer.step(ctx)
+    (optimizer if how == "optimizer" else function).restore(saved)
+    found = params.to_here()
+    np.testing.assert_array_equal(found["w"], np.arange(3))
+    assert found["held"].id == held.id
+    np.testing.assert_array_equal(found["held"].to_here(), np.full(3, 0.5))
+
+
 @on_worker0
 def test_training_goes_on_from_a_restored_state(world):
     """The result equals that of a serial program with only the steps before the save and after the restore."""

@@ -279,7 +279,12 @@ def by_reference(rref: Any) -> Any:
     """
     if not any(isinstance(leaf, RRef) for leaf in trees.leaves(rref)):
         raise TypeError(f"by_reference takes an RRef, or a tree that has some, not {rref!r:.60}")
-    return trees.map_leaves(_wrapped, rref)
+    return references_kept(rref)
+
+
+def references_kept(tree: Any) -> Any:
+    """Return a tree that arrives, as an argument, with its references instead of their values, if it has some."""
+    return trees.map_leaves(_wrapped, tree)
 
 
 def _wrapped(leaf: Any) -> Any:
