@@ -340,3 +340,36 @@ def test_a_second_derivative_through_a_reference_in_the_callees_compiled_code(bi
     with jd.context():
         found = second(relayed)(x)
     assert_close(found, second(lambda x: sine_times(x, twice_of(x)).sum())(x))
+
+
+def holding(held):
+    return {"w": jnp.arange(3.0), "held": held}
+
+
+@jax.jit
+def squares_of_own(value, x):
+    return jnp.sum(value["w"] ** 2 * x)
+
+
+@jax.jit
+def squares_of_all(value, x):
+    return jnp.sum((value["w"] * value["held"].to_here()) ** 2 * x)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@on_worker0
+def test_a_compiled_function_of_a_value_that_holds_a_reference(big_world, staged):
+    held = jd.remote(rank(2), vector, args=(3,))
+    outer, x, w, of_held = (
+        jd.remote(rank(1), holding, args=(jd.by_reference(held),)),
+        vector(3),
+        jnp.arange(3.0),
+        vector(3),
+    )
+    for function, factor in ((squares_of_own, 1.0), (squares_of_all, of_held)):
+        loss = lambda p, x: jd.rpc_sync(rank(1), function, args=(p, x))  # noqa: B023, E731
+        both = jd.value_and_grad(loss, argnums=(0, 1))
+        with jd.context():
+            value, (of_outer, of_x) = (jd.jit(both) if staged else both)(outer, x)
+            expected = jax.value_and_grad(lambda w, x: jnp.sum((w * factor) ** 2 * x), argnums=(0, 1))(w, x)  # noqa: B023
+            assert_close((value, (of_outer.to_here()["w"], of_x)), expected)

@@ -103,7 +103,9 @@ class Arguments:
 
     def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
         """Make operands of a leaf's value and add its lanes to them; return the tree with holes in their places."""
-        layout, operands = gradient_layout(item) if isinstance(leaf, RRef) else split(item, lambda _: True)
+        is_value = isinstance(leaf, RRef)
+        layout, operands = gradient_layout(item) if is_value else split(item, lambda _: True)
+        self._references += is_value and layout.has_references
         for lane in lanes:
             operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
         self.operands += operands
