@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.autograd.callee.functions import gradient_layout
+from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.tape.contributions import or_zero
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, split
+from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float_array, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc import trees
@@ -46,20 +46,9 @@ class Value(NamedTuple):
     def of(cls, whole: Any) -> "Value":
         if isinstance(whole, jax.Array) and has_gradient(whole):
             return cls([whole], LEAF, Layout(Hole(), (0,)))
-        layout, leaves = split(whole, _is_float_array)
-        floats = trees.map_leaves(lambda leaf: leaf if _is_float_array(leaf) else None, whole)
+        layout, leaves = split(whole, is_float_array)
+        floats = trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, whole)
         return cls(leaves, jax.tree.structure(floats), layout)
-
-
-def _is_float_array(leaf: Any) -> bool:
-    """Return whether a leaf is optimized. A reference is not, though it has a gradient: that of its own value."""
-    return has_gradient(leaf) and not isinstance(leaf, RRef)
-
-
-def _own(value: Any) -> list[bool]:
-    """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
-    layout, _ = gradient_layout(value)
-    return [isinstance(hole, Hole) for hole in layout.holes()]
 
 
 class Form:
@@ -107,7 +96,7 @@ class OwnedParameters:
         self.transformation = transformation
         self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
-        self._own = [_own(rref.local_value()) for rref in rrefs]
+        self._own = [own_parts(rref.local_value()) for rref in rrefs]
         self._state = _started(transformation, [jax.tree.unflatten(one.tree, one.leaves) for one in values])
 
         def update(

@@ -61,6 +61,26 @@ def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
 
 
 @on_every_worker
+def test_gradients_of_a_context_of_values_that_hold_references(world, rank, size):
+    # The gradient of what a value holds is averaged where its own reference is given.
+    dp, held = DataParallel(), jd.RRef(jnp.ones(3))
+    outer, unused = jd.RRef({"held": held, "w": jnp.arange(3.0)}), jd.RRef({"held": held, "w": jnp.ones(2)})
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [outer, held, unused])
+
+    def loss(value):
+        return jnp.sum(value["w"] * value["held"].to_here()) * (rank + 1)
+
+    with jd.context() as ctx:
+        jd.backward(ctx, lambda value: loss(value.to_here()), outer)
+        dp.average_in(ctx, [outer, held, unused])
+        optimizer.step(ctx)
+    factor = 0.1 * (size + 1) / 2
+    assert_close(outer.local_value()["w"], np.arange(3.0) - factor)
+    assert_close(held.local_value(), 1 - factor * np.arange(3.0))
+    assert_close(unused.local_value()["w"], np.ones(2))
+
+
+@on_every_worker
 def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
     # Rank r takes r + 1 steps, each in its own context; all ranks end with the value of the last active rank.
     dp, dense = DataParallel(), jd.RRef(jnp.ones(3))

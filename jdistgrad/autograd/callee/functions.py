@@ -291,3 +291,9 @@ def nothing_hidden(results: Layout, function: Any) -> Layout:
 def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
     """Split a value into a layout and the leaves that have a gradient."""
     return split(value, has_gradient)
+
+
+def own_parts(value: Any) -> list[bool]:
+    """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
+    layout, _ = gradient_layout(value)
+    return [isinstance(hole, Hole) for hole in layout.holes()]

@@ -270,6 +270,11 @@ def has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, RRef) or (is_array(leaf) and is_differentiable(leaf))
 
 
+def is_float_array(leaf: Any) -> bool:
+    """Return whether a leaf of a value is a float array. A reference is not, though it has a gradient: its value's."""
+    return has_gradient(leaf) and not isinstance(leaf, RRef)
+
+
 def only_floats(value: Any) -> Any:
     """Replace leaves that have no gradient by None. The result has the structure of the value's gradient."""
     return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
