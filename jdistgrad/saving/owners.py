@@ -5,7 +5,7 @@ A part is a dict of leaves by place. The manifest says in which folder each part
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jdistgrad.saving import files, folders, leaves
 from jdistgrad.saving.leaves import Description
 from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.places import mapped, require_different
-from jdistgrad.saving.states import Name, names_in
+from jdistgrad.saving.states import UNDIVIDED, Name, names_in
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import wait_for_first
 
@@ -236,6 +236,8 @@ def _prepared_optimizer(folder: str, work: OptimizerWork) -> Prepared:
     reader, owned = Reader(folder), value_here(work.identifier)
     values, state = owned.state()
     known, _ = named_leaves(owned, values, state, work.numbers)
+    if any(name.startswith(UNDIVIDED) for name in known):
+        _require_same_values(reader, work)
     found = reader.fitting(_saved_of(reader, work), known, work.part)
     ordered = iter(found.values())
     restored = {number: _filled(value, ordered) for number, value in enumerate(values)}
@@ -245,6 +247,23 @@ def _prepared_optimizer(folder: str, work: OptimizerWork) -> Prepared:
 
 def _filled(value: Any, found: Iterator[Any]) -> Any:
     return mapped(lambda leaf: None if leaf is None else next(found), value)
+
+
+def _require_same_values(reader: Reader, work: OptimizerWork) -> None:
+    """Raise CheckpointError if an owner's state was saved, but no owner then had the values that this one has."""
+    whole = work.part.rpartition("/")[0]
+    then = [entry["numbers"] for name, entry in reader.parts.items() if name.startswith(f"{whole}/")]
+    if then and list(work.numbers) not in then:
+        raise CheckpointError(
+            f"restore of {reader.folder} on {current_worker().info}: {whole}: optax cannot tell which parts of this "
+            "transformation's state belong to which value, so the state fits only owners of the same values as when it "
+            f"was saved: {_spelled(then)}. This one has {_spelled([work.numbers])} (numbers in the optimizer's list). "
+            "Nothing was restored on any worker."
+        )
+
+
+def _spelled(owners: Iterable[Sequence[int]]) -> str:
+    return ", ".join(f"({', '.join(map(str, numbers))})" for numbers in owners)
 
 
 def _saved_of(reader: Reader, work: OptimizerWork) -> dict[str, Description]:

@@ -13,6 +13,8 @@ import optax
 
 Path = tuple[Any, ...]
 
+UNDIVIDED = "state[of "  # begins the names of a state of which optax cannot tell what belongs to which value
+
 
 @dataclasses.dataclass(frozen=True)
 class Name:
@@ -52,9 +54,9 @@ def names_in(tx: optax.GradientTransformation, state: Any, values: Sequence[Any]
     except Exception:  # optax cannot tell where the parameters are in every user's state
         found = []
     if len(found) != len(jax.tree.leaves(state)):
-        owners = f"[of {', '.join(map(str, numbers))}]"  # fits only an owner of the same values
+        begin = f"{UNDIVIDED}{', '.join(map(str, numbers))}]"  # fits only an owner of the same values
         paths = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [Name(f"state{owners}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
+        return [Name(f"{begin}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
     return [_named(path, label) for path, label in found]
 
 
