@@ -390,6 +390,28 @@ def test_a_value_without_a_gradient_is_named(big_world):
     assert_close(values(refs), before)
 
 
+def holding(held):
+    return {"held": held, "w": jnp.arange(3.0)}
+
+
+def product_with_held(value):
+    return jnp.sum(value["w"] * value["held"].to_here())
+
+
+@on_worker0
+def test_a_value_that_is_used_as_a_part_of_another_steps_with_the_context(big_world):
+    held = jd.remote(1, jnp.ones, args=(3,))
+    outer = jd.remote(2, holding, args=(jd.by_reference(held),))
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [outer, held])
+    with jd.context() as ctx:
+        gradients = jd.grad(lambda p, _: jd.rpc_sync(2, product_with_held, args=(p,)), argnums=(0, 1))(outer, held)
+        with pytest.raises(jd.DifferentiationError, match=r"does not depend .* step with the context"):
+            optimizer.step(gradients)
+        optimizer.step(ctx)
+    assert_close(held.to_here(), 1 - 0.1 * jnp.arange(3.0))
+    assert_close(outer.to_here()["w"], jnp.arange(3.0) - 0.1)
+
+
 @on_worker0
 def test_gradients_that_are_not_finite_change_nothing(big_world):
     refs = references()

@@ -69,7 +69,8 @@ class Using(ServedFunction):
         if missing:
             raise DifferentiationError(
                 f"{self.label} has no gradient of {', '.join(missing)}: what was differentiated does not depend on it. "
-                "Use it there, or leave the reference out.",
+                "Use it there, or leave the reference out. If it is used as a part of another value, which holds the "
+                "reference, step with the context: optimizer.step(ctx).",
                 missing=missing,
             )
         return found
