@@ -201,6 +201,17 @@ def test_a_gather_of_an_array_on_several_devices(big_world, rank, size):
     np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
 
 
+@pytest.mark.one_process
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
+@on_every_worker
+def test_a_reduce_scatter_of_an_array_on_as_many_devices_as_there_are_workers(big_world, rank, size):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[4 : 4 + size]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    rows = jnp.arange(2.0 * size).reshape(size, 2)
+    found = of_this_world().reduce_scatter(jax.device_put(rows + rank, split))
+    np.testing.assert_array_equal(found, [size * rows[rank] + sum(range(size))])
+
+
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
 @on_every_worker
 def test_programs_on_several_devices_have_no_collectives(big_world, rank, size):

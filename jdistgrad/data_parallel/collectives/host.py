@@ -56,8 +56,8 @@ class HostCollectives(Collectives):
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         self.agree(described(name, x, how))
         memory = self.on_host(name, x, how)
-        spread = name == "allgather" and len(x.devices()) > 1  # the sharding of x has no axis for the ranks
-        return jnp.asarray(memory) if spread else like(memory, x)
+        recut = memory.shape != x.shape and len(x.devices()) > 1  # the sharding of x may not fit the result
+        return jnp.asarray(memory) if recut else like(memory, x)
 
     def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
         """Return the operation of this name applied to a concrete array, in new memory."""
