@@ -159,6 +159,28 @@ def test_an_array_that_is_not_the_rank_s_own(big_world, rank, size):
     np.testing.assert_array_equal(everybody.allreduce(jnp.ones(2)), np.full(2, size))
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@on_every_worker
+def test_arrays_on_a_mesh_of_one_device(world, kind, rank, size):
+    mesh = jax.make_mesh((1,), ("own",), (kind,), devices=jax.local_devices()[:1])
+    placed = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("own"))
+    dp, x = DataParallel(), jax.device_put(jnp.arange(1.0, 5.0), placed)
+    step = dp.value_and_grad(lambda p, x: jnp.sum(p * p * x))
+    closed = dp.value_and_grad(lambda p, k: jnp.sum(p * p * x) * k)
+    for found, expected in (
+        (step(x, x * (rank + 1))[1], x * x * (size + 1)),
+        (closed(jnp.asarray(np.asarray(x)), 2.0)[1], 4 * x * x),
+        (dp.average(x * rank), x * (size - 1) / 2),
+        (DataParallel(hook=jd.hooks.average()).average(x * rank), x * (size - 1) / 2),
+        (dp.collectives.allreduce(x), x * size),
+        (dp.collectives.allgather(x)[rank], x),
+        (dp.jit(lambda p, x: step(p, x)[1])(x, x * (rank + 1)), x * x * (size + 1)),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for found in (step(x, x)[1], dp.average(x), dp.mean(x), dp.broadcast(x)):
+        assert found.sharding == placed
+
+
 @on_every_worker
 def test_other_programs_of_the_rank_alone_reduce_in_host_memory(big_world, rank, size):
     dp = DataParallel()

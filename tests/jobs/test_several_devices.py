@@ -151,3 +151,22 @@ def test_ranks_with_different_numbers_of_devices(mpi_job):
     jd.shutdown()
     """,
     ).expect("are averaged in host memory")
+
+
+def test_arrays_on_another_device_than_the_rank_s_own_stay_there(mpi_job):
+    mpi_job(
+        2,
+        PROGRAM.replace("KIND", "Auto")
+        + """
+    other = jax.local_devices()[1]
+    dp, (params, x) = jd.DataParallel(devices), jax.device_put((plain, rows(rank)), other)
+    value, gradients = dp.value_and_grad(loss)(params, x)
+    close((value, gradients), serial(plain))
+    averaged = dp.average([params["w"] * rank, plain["w"] * rank])
+    close(averaged, [plain["w"] / 2] * 2)
+    for leaf in jax.tree.leaves((value, gradients, averaged[0], dp.mean(value), devices.allreduce(x))):
+        assert leaf.devices() == {other}, leaf.devices()
+    assert averaged[1].devices() == {devices.device}
+    jd.shutdown()
+    """,
+    ).expect()

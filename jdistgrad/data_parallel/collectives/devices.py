@@ -23,9 +23,10 @@ from jdistgrad.data_parallel.collectives.several_devices import (
     AllDevices,
     AverageOnAll,
     back,
+    lies_elsewhere,
     on_one,
-    on_several,
     refusal,
+    without_mesh,
 )
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
@@ -102,9 +103,9 @@ class Devices(MPI):
                 yield all_
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        if on_several(x):
+        if lies_elsewhere(x, self.device):
             y = self.eager(name, on_one(x, self.device), how)
-            return back(y, x) if y.shape == x.shape else y
+            return back(y, x, self.device) if y.shape == x.shape else y
         what, key = described(name, x, how), (name, how, jax.typeof(x))
         if key not in self._programs:
             found = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
@@ -219,6 +220,7 @@ class _Jitted:
         self._found: dict[Any, tuple[SpanningProgram, Any, str]] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(without_mesh, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, settings(), tuple(map(jax.typeof, leaves))
         if key not in self._found:

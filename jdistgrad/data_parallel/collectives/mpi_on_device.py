@@ -59,7 +59,7 @@ class OnDevice(WithMpi4jax):
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         if on_several(x):
             y = self.eager(name, on_one(x, self.device), how)
-            return back(y, x) if y.shape == x.shape else y
+            return back(y, x, self.device) if y.shape == x.shape else y
         if (name, how) not in self._eagerly:
             self._eagerly[name, how] = jax.jit(functools.partial(self._apply, name, how))
         with in_one_order:

@@ -1,4 +1,4 @@
-"""Averages over ranks of arrays that lie on several devices of each rank.
+"""Arrays that do not simply lie on the device of their rank, and averages over ranks of those on several devices.
 
 Each device averages the part that it holds with the devices of the other ranks that hold the same part, so no part
 moves within a rank, whatever its sharding is. An array that all devices of a rank hold whole is divided among these for
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdistgrad.data_parallel.buckets.bucket import join_flat
 from jdistgrad.data_parallel.buckets.dividing import divided
@@ -31,14 +31,44 @@ def on_several(leaf: Any) -> bool:
     return len(leaf.sharding.device_set) > 1 and leaf.is_fully_addressable
 
 
+def lies_elsewhere(leaf: Any, device: jax.Device) -> bool:
+    """Return whether a leaf is an array of this process on several devices, on another one of its kind, or on a mesh.
+
+    A mesh of one device counts too, since its axis is in the array's type.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    if not isinstance(leaf.sharding, SingleDeviceSharding):
+        return leaf.is_fully_addressable
+    own: Any = next(iter(leaf.sharding.device_set))
+    return own != device and own.platform == device.platform
+
+
+def without_mesh(leaf: Any) -> Any:
+    """Return a leaf; of an array on a mesh of one device, what the device holds."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
+        return leaf
+    return leaf if isinstance(leaf.sharding, SingleDeviceSharding) else leaf.addressable_data(0)
+
+
 def on_one(tree: Any, device: jax.Device) -> Any:
-    """Return a tree whose arrays on several devices are copied to one, and forget the meshes of their types."""
-    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), device) if on_several(leaf) else leaf, tree)
+    """Return a tree whose arrays that lie elsewhere are copied to one device, and forget the meshes of their types."""
+
+    def moved(leaf: Any) -> Any:
+        if not lies_elsewhere(leaf, device):
+            return leaf
+        return jax.device_put(np.asarray(leaf) if on_several(leaf) else without_mesh(leaf), device)
+
+    return jax.tree.map(moved, tree)
 
 
-def back(tree: Any, like: Any) -> Any:
-    """Return a tree with the shardings of those arrays of another that lie on several devices."""
-    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding) if on_several(old) else x, tree, like)
+def back(tree: Any, like: Any, device: jax.Device) -> Any:
+    """Return a tree with the shardings of those arrays of another that do not simply lie on a device."""
+
+    def put(x: Any, old: Any) -> Any:
+        return jax.device_put(x, old.sharding) if lies_elsewhere(old, device) and x.sharding != old.sharding else x
+
+    return jax.tree.map(put, tree, like)
 
 
 def refusal(places: Sequence[Place]) -> str:

@@ -4,7 +4,8 @@ Over ``Devices`` the program spans the devices of all ranks; over ``MPI(on_devic
 which mpi4jax reduces.
 
 A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
-of their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank.
+of their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank,
+on a mesh of one, or on another than its own.
 In host memory, as without devices, is done what no such program can do: steps in a ``join`` block, in which a rank may
 have no inputs, averages of sparse arrays, and averages of arrays that lie on several devices and are for a hook, or lie
 elsewhere on other ranks.
@@ -30,7 +31,14 @@ from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
-from jdistgrad.data_parallel.collectives.several_devices import back, first_faults, on_one, on_several
+from jdistgrad.data_parallel.collectives.several_devices import (
+    back,
+    first_faults,
+    lies_elsewhere,
+    on_one,
+    on_several,
+    without_mesh,
+)
 from jdistgrad.data_parallel.collectives.spanning import Program, in_one_order
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.hooks.base import require_states
@@ -66,7 +74,7 @@ class SpanningStep:
     Attributes:
       program: None if there can be none: because the loss calls Python (other workers, for example), and a call may
         fail on one rank, while the others would wait for ever inside a program over all devices; because the loss's
-        arguments lie on several devices; or because a hook is to get such gradients.
+        arguments do not simply lie on the rank's device; or because a hook is to get gradients on several devices.
       plan: how the gradients are averaged.
       used: for each leaf of the gradients, whether the loss depends on it.
       digest: the same for equal programs, on all ranks.
@@ -99,16 +107,21 @@ class DeviceDriver(Driver):
         if not self.joining:
             kind = "devices", self._rules.bucket_cap_mb
             make = functools.partial(self._step_of, programs, (args, kwargs))
-            if any(map(on_several, jax.tree.leaves((args, kwargs)))):
-                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(self._on_several, programs))
+            leaves = jax.tree.leaves((args, kwargs))
+            if any(map(self._lies_elsewhere, leaves)):
+                apart = self._on_several if any(map(on_several, leaves)) else self._apart
+                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(apart, programs))
             return programs.find(args, kwargs, kind, make, self._devices.span)
         return super()._compiled(programs, args, kwargs, overlap=overlap)
+
+    def _lies_elsewhere(self, leaf: Any) -> bool:
+        return lies_elsewhere(leaf, self._devices.device)
 
     def _channel(self, collectives: HostCollectives) -> HostCollectives:
         return collectives.twin()
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
-        if jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(on_several, found.closed.consts)):
+        if jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(self._lies_elsewhere, found.closed.consts)):
             return self._apart(programs, found)
         plan = self._agree_on_model(found)
         program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
@@ -190,18 +203,19 @@ class DeviceDriver(Driver):
             step, own = self._average_of(gradients, plan, handling.hook)
         found = self._run(step, own, handling, used)
         if found is not None:
-            return found[0]
+            return back(found[0], gradients, self._devices.device)
         self._warn("host", IN_HOST_MEMORY)
         kept = dataclasses.replace(handling, overwrite=False)
         near = gradients if handling.hook is None else on_one(gradients, self._devices.device)
         averaged, _ = self._average(plan, near, lambda: Reduction(self._reducer, self._thread, plan, kept), used)
-        return averaged if near is gradients else back(averaged, gradients)
+        return averaged if near is gradients else back(averaged, gradients, self._devices.device)
 
     def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
         """Return the program that averages such gradients, and its arguments."""
         leaves, structure = jax.tree.flatten(gradients)
         own = [as_gradient("", leaf) for leaf in leaves]
         several = any(map(on_several, own))
+        own = own if several else list(map(without_mesh, own))
         key = kind_of(leaves, structure), plan.digest, hook, tuple(leaf.sharding for leaf in own) if several else ()
         if key not in self._averages:
             make = self._average_on_all if several else self._average_here
