@@ -5,6 +5,7 @@ Takes Linux and root. Messages go by TCP, and signals, doorbells and shared memo
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,4 +54,5 @@ if __name__ == "__main__":
     if OWN_NETWORK not in os.environ:  # a network of its own, so that nothing is left of it
         again = ["unshare", "--net", sys.executable, "-m", "machines", *sys.argv[1:]]
         os.execvpe(again[0], again, {**os.environ, OWN_NETWORK: "1"})
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C, with all machines
     sys.exit(main())
