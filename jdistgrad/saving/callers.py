@@ -150,8 +150,10 @@ def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | No
     me = current_worker()
     if workers is not None and me.rank not in workers:
         raise CheckpointError(f"{what} on {me.info}: workers={list(workers)} does not name this worker")
+    chosen = None if workers is None else sorted({int(rank) for rank in workers})
+    if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
+        what = f"{what} with workers={chosen}"
     with within(None):  # the calls belong to no context that may be open
-        chosen = None if workers is None else sorted(set(workers))
         yield Job(what, trees, optimizers, sorted(meet(what, None, chosen)))
 
 

@@ -791,6 +791,21 @@ def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_groups_restore_one_checkpoint_at_once(tmp_path):
+    """Worker 2 comes while worker 0 waits for worker 1, and does not count among these."""
+
+    def main():
+        me = jd.init()
+        jd.save(tmp_path, 2, jnp.arange(3.0))
+        group = np.array([[0, 1], [2, 3]])[me.rank // 2]
+        nap((0, 0.4, 0.2, 0.6)[me.rank])
+        found = jd.restore(tmp_path, jnp.zeros(3), workers=group)
+        jd.shutdown()
+        return found
+
+    same(jd.spawn(main, 4), [(2, jnp.arange(3.0))] * 4)
+
+
 def test_some_workers_save_and_a_context_is_open(tmp_path):
     def main():
         me = jd.init()
