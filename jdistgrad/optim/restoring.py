@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad._compat import weakly_typed
 from jdistgrad.rpc import trees
 
 NUMBERS = {bool, int, float, complex}
@@ -56,11 +57,18 @@ def _kind(leaf: Any) -> str:
 
 
 def _at_home(found: Any, known: Any) -> Any:
-    if isinstance(known, jax.Array):  # an array restored from a file may be committed to another worker's device
-        return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else jnp.array(np.asarray(found))
+    if isinstance(known, jax.Array):
+        return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else _array(found, known)
     if isinstance(known, np.ndarray):
         return np.array(found)
     return type(known)(found.item()) if type(known) in NUMBERS and _is_array(found) else found
+
+
+def _array(found: Any, known: jax.Array) -> jax.Array:
+    """Copy an array to this worker: one restored from a file may be committed to another worker's device."""
+    copy = jnp.array(np.asarray(found))
+    weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
+    return weakly_typed(copy) if weak else copy
 
 
 def _key(found: Any) -> jax.Array:

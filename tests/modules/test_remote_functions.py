@@ -96,3 +96,20 @@ def test_as_an_argument_it_arrives_with_its_parameters(big_world):
         there, at_home = jd.rpc_sync(last(), call_it, args=(function, X))
         np.testing.assert_allclose(there, function(X), rtol=1e-6)
         assert at_home
+
+
+def init_number():
+    return {"scale": jnp.asarray(2.0)}
+
+
+def scaled(params, x):
+    return x * params["scale"]
+
+
+@pytest.mark.parametrize("how", [lambda variables: variables, lambda variables: jax.tree.map(np.asarray, variables)])
+@on_worker0
+def test_restored_numbers_stay_weakly_typed(world, how):
+    """A strongly typed one would make the results of other dtypes than before."""
+    function, x = RemoteFunction(last(), init_number, scaled), jnp.ones(3, jnp.bfloat16)
+    function.restore(how(function.variables()))
+    assert function(x).dtype == jnp.bfloat16
