@@ -38,6 +38,11 @@ def described(leaf: Any, where: str) -> Description:
     if isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extension(leaf.dtype)):
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return {"kind": kind, "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
+    if isinstance(leaf, np.ndarray | np.generic):
+        raise CheckpointError(
+            f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold. Save numbers: the fields of a record "
+            "apart, texts as a list of strings, times as their view of int64; or leave it out."
+        )
     name = type(leaf).__name__
     if type(leaf).__module__ == "builtins" and name in PLAIN:
         return {"kind": name, "value": PLAIN[name][0](leaf)}

@@ -48,6 +48,12 @@ REFUSED = {
     "masked": (np.ma.masked_array([1.0, 2.0], [0, 1]), r"trees\['x'\] is a masked array.*mask would be lost"),
     "own class": (np.arange(2.0).view(np.recarray), r"trees\['x'\] is a recarray.*come back as a plain array"),
     "wide": (np.arange(2, dtype=np.longdouble), r"trees\['x'\] is float\d+\[2\].*Save it as float64"),
+    "texts": (np.array(["a", "b"]), r"trees\['x'\] is <U1\[2\], which files cannot hold.*a list of strings"),
+    "times": (np.zeros(2, "M8[D]"), r"trees\['x'\] is datetime64\[D\]\[2\], which .*view of int64"),
+    "records": (
+        np.zeros(2, [("a", "f4")]),
+        r"trees\['x'\] is \[\('a', '<f4'\)\]\[2\], which .*fields of a record apart",
+    ),
     "wide scalar": (np.clongdouble(1), r"trees\['x'\] is complex\d+\[\].*Save it as complex128"),
 }
 
