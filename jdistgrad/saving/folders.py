@@ -36,9 +36,11 @@ def complete(path: Folder) -> list[tuple[int, Folder]]:
 
 def _named(path: Folder) -> list[tuple[tuple[int, int], Folder]]:
     """Return the folders that have the name of a checkpoint, each with its step and its number among those of it."""
-    if not path.is_dir():
+    try:
+        there = list(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # any other error may hide checkpoints
         return []
-    found = [(match, one) for one in path.iterdir() if (match := COMPLETE.fullmatch(one.name))]
+    found = [(match, one) for one in there if (match := COMPLETE.fullmatch(one.name))]
     return [((int(match[1]), int(match[2] or 0)), one) for match, one in found]
 
 

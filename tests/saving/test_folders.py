@@ -64,3 +64,11 @@ def test_a_full_disk_under_the_manifest_leaves_the_last_checkpoint(tmp_path):
     folders.publish(folders.begin(tmp_path, 2), 2, {})
     assert [step for step, _ in folders.complete(tmp_path)] == [1, 2]
     assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path):
+    assert folders.complete(tmp_path / "none") == []
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="symbolic links"):
+        folders.complete(loop)
