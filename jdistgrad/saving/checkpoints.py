@@ -141,6 +141,11 @@ def _whole_number(value: Any) -> int | None:
 def chosen(path: pathlib.Path, step: int | None) -> str | None:
     """Return the folder of the checkpoint to restore; None if there is none yet."""
     found = folders.complete(path)
+    if not found and folders.is_checkpoint(path):
+        raise CheckpointError(
+            f"restore: {path} is one checkpoint. Give the folder that it is in, {path.parent}, and its step: "
+            f"step={path.name.partition('-')[0]}"
+        )
     if step is None:
         return str(found[-1][1]) if found else None
     of_step = [folder for number, folder in found if number == step]

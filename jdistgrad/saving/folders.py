@@ -44,6 +44,11 @@ def _named(path: Folder) -> list[tuple[tuple[int, int], Folder]]:
     return [((int(match[1]), int(match[2] or 0)), one) for match, one in found]
 
 
+def is_checkpoint(path: Folder) -> bool:
+    """Return whether a folder is itself a complete checkpoint, as ``run/120`` is."""
+    return COMPLETE.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+
+
 def _turn(folder: Folder) -> int:
     """Return the number of a checkpoint in the order of publishing; 0 for one from before there were numbers."""
     return int(read_manifest(folder).get("turn", 0))

@@ -294,6 +294,14 @@ def test_without_a_checkpoint_everything_stays(tmp_path):
     same(key, jax.random.key(1))
 
 
+@pytest.mark.parametrize("step", [None, 20])
+def test_the_folder_of_one_checkpoint_is_not_one_without_checkpoints(tmp_path, step):
+    with jd.local_workers(1):
+        jd.save(tmp_path / "run", 20, jnp.ones(3))
+        with pytest.raises(jd.CheckpointError, match=r"run/20 is one checkpoint\. .*/run, and its step: step=20"):
+            jd.restore(tmp_path / "run" / "20", jnp.zeros(3), step=step)
+
+
 def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path):
     with jd.local_workers(3):
         for step in (10, 20, 30, 100):
