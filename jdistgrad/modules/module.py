@@ -82,7 +82,9 @@ class RemoteModule(RemoteFunction):
                 f"{method}() is for nnx modules. A linen module is told in the call, as in flax: "
                 'module(x, train=True, mutable=["batch_stats"], rngs={"dropout": key})'
             )
-        self.apply = self.apply.like(stateful=self.state is not None, mode=(method, tuple(sorted(attributes.items()))))
+        _, before = self.apply.mode or ("", ())
+        every = {**dict(before), **attributes}  # as flax has it: what another mode does not set stays
+        self.apply = self.apply.like(stateful=self.state is not None, mode=(method, tuple(sorted(every.items()))))
 
 
 def _apply_for(module: Any, args: Args) -> Apply:

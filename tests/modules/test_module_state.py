@@ -336,6 +336,26 @@ def test_training_goes_on_from_saved_variables(big_world):
     assert_close([same(X + 1), same(X + 2)], expected)
 
 
+class Scaled(nnx.Module):
+    def __init__(self, rngs):
+        self.inner, self.scale = nnx.Linear(4, 3, rngs=rngs), 1.0
+
+    def __call__(self, x):
+        return self.inner(x) * self.scale
+
+
+@on_worker0
+def test_an_attribute_that_one_mode_sets_stays_in_the_next(world):
+    local, remote = Scaled(nnx.Rngs(0)), RemoteModule(last(), Scaled)
+    for module in (local, remote):
+        module.train(scale=3.0)
+        module.eval()
+    assert_close(remote(X), local(X))
+    for module in (local, remote):
+        module.train(scale=-2.0)
+    assert_close(remote(X), local(X))
+
+
 @on_worker0
 def test_what_flax_would_not_change_is_named(big_world):
     remote = RemoteModule(last(), Normalizing(), (X,))
