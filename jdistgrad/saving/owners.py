@@ -70,7 +70,7 @@ class HeldWork:
     part: str
     held_as: str
     own: bool = True
-    identifier: int = 0
+    identifier: None = None  # of no reference
 
     def take(self) -> tuple[Part, dict[str, Any]]:
         return world.kept(self.held_as)[self.part], {}

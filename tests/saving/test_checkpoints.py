@@ -799,6 +799,30 @@ def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_first_reference_of_a_worker_is_restored_for_another(tmp_path):
+    """Worker 0 has made nothing yet when worker 1 keeps a value there: the reference has the first of its numbers."""
+    made, found = threading.Event(), {}
+
+    def main():
+        me = jd.init()
+        if me.rank == 0:
+            made.wait(30)
+        reference = jd.rpc_sync(1 - me.rank, jd.RRef, args=(jnp.ones(3) + me.rank,))
+        made.set()
+        if (tmp_path / "5").exists():
+            jd.restore(tmp_path, reference)
+            found[me.rank] = reference.id, reference.to_here()
+        else:
+            jd.save(tmp_path, 5, reference)
+        jd.shutdown()
+
+    for _ in range(2):
+        made.clear()
+        jd.spawn(main, 2)
+    assert found[1][0] == 0
+    same([found[rank][1] for rank in range(2)], [jnp.ones(3)] * 2)
+
+
 def test_groups_restore_one_checkpoint_at_once(tmp_path):
     """Worker 2 comes while worker 0 waits for worker 1, and does not count among these."""
 
