@@ -730,6 +730,22 @@ def test_what_ranks_have_alike_is_saved_without_a_warning(tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("what", ["value", "optimizer"])
+@pytest.mark.parametrize("differ", [True, False])
+def test_references_to_what_each_rank_has_for_itself_are_named_without_a_mark(tmp_path, caplog, what, differ):
+    def tree_of(rank):
+        reference = jd.RRef({"w": jnp.ones(3) + rank * differ})
+        return {"r": reference if what == "value" else jd.DistributedOptimizer(optax.adam(0.1), [reference])}
+
+    assert not saved_by_three(tmp_path, tree_of)
+    place = r"trees\['r'\]" + ("" if what == "value" else r"/values\[0\]")
+    named = [
+        re.search(place + r"\['w'\] is not the same on ranks 0, 1, 2\.", one.getMessage()) for one in caplog.records
+    ]
+    assert len(named) == differ
+    assert all(named)
+
+
 def test_equal_numbers_of_other_types_are_the_same(tmp_path, caplog):
     numbers = {0: (3, 0.5, math.nan, True), 1: (np.int64(3), jnp.bfloat16(0.5), np.float32("nan"), 1)}
     assert not saved_by_three(tmp_path, lambda rank: numbers.get(rank, (jnp.int8(3), 0.5 + 0j, math.nan, 1.0)))
