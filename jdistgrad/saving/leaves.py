@@ -12,6 +12,8 @@ import numpy as np
 
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import CheckpointError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.functions import ALIKE
 from jdistgrad.wire.arrays import check_kept, named_dtype as named_dtype
 
 Description = dict[str, Any]
@@ -52,6 +54,26 @@ def described(leaf: Any, where: str) -> Description:
         f"{where} is a {name}, which cannot be saved. Arrays, random keys, numbers and strings can, and references to "
         "trees of them; functions stay as they are. Register the class as a pytree, or leave it out."
     )
+
+
+def check_function(leaf: Any, where: str) -> None:
+    """Raise CheckpointError for what counts as a function, since it can be called, but holds arrays of its own."""
+    waiting, seen = [leaf], dict[int, Any]()
+    while waiting:
+        for one in trees.leaves_once(waiting.pop()):
+            if isinstance(one, jax.Array | np.ndarray):
+                raise CheckpointError(
+                    f"{where} is a {type(leaf).__name__}, which can be called as functions can but holds arrays, which "
+                    "would not be saved. Register the class as a pytree, or leave it out."
+                )
+            if _is_users(one) and id(one) not in seen:
+                seen[id(one)] = one
+                waiting.append(dict(vars(one)))
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a value is an object of a user's class, with attributes."""
+    return type(value).__module__.partition(".")[0] not in ALIKE and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _check_numpy(leaf: Any, where: str) -> None:

@@ -156,6 +156,8 @@ def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
         of_slice = {"slice": {"shape": list(leaf.shape), "rank": leaf.rank, "count": leaf.count, "group": group}}
         leaf = leaf.part
     description = leaves.described(leaf, where)
+    if description["kind"] == "function":
+        leaves.check_function(leaf, where)
     stored = leaves.data(leaf) if "shape" in description else None
     if stored is None:
         return {**description, **of_slice}

@@ -607,6 +607,14 @@ def alike():
     return {Alike(1): jnp.ones(2), Alike(2): jnp.zeros(2)}
 
 
+class Callable:
+    def __init__(self):
+        self.w = jnp.ones(3)
+
+    def __call__(self, x):
+        return self.w * x
+
+
 def deleted():
     array = jnp.arange(3.0)
     array.delete()
@@ -621,6 +629,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with jd.local_workers(3):
         for tree, said in {
             "object": ([1, Odd()], r"trees\[1\] is a Odd, which cannot be saved"),
+            "callable": ({"f": Callable()}, r"trees\['f'\] is a Callable, .* holds arrays, which would not be saved"),
             "inside": ({"r": jd.remote(1, Odd)}, r"trees\['r'\] is a Odd"),
             "alike": (alike(), r"two leaves have the same place, trees\[Alike\]"),
             "alike inside": (jd.remote(1, alike), r"two leaves have the same place, \[Alike\]"),

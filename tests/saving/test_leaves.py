@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
@@ -63,3 +65,26 @@ def test_what_files_cannot_hold_is_refused_by_name(what):
     leaf, said = REFUSED[what]
     with pytest.raises(jd.CheckpointError, match=said):
         leaves.described(leaf, "trees['x']")
+
+
+class Model:
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __call__(self, x):
+        return x
+
+
+def test_an_object_that_holds_arrays_is_no_function():
+    for leaf in (Model(jnp.ones(3)), Model({"inner": Model(np.ones(3))})):
+        with pytest.raises(jd.CheckpointError, match=r"trees\['x'\] is a Model, which can be .* Register the class"):
+            leaves.check_function(leaf, "trees['x']")
+
+
+def test_functions_and_what_is_made_of_them_may_stay():
+    itself = Model(3)
+    itself.parts = (itself,)
+    schedule = optax.linear_schedule(jnp.ones(()), 0.0, 3)
+    functions = jnp.tanh, jax.jit(jnp.tanh), jax.nn.relu, jnp.float32, schedule
+    for leaf in (*functions, Model(schedule, "name"), nn.Dense(3), itself):
+        leaves.check_function(leaf, "trees['x']")
