@@ -148,9 +148,9 @@ def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | No
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
     _check_optimizers(what, optimizers)
     me = current_worker()
-    if workers is not None and me.rank not in workers:
-        raise CheckpointError(f"{what} on {me.info}: workers={list(workers)} does not name this worker")
     chosen = None if workers is None else sorted({int(rank) for rank in workers})
+    if chosen is not None and me.rank not in chosen:
+        raise CheckpointError(f"{what} on {me.info}: workers={chosen} does not name this worker")
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
     with within(None):  # the calls belong to no context that may be open

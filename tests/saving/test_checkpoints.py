@@ -856,7 +856,7 @@ def test_groups_restore_one_checkpoint_at_once(tmp_path):
         jd.save(tmp_path, 2, jnp.arange(3.0))
         group = np.array([[0, 1], [2, 3]])[me.rank // 2]
         nap((0, 0.4, 0.2, 0.6)[me.rank])
-        found = jd.restore(tmp_path, jnp.zeros(3), workers=group)
+        found = jd.restore(tmp_path, jnp.zeros(3), workers=iter(group))
         jd.shutdown()
         return found
 
