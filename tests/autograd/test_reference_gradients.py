@@ -61,6 +61,27 @@ def test_a_reference_that_is_passed_twice_gets_one_contribution(big_world):
     assert_close(gradient.to_here(), jax.grad(lambda p: jnp.sum(product(p, p)))(x))
 
 
+def order_of(x):
+    return jnp.argsort(x)
+
+
+def taken_twice(i, j, x):
+    return 2.0 * x[i] + x[j] ** 2
+
+
+@on_worker0
+def test_a_reference_without_floats_that_is_passed_twice_gets_one_contribution(big_world):
+    # The contribution has no leaves; who made the value waits for it all the same.
+    def loss(call, x):
+        order = jd.remote(rank(1), order_of, args=(x,)) if call is sync else order_of(x)
+        return jnp.sum(call(2, taken_twice, order, order, x) * x)
+
+    x = vector(3)[::-1]
+    gradient = jd.grad(lambda p: jnp.sum(sync(1, taken_twice, p, p, x)))(jd.RRef(order_of(x)))
+    assert gradient.parts == 1
+    assert_close(jd.grad(lambda x: loss(sync, x))(x), jax.grad(lambda x: loss(serial, x))(x))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:

@@ -194,8 +194,11 @@ class Recording:
         if reference is None:
             return part[0]
         before = gradients.get(reference)
-        gradients[reference] = [a + b for a, b in zip(before, part, strict=True)] if before else part
-        return np.zeros_like(marks) if before else marks
+        if before is None:
+            gradients[reference] = part
+            return marks
+        gradients[reference] = [a + b for a, b in zip(before, part, strict=True)]
+        return np.zeros_like(marks)
 
 
 @dataclasses.dataclass(frozen=True)
