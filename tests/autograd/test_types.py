@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import gc
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.programs import WAYS, fetched, handed_on, serial, sync
-from helpers.worlds import on_worker0, rank
+from helpers.worlds import last, on_worker0, rank
 
 import jdistgrad as jd
 
@@ -193,6 +196,45 @@ def test_random_keys(big_world, function, way, compiled):
             assert_close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
             here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 the key is not traced
             assert_close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+
+
+ALIVE = weakref.WeakSet()
+
+
+class Noisy:
+    """A function that holds data."""
+
+    def __init__(self, data):
+        self.data = data
+        ALIVE.add(self)
+
+    def __call__(self, x, key):
+        return (x * self.data * jax.random.normal(key, x.shape)).sum()
+
+    def __reduce__(self):
+        return Noisy, (self.data,)
+
+
+def number_alive():
+    gc.collect()
+    return len(ALIVE)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_a_function_that_holds_data_is_let_go_after_its_call(world, compiled):
+    key = jax.random.key(3)
+    for k in range(3):
+        loss = lambda call, x: call(last(), Noisy(np.asarray(Y) + k), x, key)  # noqa: E731, B023
+        with jd.context():
+            assert_close(
+                compiled(jax.grad(functools.partial(loss, sync)))(Y), jax.grad(functools.partial(loss, serial))(Y)
+            )
+    jax.clear_caches()
+    deadline = time.monotonic() + 20
+    while alive := number_alive() + jd.rpc_sync(last(), number_alive):
+        assert time.monotonic() < deadline, f"{alive} functions are alive"
+        time.sleep(0.01)
 
 
 @EAGER_AND_COMPILED

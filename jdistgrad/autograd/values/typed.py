@@ -6,7 +6,7 @@ is written. Operators of NumPy's arrays give other dtypes, and change arrays in 
 """
 
 import dataclasses
-import functools
+import weakref
 from typing import Any
 
 import jax
@@ -56,18 +56,19 @@ def _as(kind: str | None, leaf: Any) -> Any:
     return jax.random.wrap_key_data(leaf, impl=kind)
 
 
-_typed = functools.lru_cache(maxsize=1024)(Typed)
+# Those that somebody holds, such as compiled code. A function may hold a batch: nothing else may keep it alive.
+_known: "weakref.WeakValueDictionary[tuple[Any, Types], Typed]" = weakref.WeakValueDictionary()
 
 
 def typed(function: Any, types: Types) -> Typed:
     """Return the same Typed for the same function and types: compiled code is cached by the functions that it has."""
-    called = function
+    called, made = function, Typed(function, types)
     while isinstance(called, ServedFunction) and hasattr(called, "function"):
         called = called.function
     try:
-        return _typed(function, types) if equals_only_alike(called) else Typed(function, types)
+        return _known.setdefault((function, types), made) if equals_only_alike(called) else made
     except TypeError:  # a function that cannot be hashed
-        return Typed(function, types)
+        return made
 
 
 def plain(function: Any, args: Any, kwargs: Any, *, arrays: bool) -> tuple[Any, Any, Any]:
