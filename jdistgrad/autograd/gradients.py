@@ -191,8 +191,8 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
       args: the arguments of ``loss_fn``. Every reference and every float array in them is differentiated.
 
     Returns:
-      The result of ``loss_fn``, and the gradient of each argument, with RemoteGradients in place of references.
-      Gradients of references add up in the context over several calls.
+      The result of ``loss_fn``, and the gradient of each argument, with RemoteGradients in place of references, and
+      None in place of what is not differentiated. Gradients of references add up in the context over several calls.
 
     Raises:
       ContextError: the context is closed, not known here, or this thread is in another context.
@@ -223,7 +223,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
 
     with within(found.scope):
         (_, value), gradients = jax.value_and_grad(roots, has_aux=True)(operands)
-        return value, _with_remote(layout.fill(gradients), None)
+        return value, _with_remote(layout.only_holes().fill(gradients), None)
 
 
 def _require_function(fun: Any, usage: str) -> None:

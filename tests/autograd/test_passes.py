@@ -91,6 +91,19 @@ def test_backward_without_calls(world):
 
 
 @on_worker0
+def test_backward_returns_none_for_what_is_not_differentiated(world):
+    # As gradients of references do. The value itself in its place would look like a gradient.
+    def loss(p, labels, scale):
+        return jnp.sum(p["w"] * labels) * p["n"] * scale
+
+    with jd.context() as ctx:
+        _, gradients = jd.backward(ctx, loss, {"w": X, "n": 3, "name": "p"}, jnp.arange(3), 0.5)
+    of_p, of_labels, of_scale = gradients
+    assert_close((of_p["w"], of_scale), (1.5 * jnp.arange(3), 3 * jnp.sum(X * jnp.arange(3))))
+    assert (of_p["n"], of_p["name"], of_labels) == (None, None, None)
+
+
+@on_worker0
 def test_several_roots(world):
     def roots(x):
         return [jd.rpc_sync(rank(k), square, args=(x * (k + 1),)).sum() for k in range(4)]

@@ -98,6 +98,11 @@ class Layout:
             raise _lost_holes(self.tree)
         return filled
 
+    def only_holes(self) -> "Layout":
+        """Return the tree with None in place of everything but its holes."""
+        tree = trees.map_leaves(lambda leaf: leaf if isinstance(leaf, Hole | ReferenceHole) else None, self.tree)
+        return Layout(tree, self.positions)
+
     def emptied(self) -> "Layout":
         """Return the tree with holes for everything that every message carries anew: see ``items``."""
         return Layout(trees.map_leaves(lambda leaf: Hole() if _is_item(leaf) else leaf, self.tree), ())
