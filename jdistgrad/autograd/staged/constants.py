@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from jdistgrad import jaxprs
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.uniform import Uniform
@@ -80,9 +81,12 @@ def _is_number(atom: Atom) -> bool:
 def _evaluate(
     equation: Equation, values: list[Any], numbers: dict[Atom, Constant], filled: dict[Atom, Uniform]
 ) -> None:
-    """Evaluate an equation of numbers, if its outputs are numbers or one array that is one number everywhere."""
+    """Evaluate an equation of numbers, if its outputs are numbers or one array that is one number everywhere.
+
+    A callback is left to the step: it may read something anew in each run, as a learning rate.
+    """
     shapes = [variable.aval for variable in equation.eqn.outvars]
-    if not all(is_differentiable(one) for one in shapes) or equation.eqn.effects:
+    if not all(is_differentiable(one) for one in shapes) or jaxprs.calls_back([equation.eqn]):
         return
     if equation.eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         filled[equation.outputs[0]] = Uniform(np.asarray(values[0], shapes[0].dtype), shapes[0].shape)

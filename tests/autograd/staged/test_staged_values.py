@@ -67,6 +67,24 @@ def test_calls_take_arrays_closed_over_as_they_were_when_traced(world, staged):
         assert_close(step(X), first)
 
 
+@pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
+@pytest.mark.parametrize("arguments", [(), (2.0,)], ids=["of nothing", "of a number"])
+@on_worker0
+def test_calls_take_what_a_callback_returns_in_this_run(world, staged, arguments):
+    rate = [1.0]
+
+    def read(*factors):
+        return np.float32(rate[0] * np.prod(factors))
+
+    def step(x):
+        found = jax.pure_callback(read, jax.ShapeDtypeStruct((), jnp.float32), *arguments)
+        return jd.rpc_sync(last(), mix, args=(x, jnp.full(3, found)))
+
+    run = staged(step)
+    for rate[0] in (1.0, 3.0):
+        assert_close(run(X), mix(X, jnp.full(3, read(*arguments))))
+
+
 @on_worker0
 def test_gradients_are_no_arguments(world):
     # Donating the gradients to an update must not delete the batch.
