@@ -1,5 +1,6 @@
 """Pullbacks on the callee: arguments are not copied, and each order has its own operands."""
 
+import functools
 import gc
 import weakref
 
@@ -47,6 +48,40 @@ def test_constants_that_are_equal_but_of_other_types():
         found = differentiate(function, layout, operands, ((0,),), references=False)
         assert found.compiled
         assert jnp.result_type(found.result[1]) == dtype
+
+
+class Scaled:
+    """A function made of another, which has that one's name and module."""
+
+    def __init__(self, function, scale):
+        functools.update_wrapper(self, function)
+        self.function, self.scale = function, scale
+
+    def __call__(self, a):
+        return self.scale * self.function(a)
+
+
+def written(scaled):
+    @functools.wraps(jnp.sin)
+    def function(a):
+        return scaled(a)
+
+    return function
+
+
+@pytest.mark.parametrize("decorate", [lambda scaled: scaled, written, lambda scaled: jax.vmap(written(scaled))])
+def test_what_users_make_of_a_function_of_jax_runs_as_written(decorate):
+    scaled = Scaled(jnp.sin, 1.0)
+    function = decorate(scaled)
+    for scaled.scale in (1.0, 3.0):
+        found, (a,) = differentiated(function, jnp.arange(3.0))
+        np.testing.assert_allclose(found.result, scaled.scale * jnp.sin(a), rtol=1e-6)
+        np.testing.assert_allclose(found.pull(0, (0,), [jnp.ones(3)])[0], scaled.scale * jnp.cos(a), rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [jnp.sin, jnp.cumulative_sum, jax.nn.relu, jax.lax.exp, jax.vmap(jnp.sin)])
+def test_functions_of_jax_are_compiled(function):
+    assert differentiated(function, jnp.arange(3.0))[0].compiled
 
 
 def test_each_order_has_a_pullback_of_its_own_operands():

@@ -4,6 +4,7 @@ Each of them can itself be called, recorded and differentiated, which gives deri
 """
 
 import dataclasses
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,7 +47,20 @@ def is_pure(function: Any) -> bool:
         return is_pure(function.function)
     if isinstance(function, ServedFunction) and function.pure:
         return True
-    return isinstance(function, JITTED) or str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS)
+    return isinstance(function, JITTED) or _is_jaxs_own(function)
+
+
+def _is_jaxs_own(function: Any) -> bool:
+    """Return whether a function is JAX's own: ``functools.wraps`` gives the module of one to what others make of it."""
+    if not str(getattr(function, "__module__", "")).startswith(MODULES_OF_FUNCTIONS):
+        return False
+    while function is not None:
+        kind = type(function)
+        made_in = str(function.__globals__.get("__name__") if kind is types.FunctionType else kind.__module__)
+        if made_in.partition(".")[0] not in ("jax", "jaxlib"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def has_static_arguments(function: Any) -> bool:
