@@ -9,10 +9,14 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.primitive import has_wire, untied_p, wire_p
+from jdistgrad.wire.arrays import as_jax_array
 
-INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2"} | {
-    f"custom_{kind}_call{suffix}" for kind in ("jvp", "vjp") for suffix in ("", "_jaxpr")
-}
+JITTED = {"jit", "pjit"}
+INLINED = (
+    JITTED
+    | {"closed_call", "core_call", "remat", "checkpoint", "remat2"}
+    | {f"custom_{kind}_call{suffix}" for kind in ("jvp", "vjp") for suffix in ("", "_jaxpr")}
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +65,10 @@ class Equation:
 
 
 def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
-    """Return a jaxpr's equations, inputs, outputs and number of variables. Inner jaxprs with operations are inlined."""
+    """Return a jaxpr's equations, inputs, outputs and number of variables. Inner jaxprs with operations are inlined.
+
+    NumPy arrays among its constants are copied: the program may change them before what needs them is compiled.
+    """
     equations: list[Equation] = []
     count = iter(range(1 << 40))
 
@@ -74,7 +81,7 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
             inner = _inlined(eqn)
             if inner is not None:
                 body, constants = inner
-                given = dict(zip(body.constvars, map(Constant, constants), strict=True))
+                given = dict(zip(body.constvars, map(_constant, constants), strict=True))
                 results = walk(body, given | dict(zip(body.invars, values, strict=True)))
             elif eqn.primitive is untied_p:
                 results = values
@@ -90,19 +97,31 @@ def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
         return [read(atom) for atom in jaxpr.outvars]
 
     inputs = [next(count) for _ in closed.jaxpr.invars]
-    known: dict[Any, Atom] = dict(zip(closed.jaxpr.constvars, map(Constant, closed.consts), strict=True))
+    known: dict[Any, Atom] = dict(zip(closed.jaxpr.constvars, map(_constant, closed.consts), strict=True))
     outputs = walk(closed.jaxpr, known | dict(zip(closed.jaxpr.invars, inputs, strict=True)))
     return equations, inputs, outputs, next(count)
 
 
+def _constant(value: Any) -> Constant:
+    return Constant(as_jax_array(value) if isinstance(value, np.ndarray) else value)
+
+
 def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return the body and the constants of a call whose body has operations; None for other equations."""
+    """Return the body and the constants of a call to inline; None for other equations.
+
+    Inlined are bodies with operations, and those of jitted functions with NumPy arrays.
+    """
     if eqn.primitive.name not in INLINED:
         return None
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     constants = getattr(body, "consts", ())
     body = getattr(body, "jaxpr", body)
-    return (body, constants) if has_wire(body) else None
+    inlined = has_wire(body) or (eqn.primitive.name in JITTED and _has_numpy(eqn))
+    return (body, constants) if inlined else None
+
+
+def _has_numpy(eqn: Any) -> bool:
+    return any(isinstance(one, np.ndarray) for one in jaxprs.arrays_in(eqn))
 
 
 def _states(eqn: Any) -> set[Any]:

@@ -67,6 +67,22 @@ def test_calls_take_arrays_closed_over_as_they_were_when_traced(world, staged):
         assert_close(step(X), first)
 
 
+@on_worker0
+def test_arrays_closed_over_are_as_they_were_when_traced_in_the_first_run_too(world):
+    # It may come later than the trace: that may have been for the plan, or for a run in which a call failed.
+    scale = np.full(3, 2.0, np.float32)
+    doubled = jax.jit(lambda x: x * scale)
+
+    def step(x):
+        there = jd.rpc_sync(last(), mix, args=(x, scale))
+        return there + x * scale, jax.jit(lambda x: doubled(x) - 1)(x)
+
+    run, expected = jd.jit(step), jax.jit(step)(X)
+    run.plan(X)
+    scale[:] = 7
+    assert_close(run(X), expected)
+
+
 @pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
 @pytest.mark.parametrize("arguments", [(), (2.0,)], ids=["of nothing", "of a number"])
 @on_worker0
