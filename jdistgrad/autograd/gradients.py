@@ -246,7 +246,14 @@ def _require_inexact(fun: Callable[..., Any], positions: Sequence[int], args: Se
     for number in positions:
         if not -len(args) <= number < len(args):
             continue
-        for path, leaf in jax.tree_util.tree_flatten_with_path(args[number])[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(args[number], is_leaf=_is_reference)[0]:
+            if _is_reference(leaf) and leaf.token is not None:
+                raise DifferentiationError(
+                    f"argument {number} of {describe(fun)} has no derivative here: "
+                    f"{jax.tree_util.keystr(path) or 'it'} is a reference that jdistgrad.remote makes inside a "
+                    "function that is staged (jd.jit, jax.jit, scan ...). Make the reference outside and pass it in, "
+                    "or differentiate the arguments of remote."
+                )
             dtype = getattr(leaf, "dtype", None)
             if (dtype is not None and jnp.issubdtype(dtype, jnp.integer)) or isinstance(leaf, bool | int):
                 raise DifferentiationError(
@@ -254,6 +261,10 @@ def _require_inexact(fun: Callable[..., Any], positions: Sequence[int], args: Se
                     f"{dtype or type(leaf).__name__}, expected floating or complex numbers. Cast it, or leave integers "
                     "out of the differentiated arguments (argnums)."
                 )
+
+
+def _is_reference(leaf: Any) -> bool:
+    return isinstance(leaf, RRef)
 
 
 def _rooted(fun: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -296,7 +307,7 @@ def _with_remote(gradients: Any, lease: Any) -> Any:
     def convert(leaf: Any) -> Any:
         return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf
 
-    return jax.tree.map(convert, gradients, is_leaf=lambda leaf: isinstance(leaf, RRef))
+    return jax.tree.map(convert, gradients, is_leaf=_is_reference)
 
 
 def hold(results: Any, lease: Any) -> Any:

@@ -60,6 +60,20 @@ def test_nothing_to_differentiate(world):
         still_differentiates()
 
 
+@pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
+@on_worker0
+def test_a_reference_that_a_staged_function_makes_is_not_differentiated(world, staged):
+    loss = lambda p: jd.rpc_sync(rank(2), square, args=(p["x"],)).sum()  # noqa: E731
+    step = lambda x: jd.grad(loss)({"x": jd.remote(rank(1), square, args=(x,))})  # noqa: E731
+    with jd.context():
+        assert_close(step(X)["x"].to_here(), 2 * X**2)
+        with pytest.raises(
+            jd.DifferentiationError, match=r"argument 0 of .*\['x'\] is a reference that .*remote makes"
+        ):
+            staged(step)(X)
+        still_differentiates()
+
+
 def wants_the_value(x):
     return x * float(x.sum())
 
