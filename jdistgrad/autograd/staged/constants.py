@@ -86,7 +86,8 @@ def _evaluate(
     A callback is left to the step: it may read something anew in each run, as a learning rate.
     """
     shapes = [variable.aval for variable in equation.eqn.outvars]
-    if not all(is_differentiable(one) for one in shapes) or jaxprs.calls_back([equation.eqn]):
+    acts = equation.eqn.effects or jaxprs.calls_back([equation.eqn])
+    if acts or not all(is_differentiable(one) for one in shapes):
         return
     if equation.eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         filled[equation.outputs[0]] = Uniform(np.asarray(values[0], shapes[0].dtype), shapes[0].shape)
