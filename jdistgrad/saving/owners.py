@@ -121,7 +121,7 @@ def _names(owned: OwnedParameters, values: Sequence[Any], state: Any, numbers: S
 
 
 def place_of(work: Work) -> str:
-    """Return with what the places of a part's leaves begin: the parts of an optimizer, one of each owner, alike."""
+    """Return the beginning of the places of a part's leaves. It is the same for all owners' parts of an optimizer."""
     return f"{work.part.rpartition('/')[0]}/" if isinstance(work, OptimizerWork) else work.part
 
 

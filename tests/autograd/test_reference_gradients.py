@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers.data import assert_close, sum_squares
-from helpers.programs import fast_layer, layer, parameters, product, serial, still_differentiates, sync, vector
+from helpers.programs import fast_layer, holding, layer, parameters, product, serial, still_differentiates, sync, vector
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -361,10 +361,6 @@ def test_a_second_derivative_through_a_reference_in_the_callees_compiled_code(bi
     with jd.context():
         found = second(relayed)(x)
     assert_close(found, second(lambda x: sine_times(x, twice_of(x)).sum())(x))
-
-
-def holding(held):
-    return {"w": jnp.arange(3.0), "held": held}
 
 
 @jax.jit

@@ -113,5 +113,10 @@ def make_params(seed):
     return {"w": jax.random.normal(w, (2, 3)), "b": jax.random.normal(b, (2,))}
 
 
+def holding(held):
+    """Return a value that holds a reference."""
+    return {"held": held, "w": jnp.arange(3.0)}
+
+
 def references():
     return jd.remote(last(), make_params, args=(1,)), jd.remote(0, make_params, args=(2,))

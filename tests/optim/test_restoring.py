@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.data import assert_close
-from helpers.programs import X, affine, make_params, references
+from helpers.programs import X, affine, holding, make_params, references
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
@@ -139,15 +139,11 @@ def test_what_was_saved_as_arrays_of_the_host_is_what_it_was(world):
     assert_close(optimizer.state()["states"], jax.tree.map(jnp.ones_like, optimizer.state()["states"]))
 
 
-def make_holding(held):
-    return {"held": held, "w": jnp.arange(3.0)}
-
-
 @pytest.mark.parametrize("how", ["optimizer", "function"])
 @on_worker0
 def test_references_that_a_value_holds_stay_when_it_is_restored(world, how):
     held = jd.remote(0, make_array, args=((3,),))
-    params = jd.remote(last(), make_holding, args=(jd.by_reference(held),))
+    params = jd.remote(last(), holding, args=(jd.by_reference(held),))
     optimizer = jd.DistributedOptimizer(optax.adam(0.1), [params])
     function = jd.RemoteFunction(last(), params, jnp.add)
     saved = optimizer.state() if how == "optimizer" else function.variables()

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.data import assert_close
-from helpers.programs import X, Y, affine, make_params, references
+from helpers.programs import X, Y, affine, holding, make_params, references
 from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 from jax.experimental import io_callback
@@ -388,10 +388,6 @@ def test_a_value_without_a_gradient_is_named(big_world):
         optimizer.step(jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(refs[0]))
     assert caught.value.missing == [str(refs[1])]
     assert_close(values(refs), before)
-
-
-def holding(held):
-    return {"held": held, "w": jnp.arange(3.0)}
 
 
 def product_with_held(value):
