@@ -35,10 +35,9 @@ def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     findings = [*_packages(first), _devices(ranks)]
     if "error" in first["mpi"]:
         return [*findings, _no_mpi(first)]
-    mpi = Finding("MPI", f"{first['mpi']['library']}, {first['mpi']['size']} ranks")
     return [
         *findings,
-        mpi,
+        _mpi(first),
         _threads(first),
         _survives(first),
         _mpi4jax(ranks),
@@ -52,6 +51,12 @@ def _packages(facts: Facts) -> list[Finding]:
     found = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     remedy = f"{sys.executable} -m pip install {' '.join(missing)}" if missing else ""
     return [Finding("Python", facts["python"]), Finding("packages", found, remedy)]
+
+
+def _mpi(facts: Facts) -> Finding:
+    if facts["mpi"].get("why_alone"):
+        return Finding("MPI", facts["mpi"]["why_alone"], launcher_env.TOGETHER)
+    return Finding("MPI", f"{facts['mpi']['library']}, {facts['mpi']['size']} ranks")
 
 
 def _no_mpi(facts: Facts) -> Finding:
@@ -135,6 +140,8 @@ def report() -> int:
             return told([facts])
         print(f"rank {launcher_env.rank()} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
         return 1
+    if facts["mpi"]["why_alone"]:
+        return told([facts]) if launcher_env.rank() == 0 else 1
     from mpi4py import MPI
 
     from jdistgrad.wire import mpi_pieces

@@ -38,7 +38,15 @@ def mpi() -> Facts:
         "rank": MPI.COMM_WORLD.rank,
         "size": MPI.COMM_WORLD.size,
         "cannot_survive": cannot_survive(),
+        "why_alone": why_alone(),
     }
+
+
+def why_alone() -> str:
+    """Return why MPI finds this process alone, though its launcher has started several; "" if that is not so."""
+    from jdistgrad.wire import mpi_process
+
+    return mpi_process.why_alone()
 
 
 def cannot_survive() -> str:

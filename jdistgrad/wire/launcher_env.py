@@ -7,7 +7,14 @@ import pathlib
 from collections.abc import Mapping
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+# SLURM's is set by srun, with or without MPI; not in a batch script.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# The remedy where the processes that these variables count do not find each other.
+TOGETHER = (
+    "start the processes with the mpirun of this MPI, also in a batch job, or with srun --mpi=pmix (srun --mpi=list "
+    "shows the kinds there are)"
+)
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 
 # The variables by which a process finds its job. The settings of MPI (OMPI_MCA_...) are not among them.
@@ -92,8 +99,14 @@ def _is_of_a_job(name: str) -> bool:
 
 
 def launched() -> bool:
-    """Return whether this process is part of an MPI job."""
-    return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
+    """Return whether a launcher has started this process as part of a job."""
+    return any(variable in os.environ for variable in LAUNCHER_VARIABLES) or started_processes()[1] > 1
+
+
+def started_processes() -> tuple[str, int]:
+    """Return how many processes the launcher says it has started, or 1, and the variable that says so."""
+    name = next((name for name in SIZE_VARIABLES if os.environ.get(name, "").isdecimal()), "")
+    return name, int(os.environ[name]) if name else 1
 
 
 def rank() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from jdistgrad import errors
+from jdistgrad.wire import launcher_env
 from jdistgrad.wire.transport import Task
 
 READ_SECONDS = 5.0  # how long mpirun may take to read what was printed
@@ -26,6 +27,33 @@ def require_threads() -> None:
         raise errors.WorldError(
             "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
             "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
+        )
+
+
+def why_alone() -> str:
+    """Return why MPI finds this process alone, though its launcher has started several; "" if that is not so.
+
+    MPI takes a process that a launcher of another kind has started for a job of its own, without an error.
+    """
+    variable, started = launcher_env.started_processes()
+    if started == 1 or MPI.COMM_WORLD.size > 1:
+        return ""
+    library = MPI.Get_library_version().split(",")[0].strip(" \t\n\0")
+    return (
+        f"the launcher says that it has started {started} processes ({variable}), but MPI finds this one alone, and "
+        f"each would be a world of its own. mpi4py uses {library}; the launcher is another MPI's, or an srun that does "
+        "not work with this MPI"
+    )
+
+
+def require_the_others(what: str) -> None:
+    """Raise WorldError if MPI does not find the processes that were started with this one."""
+    why = why_alone()
+    if why:
+        variable, _ = launcher_env.started_processes()
+        raise errors.WorldError(
+            f"{what}: {why}. To remedy this, {launcher_env.TOGETHER}; `jdistgrad doctor`, started the same way, tells "
+            f"whether they meet. Processes that are meant to be alone need {variable} unset."
         )
 
 

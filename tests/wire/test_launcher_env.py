@@ -83,3 +83,22 @@ def test_what_is_started_outside_the_job_keeps_the_settings_of_mpi_alone(monkeyp
     for name in (*of_a_job, *of_open_mpi_4, *settings):
         monkeypatch.setenv(name, "1")
     assert {*of_a_job, *of_open_mpi_4, *settings} & {*launcher_env.outside_the_job()} == {*settings}
+
+
+@pytest.mark.parametrize(
+    ("said", "started"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "SLURM_STEP_NUM_TASKS": "2"}, 3),  # mpirun starts its own processes by srun
+        ({"PMI_SIZE": "4"}, 4),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "8"}, 5),
+        ({"SLURM_NTASKS": "8"}, 1),  # in a batch script, which is one process
+        ({"SLURM_STEP_NUM_TASKS": "?"}, 1),
+    ],
+)
+def test_launchers_say_how_many_processes_they_have_started(rank, said, started):
+    rank.delenv("PMI_RANK")
+    for name, value in said.items():
+        rank.setenv(name, value)
+    assert launcher_env.started_processes()[1] == started
+    assert launcher_env.launched() == (started > 1)

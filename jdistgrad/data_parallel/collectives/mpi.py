@@ -70,9 +70,11 @@ class MPI(HostCollectives):
                 f"MPI: {error}. Collectives over MPI need mpi4py (pip install 'jdistgrad[mpi]') and an MPI; workers as "
                 "threads need neither (jdistgrad.collectives.Local)."
             ) from error
+        from jdistgrad.wire.mpi_process import require_the_others
 
         if comm is None:
             refuse_threads(mpi.COMM_WORLD.size)
+            require_the_others("collectives.MPI")
         whole = mpi.COMM_WORLD if comm is None else _checked(comm)
         self.rank, self.size, self.timeout = whole.rank, whole.size, timeout
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))

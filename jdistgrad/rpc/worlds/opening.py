@@ -76,9 +76,10 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures
     from jdistgrad.wire.mpi import worlds_left
-    from jdistgrad.wire.mpi_process import require_threads
+    from jdistgrad.wire.mpi_process import require_the_others, require_threads
 
     require_threads()
+    require_the_others("init")
     if survive:
         mpi_failures.require()
     comm = MPI.COMM_WORLD
