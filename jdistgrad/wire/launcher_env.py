@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# SLURM's is set by srun, with or without MPI; not in a batch script.
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# SLURM's is set by srun, with or without MPI, and not in a batch script; the last by torchrun, which knows no MPI.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "ROLE_WORLD_SIZE")
 # The remedy where the processes that these variables count do not find each other.
 TOGETHER = (
     "start the processes with the mpirun of this MPI, also in a batch job, or with srun --mpi=pmix (srun --mpi=list "

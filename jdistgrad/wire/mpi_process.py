@@ -41,8 +41,8 @@ def why_alone() -> str:
     library = MPI.Get_library_version().split(",")[0].strip(" \t\n\0")
     return (
         f"the launcher says that it has started {started} processes ({variable}), but MPI finds this one alone, and "
-        f"each would be a world of its own. mpi4py uses {library}; the launcher is another MPI's, or an srun that does "
-        "not work with this MPI"
+        f"each would be a world of its own. mpi4py uses {library}; the launcher is another MPI's, an srun that does "
+        "not work with this MPI, or one that knows no MPI (torchrun)"
     )
 
 

