@@ -9,6 +9,7 @@ import jax
 from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
+from jdistgrad.rpc.contents import content_of
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 
@@ -59,7 +60,7 @@ class Apply(ServedFunction):
     def _applied(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
         """Apply the module, compiled for each value of arguments that are no arrays: ``train=True``, ``method=f``."""
         leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple((type(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
+        fixed = tuple((content_of(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
         result, changed = self._compiled(structure, fixed)(parameters, {} if value is None else value, arrays)

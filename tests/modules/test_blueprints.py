@@ -119,6 +119,18 @@ def test_modules_with_settings_that_are_equal_but_not_alike_are_different_module
     assert linen.blueprint_of(Activated(first)) != linen.blueprint_of(Activated(second))
 
 
+class Given(nn.Module):
+    def __call__(self, x, activation):
+        return activation(x)
+
+
+@on_worker0
+def test_settings_of_a_call_that_are_equal_but_not_alike_are_different_settings(big_world):
+    module = RemoteModule(last(), Given(), (X, nn.relu))
+    for factor in (2.0, 3.0, 2.0):
+        assert_close(module(X, Scale("a", factor)), X * factor)
+
+
 def test_a_blueprint_stays_equal_to_itself_as_its_settings_change():
     noted = Scale("a", [])
     made = linen.blueprint_of(Activated(noted))
