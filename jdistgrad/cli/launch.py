@@ -28,6 +28,9 @@ EAGER_BYTES = 16384  # of a message that is sent without asking, to a rank of th
 ENDING = signal.SIGTERM, signal.SIGHUP
 FOR_RANKS = signal.SIGUSR1, signal.SIGUSR2  # mpirun passes them on to all ranks
 
+# In whose allocations Open MPI looks for nodes.
+BATCH_SYSTEMS = "slurm,pbs,tm,lsf,gridengine,loadleveler,alps,pals,flux"
+
 SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 
 # Where mpirun keeps the files of a job, under its process id. Files that a killed mpirun has left there keep a later
@@ -78,32 +81,38 @@ def check_mpi4py() -> None:
         )
 
 
-def is_open_mpi(mpirun: str) -> bool:
+def version_of(mpirun: str) -> str:
+    """Return what an mpirun says of itself."""
     shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in shown.stdout + shown.stderr
+    return shown.stdout + shown.stderr
 
 
-def flags(n: int, *, open_mpi: bool, root: bool, cores: int, forwarded: bool = True) -> list[str]:
-    """Return the flags that mpirun needs beyond the number of ranks. ``forwarded``: whether it passes on its input.
+def flags(version: str, *, root: bool, forwarded: bool = True) -> list[str]:
+    """Return the flags that an mpirun needs beyond the number of ranks, by what it says of itself.
 
-    Open MPI needs a flag to run as root, and a flag to run more ranks than cores. By default it binds each rank to one
-    core, which all threads of JAX would then share: another flag turns that off.
+    In the allocation of a batch system, mpirun starts ranks on all of its nodes, and no more than it has tasks; here
+    they are to run on this machine alone. Open MPI needs a flag to run as root, and a flag to run more ranks than it
+    counts cores, of which it leaves out hardware threads. By default it binds each rank to one core, which all threads
+    of JAX would then share: another flag turns that off.
+
+    Arguments:
+      forwarded: whether mpirun passes on its input.
     """
-    if not open_mpi:
+    if "HYDRA" in version:
+        return ["-launcher", "fork", "-rmk", "user"]
+    if "Open MPI" not in version:
         return []
-    needed = ["--bind-to", "none"]
+    needed = ["--mca", "ras", f"^{BATCH_SYSTEMS}", "--bind-to", "none", "--oversubscribe"]
     if root:
         needed.append("--allow-run-as-root")
-    if n > cores:
-        needed.append("--oversubscribe")
     return needed if forwarded else [*needed, "--stdin", "none"]
 
 
 def surviving(mpirun: str) -> list[str]:
     """Return the flags with which mpirun goes on without a rank that dies. Raise LauncherError if it cannot."""
-    shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"Open MPI\)? v?(\d+)", shown)
-    if version is None or int(version[1]) < SURVIVING_OPEN_MPI:
+    shown = version_of(mpirun)
+    found = re.search(r"Open MPI\)? v?(\d+)", shown)
+    if found is None or int(found[1]) < SURVIVING_OPEN_MPI:
         raise LauncherError(
             f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
             f"dies (ULFM); {mpirun} is {shown.splitlines()[0] if shown else 'of another MPI'}."
@@ -128,12 +137,10 @@ def mpirun(n: int, *, survive: bool = False, forwarded: bool = True) -> list[str
 
     ``forwarded``: whether mpirun passes on its standard input.
     """
-    cores = len(os.sched_getaffinity(0))
-    check_size(n, cores)
+    check_size(n, len(os.sched_getaffinity(0)))
     check_mpi4py()
     found = find_mpirun()
-    open_mpi, root = is_open_mpi(found), os.geteuid() == 0
-    told = flags(n, open_mpi=open_mpi, root=root, cores=cores, forwarded=forwarded)
+    told = flags(version_of(found), root=os.geteuid() == 0, forwarded=forwarded)
     return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
 
 

@@ -1,5 +1,6 @@
 """The start of jobs: mpirun's flags, the ranks' environment, the program's arguments, and jobs that are refused."""
 
+import socket
 import subprocess
 import sys
 
@@ -9,26 +10,35 @@ from jdistgrad.cli import launch
 from jdistgrad.cli.main import main, split
 from jdistgrad.errors import LauncherError
 
+OPEN_MPI = "mpirun (Open MPI) 5.0.11"
 
-@pytest.mark.parametrize(
-    ("n", "root", "cores", "expected"),
-    [
-        (2, False, 4, ["--bind-to", "none"]),
-        (2, True, 4, ["--bind-to", "none", "--allow-run-as-root"]),
-        (5, False, 4, ["--bind-to", "none", "--oversubscribe"]),
-        (5, True, 4, ["--bind-to", "none", "--allow-run-as-root", "--oversubscribe"]),
-    ],
-)
-def test_open_mpi_is_told_what_it_needs_to_know(n, root, cores, expected):
-    assert launch.flags(n, open_mpi=True, root=root, cores=cores) == expected
+
+@pytest.mark.parametrize("root", [False, True])
+def test_open_mpi_is_told_what_it_needs_to_know(root):
+    told = launch.flags(OPEN_MPI, root=root)
+    assert told[:2] == ["--mca", "ras"]
+    assert told[3:] == ["--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if root else [])]
 
 
 def test_open_mpi_is_told_not_to_read_what_the_first_rank_reads():
-    assert launch.flags(2, open_mpi=True, root=False, cores=2, forwarded=False)[-2:] == ["--stdin", "none"]
+    assert launch.flags(OPEN_MPI, root=False, forwarded=False)[-2:] == ["--stdin", "none"]
+
+
+def test_mpich_is_told_to_stay_on_this_machine():
+    assert launch.flags("HYDRA build details:\n    Version: 5.0.2", root=True) == ["-launcher", "fork", "-rmk", "user"]
 
 
 def test_other_mpis_are_told_nothing():
-    assert launch.flags(5, open_mpi=False, root=True, cores=1) == []
+    assert launch.flags("Intel(R) MPI Library", root=True) == []
+
+
+def test_a_job_stays_on_this_machine_in_an_allocation_of_one_task_on_each_of_two(monkeypatch, capfd):
+    node = socket.gethostname()
+    allocation = {"JOBID": "1", "JOB_ID": "1", "NODELIST": f"{node},other", "TASKS_PER_NODE": "1(x2)", "NNODES": "2"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert launch.run(3, ["-c", "print('here', flush=True)"]) == 0, capfd.readouterr()
+    assert capfd.readouterr().out.count("here") == 3
 
 
 @pytest.mark.parametrize(("n", "cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (4, 2, "1")])
