@@ -142,16 +142,16 @@ class CallFrame(ctypes.Structure):
 
     def _ask(self, question: int) -> int:
         arguments = _ContextArguments(struct_size=ctypes.sizeof(_ContextArguments), context=self.context)
-        failed = _function(question)(ctypes.addressof(arguments))
-        assert not failed, "XLA does not know its own run"
+        if _function(question)(ctypes.addressof(arguments)):
+            raise RuntimeError("XLA does not know its own run")
         return int(arguments.number)
 
     def begin(self) -> "AsyncResult":
         """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""
         interface = _Interface.from_address(self.interface)
         arguments = _FutureArguments(struct_size=_FutureArguments.error.offset)
-        failed = _function(interface.create_future)(ctypes.addressof(arguments))
-        assert not failed, "XLA has made no future"
+        if _function(interface.create_future)(ctypes.addressof(arguments)):
+            raise RuntimeError("XLA has made no future")
         self.future = arguments.future
         return AsyncResult(interface, arguments.future)
 

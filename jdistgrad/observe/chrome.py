@@ -89,12 +89,12 @@ def read(path: str | os.PathLike[str]) -> TraceFile:
     """Read a file that ``timeline`` or ``write`` made."""
     try:
         trace = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        assert "ranks" in trace["otherData"]["jdistgrad"]
+        _ = trace["otherData"]["jdistgrad"]["ranks"]
     except FileNotFoundError as error:
         raise TimelineError(f"there is no file {os.fspath(path)!r} in {pathlib.Path.cwd()}") from error
     except OSError as error:
         raise TimelineError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, LookupError, AssertionError) as error:
+    except (ValueError, TypeError, LookupError) as error:
         raise TimelineError(
             f"{os.fspath(path)} is no timeline of jdistgrad's. `jdistgrad run --timeline FILE` and "
             "`with jdistgrad.timeline(FILE)` make them."

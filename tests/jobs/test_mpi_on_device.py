@@ -139,3 +139,11 @@ def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert "ended with signal 11: this MPI does not take device pointers" in mpi_on_device.trial()
     crashing.write_text("raise OSError('no MPI here')\n")
     assert mpi_on_device.trial().endswith("in a process of its own, failed: OSError: no MPI here.")
+
+
+@pytest.mark.parametrize("optimize", ["0", "1"])  # where 1 is set, Python runs no assertions
+def test_a_trial_that_receives_other_numbers_fails(tmp_path, monkeypatch, optimize):
+    (tmp_path / "mpi4jax.py").write_text("def sendrecv(x, *ranks, comm):\n    return x + 1\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONOPTIMIZE", optimize)
+    assert "other numbers came than were sent" in mpi_on_device.trial()
