@@ -17,6 +17,7 @@ from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
+from jdistgrad.wire.arrays import may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
@@ -112,6 +113,8 @@ class Mailbox:
                     message = Message(message.kind, message.source, message.id, parcel)
                     if parcel.attached and self.note_gifts is not None:
                         self.note_gifts(peer, parcel)
+                elif isinstance(message.body, Parcel) and peer == self.rank:
+                    message = Message(message.kind, message.source, message.id, _for_itself(message.body))
                 elif snapshot and message.kind in CALLS and not isinstance(message.body, Parcel):
                     message = Message(message.kind, message.source, message.id, _steady(message.body))
                 self.transport.send(peer, message)
@@ -212,6 +215,16 @@ def _wait_for_arrays(leaves: Iterable[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.block_until_ready()
+
+
+def _for_itself(parcel: Parcel) -> Parcel:
+    """Return a parcel for the worker that has made it, and that sends it to others too, with arrays of its own."""
+    return Parcel(parcel.stream, [_own(buffer) for buffer in parcel.buffers], parcel.attached)
+
+
+def _own(buffer: memoryview) -> memoryview:
+    changes = not buffer.readonly or may_be_written(buffer)
+    return memoryview(bytearray(buffer)) if changes else buffer
 
 
 def _steady(call: Any) -> Any:

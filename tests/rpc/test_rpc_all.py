@@ -52,6 +52,28 @@ def test_the_caller_may_change_its_arrays_at_once(wire_world):
     assert futures.result() == [expected for _ in others]
 
 
+changed = threading.Event()
+
+
+def sum_of_doubled(array):
+    if jd.rank() == 0:
+        changed.wait()
+    array *= 2
+    return float(array.sum())
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+@on_worker0
+def test_every_call_has_arrays_of_its_own_also_on_the_caller(world, length):
+    changed.clear()
+    array, workers = np.ones(length), [0, *range(jd.world_size())]
+    futures = jd.rpc_all(workers, sum_of_doubled, args=(array,))
+    array[:] = 5
+    changed.set()
+    assert futures.result() == [2 * length for _ in workers]
+    np.testing.assert_array_equal(array, 5)
+
+
 @on_worker0
 def test_failures_come_together_and_name_the_workers(big_world):
     futures = jd.rpc_all([0, 1, 2, 1], fail_on_odd, args=(5,))
