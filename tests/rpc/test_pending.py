@@ -87,11 +87,12 @@ def test_bytes_are_those_of_the_calls_that_are_pending():
     assert calls.bytes == 0
 
 
-@pytest.mark.parametrize("count", [10_000])
-def test_nothing_is_kept_of_answered_calls(count):
+@pytest.mark.parametrize("timeout_of", [lambda k: 60.0, lambda k: 60.0 - k / 1000], ids=["alike", "each its own"])
+def test_nothing_is_kept_of_answered_calls(timeout_of):
+    """A program that has until some time for all its calls gives each another timeout."""
     calls = PendingCalls()
-    for identifier in range(count):
-        calls.open(call(identifier))
+    for identifier in range(10_000):
+        calls.open(call(identifier, timeout=timeout_of(identifier)))
         calls.close(identifier)
     assert calls._by_id == {}
-    assert sum(map(len, calls._queues.values())) == 0
+    assert calls._queues == {}

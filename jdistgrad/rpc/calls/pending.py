@@ -82,18 +82,16 @@ class PendingCalls:
     def overdue(self, now: float) -> list[Pending]:
         """Return, of each timeout, the call whose deadline has passed longest ago."""
         with self._lock:
-            first = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+            first = [next(iter(queue.values())) for queue in self._queues.values()]
         return [call for call in first if call.deadline <= now]
 
     def expire(self, now: float) -> list[Pending]:
         """Remove and return every call whose deadline has passed."""
         expired = []
         with self._lock:
-            for timeout, queue in list(self._queues.items()):
+            for queue in list(self._queues.values()):
                 while queue and next(iter(queue.values())).deadline <= now:
                     expired.append(self._remove(next(iter(queue.values()))))
-                if not queue:
-                    del self._queues[timeout]
         return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
@@ -115,5 +113,8 @@ class PendingCalls:
         del self._by_id[call.id]
         self.bytes -= call.bytes
         if call.timeout != math.inf:
-            del self._queues[call.timeout][call.id]
+            queue = self._queues[call.timeout]
+            del queue[call.id]
+            if not queue:
+                del self._queues[call.timeout]
         return call
