@@ -48,13 +48,18 @@ class _Reducing:
         if isinstance(value, jax.Array):
             return arrays.reduce_jax(self.copies.of(value))
         if isinstance(value, np.memmap) or (isinstance(value, np.ndarray) and hasattr(value, "aval")):
-            return arrays.reduce_numpy(np.asarray(value))  # a constant of JAX that is not a jax.Array
+            return self.as_plain_array(np.asarray(value))  # a constant of JAX that is not a jax.Array
         if isinstance(value, type | types.BuiltinFunctionType | types.MethodType):
             return self.by_its_name(value)
         if kind is closures.WithClosures:
             self.with_closures = True
             return closures.WithClosures, (value.value,)
         return self.other(value)
+
+    def as_plain_array(self, array: np.ndarray) -> Any:
+        """Reduce an array in the place of one of a class that the other side has no use for."""
+        reduced = arrays.reduce_numpy(array)
+        return (np.asarray, (array,)) if reduced is NotImplemented else reduced
 
     def other(self, value: Any) -> Any:
         """Reduce an object of a user's class, or something that can be called."""

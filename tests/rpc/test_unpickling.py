@@ -280,12 +280,13 @@ def test_a_name_is_no_object_that_only_looks_like_one():
             found(Lie("__subclasses__"))
 
 
-def test_an_array_that_lies_in_a_file_arrives_as_an_array(tmp_path):
-    there = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", shape=(4, 2))
+@pytest.mark.parametrize("dtype", [np.float64, [("key", np.int32), ("value", np.float64)]], ids=["plain", "fields"])
+def test_an_array_that_lies_in_a_file_arrives_as_an_array(tmp_path, dtype):
+    there = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", dtype, shape=(4, 2))
     there[:] = 3
     found = carried(there[1:])
     assert type(found) is np.ndarray
-    np.testing.assert_array_equal(found, np.full((3, 2), 3.0))
+    np.testing.assert_array_equal(found, np.full((3, 2), 3, dtype))
 
 
 def test_names_sent_for_jitted_functions_obey_the_same_rule():

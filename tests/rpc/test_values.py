@@ -74,6 +74,15 @@ def test_structured_and_object_arrays(world):
     assert round_trip(words).tolist() == ["a", None, {"b": 1}]
 
 
+@on_worker0
+def test_gradients_of_integers(world):
+    """JAX gives them a type of its own, which holds nothing. They can be sent on."""
+    gradient = jax.grad(lambda x: jnp.sum(2.0 * x), allow_int=True)(jnp.arange(3))
+    twice = round_trip(round_trip(gradient))
+    assert (twice.dtype, twice.shape) == (jax.dtypes.float0, (3,))
+    assert jnp.shape(twice) == (3,)
+
+
 VIEWS = {  # of one array, all read-only
     "broadcast": lambda array: np.broadcast_to(array, (2, *array.shape)),
     "windows": lambda array: np.lib.stride_tricks.sliding_window_view(array, 5),
