@@ -177,6 +177,18 @@ def test_references_to_what_could_not_be_made_are_free(world):
     wait_until_owned(last, 0)
 
 
+@on_worker0
+def test_references_to_what_could_not_be_made_are_free_where_their_owner_has_asked(world):
+    for _ in range(5):
+        failed = jd.remote(0, raise_stubborn)
+        assert isinstance(failed.creation().exception(), StubbornError)
+        for ask in (failed.to_here, failed.local_value):
+            with pytest.raises(StubbornError):
+                ask()
+    del ask, failed
+    wait_until_owned(0, 0)
+
+
 class Necromancer:
     """A value whose destructor uses references."""
 

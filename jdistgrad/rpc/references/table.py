@@ -86,9 +86,15 @@ class References:
         return self.claims.find(key.id) if key.world == self._mailbox.world else None
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
-        """Return a future of a claim's value."""
-        if claim.owner == self._mailbox.rank and self.owned.value(claim.id).done():
-            return self.owned.value(claim.id)
+        """Return a future of a claim's value.
+
+        Here, too, an error comes by a call, as a copy: the owner keeps the error, whose traceback, once it is raised,
+        keeps the reference.
+        """
+        if claim.owner == self._mailbox.rank:
+            value = self.owned.value(claim.id)
+            if value.done() and value.exception() is None:
+                return value
         with within(None):
             return self._caller.rpc_async(claim.owner, value_of, (claim.id,), {}, timeout)
 
