@@ -52,7 +52,7 @@ class Worker(Mailbox):
         )
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, served))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
-        self.handled_before = id(sys.exception())  # ``init`` may be called in an ``except`` block
+        self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
     def _serves_here(self) -> bool:
         """Return whether this thread serves a call."""
@@ -197,7 +197,7 @@ class Worker(Mailbox):
 
     def close(self, *, graceful: bool) -> None:
         """Stop this worker. Calls still in flight fail, and references become stale."""
-        self.closed = True
+        self.closed, self.handled_before = True, None
         self.calls.fail_all(lambda call: errors.WorldClosedError(f"{call}: the world was shut down meanwhile"))
         self.close_transport(graceful=graceful)
         for identifier in self.scopes.identifiers():

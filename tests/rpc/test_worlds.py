@@ -11,6 +11,8 @@ import pytest
 from helpers.worlds import nap, on_worker0
 
 import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worlds.worlds import failure_being_handled
 from jdistgrad.wire import launcher_env
 
 pytestmark = pytest.mark.world(1, 3)
@@ -224,6 +226,26 @@ def test_a_world_inside_of_an_except_block_is_left_as_any_other(world):
                 time.sleep(0.3)
                 assert jd.rpc_sync(0, operator.add, args=(1, 2)) == 3
             return jd.shutdown()
+
+    world.run(main)
+
+
+def test_an_exception_is_not_taken_for_one_that_was_handled_when_the_world_was_opened(world):
+    """Python gives the memory of an exception that is gone to the next one."""
+
+    def main():
+        try:
+            raise KeyError("a default is taken")
+        except KeyError:
+            jd.init()
+        found = []
+        for _ in range(20):
+            try:
+                raise KeyError("no such data")
+            except KeyError:
+                found.append(type(failure_being_handled(current_worker())))
+        jd.shutdown()
+        assert found == [KeyError] * 20
 
     world.run(main)
 

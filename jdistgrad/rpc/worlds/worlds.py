@@ -194,7 +194,7 @@ def failure_being_handled(worker: Worker) -> BaseException | None:
     """Return the exception being handled here, unless it is older than the world or is a regular exit."""
     error = sys.exception()
     ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-    return None if ends_well or id(error) == worker.handled_before else error
+    return None if ends_well or error is worker.handled_before else error
 
 
 def why_it_leaves(failed: BaseException | None) -> str:
