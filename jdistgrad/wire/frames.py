@@ -28,6 +28,8 @@ START = HEADER.size + CHECKSUM.size
 PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
 LONGEST = 1 << 44  # limit of a piece in bytes: more than any machine has
+LONGEST_FRAME = (1 << 31) - 1  # bytes: MPI counts those of a frame in a C int
+ALWAYS_FIT = LONGEST_FRAME // (2 * BULK_FROM)  # pieces of any length
 KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -81,9 +83,13 @@ def pack(
     """Return the frame of a message, and the pieces that must follow it.
 
     ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
+
+    Raises:
+      WireError: the small pieces are too many for one frame.
     """
     pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
     lengths = [piece.nbytes for piece in pieces]
+    _require_room(lengths)
     parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
     bulk = []
     for piece, length in zip(pieces, lengths, strict=True):
@@ -99,6 +105,17 @@ def pack(
         checksum = zlib.crc32(part, checksum)
     header = HEADER.pack(MAGIC, kind, len(pieces), attached, number, identifier, checksum)
     return b"".join((header, CHECKSUM.pack(zlib.crc32(header)), *parts)), bulk
+
+
+def _require_room(lengths: Sequence[int]) -> None:
+    if len(lengths) <= ALWAYS_FIT:
+        return
+    inside = sum(PLACE.size if is_bulk(length) else padded(length) for length in lengths)
+    if padded(START + LENGTH * len(lengths)) + inside > LONGEST_FRAME:
+        raise WireError(
+            f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
+            "2 GiB of them. Send several messages, or put them together to larger arrays"
+        )
 
 
 def unpack(frame: Any) -> Frame:

@@ -42,6 +42,12 @@ def test_large_pieces_follow_uncopied():
     assert np.shares_memory(np.asarray(bulk[0]), large)
 
 
+def test_more_small_pieces_than_a_frame_takes_are_refused_before_large_ones_are_put_anywhere():
+    small, large = bytes(frames.BULK_FROM - 1), bytes(frames.BULK_FROM)
+    with pytest.raises(WireError, match=r"less than 64 KiB have 2\.0 GiB together.* larger arrays"):
+        pack([large, *[small] * (1 << 15)], put=[].pop)
+
+
 def test_what_has_a_place_does_not_follow():
     large, places = bytes(frames.BULK_FROM), iter([7, 0, 1 << 60])
     frame, bulk = pack([b"abc", large, b"de", large + b"follows", large], put=lambda piece: next(places))
