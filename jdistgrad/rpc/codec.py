@@ -159,12 +159,22 @@ class PickleCodec:
 
     def _culprit(self, value: Any) -> str:
         """Return the path and type of the first leaf that cannot be encoded by itself, as text."""
-        for path, leaf in trees.leaves_with_keys(value):
-            try:
-                self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
-            except Exception:  # whatever the reason: the original error is reported
-                return f"at {jax.tree_util.keystr(path)}, a {type(leaf).__name__}: " if path else ""
+        shipment = Shipment()
+        try:
+            for path, leaf in trees.leaves_with_keys(value):
+                if not self._can_encode(leaf, shipment):
+                    return f"at {jax.tree_util.keystr(path)}, a {type(leaf).__name__}: " if path else ""
+        finally:
+            shipment.take_back()
         return ""
+
+    def _can_encode(self, leaf: Any, shipment: Shipment) -> bool:
+        try:
+            with encoding(shipment):
+                self._pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
+        except Exception:  # whatever the reason: the original error is reported
+            return False
+        return True
 
     def decode(self, parcel: Parcel) -> Any:
         try:
