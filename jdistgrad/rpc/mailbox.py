@@ -117,13 +117,14 @@ class Mailbox:
                     message = Message(message.kind, message.source, message.id, _for_itself(message.body))
                 elif snapshot and message.kind in CALLS and not isinstance(message.body, Parcel):
                     message = Message(message.kind, message.source, message.id, _steady(message.body))
+                size = message.body.bytes if isinstance(message.body, Parcel) else 0
                 self.transport.send(peer, message)
             except BaseException:
                 if parcel is not None and parcel.undo is not None:
                     parcel.undo()
                 self.work.not_sent(message.kind, peer)
                 raise
-        return 0 if parcel is None else parcel.bytes
+        return size
 
     def _encoded(self, message: Message, *, snapshot: bool) -> Parcel:
         if message.kind is Kind.PUSH:
