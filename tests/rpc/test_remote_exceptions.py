@@ -86,6 +86,36 @@ def test_an_exception_with_a_constructor_of_its_own_keeps_its_type(big_world):
     assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
 
 
+class WordedError(Exception):
+    """An exception that makes its text of an argument, as most do."""
+
+    def __init__(self, code):
+        super().__init__(f"no such code: {code}")
+        self.code = code
+
+
+class LateError(TimeoutError):
+    def __init__(self, seconds):
+        super().__init__(f"no such code: {seconds}")
+        self.code = seconds
+
+
+def raise_worded(kind):
+    raise kind(7)
+
+
+@pytest.mark.parametrize("kind", [WordedError, LateError])
+@on_worker0
+def test_an_exception_says_what_it_said_where_it_was_raised(world, kind):
+    last = world.size - 1
+    there, here = jd.remote(last, raise_worded, args=(kind,)), jd.remote(0, raise_worded, args=(kind,))
+    asks = [lambda to=to: jd.rpc_sync(to, raise_worded, args=(kind,)) for to in (0, last)]
+    for ask in (*asks, there.to_here, there.to_here, here.to_here):
+        with pytest.raises(kind) as caught:
+            ask()
+        assert (str(caught.value), caught.value.code) == ("no such code: 7", 7)
+
+
 class OwnGroup(ExceptionGroup):
     def derive(self, exceptions):
         return OwnGroup(self.message, exceptions)

@@ -11,6 +11,7 @@ import os
 import pathlib
 import pickle
 import traceback
+import types
 from typing import Any
 
 from jdistgrad.errors import RemoteError
@@ -119,12 +120,42 @@ def _copied(error: Exception) -> Exception | None:
     the exception. If ``__init__`` needs other arguments than ``args``, the copy is made without it. Return None if that
     fails too.
     """
-    for made in (copy.copy, _made_anew):
+    for made in (_copy, _made_anew):
         with contextlib.suppress(BaseException):
             twin = made(error)
             if twin is not error and isinstance(twin, Exception):
                 return twin
     return None
+
+
+def _copy(error: Exception) -> Exception:
+    twin = copy.copy(error)
+    return _with_args(twin, error.args) if _is_made_of_args(error) else twin
+
+
+def _is_made_of_args(error: BaseException) -> bool:
+    """Return whether Python copies and pickles an exception as its class, to be called with ``args``, and attributes.
+
+    An ``__init__`` that makes a text of its argument would make another one of that text.
+    """
+    kind: Any = type(error)
+    return isinstance(kind.__reduce__, types.MethodDescriptorType) and kind.__reduce_ex__ is object.__reduce_ex__
+
+
+def _with_args(error: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(error, BaseException):
+        error.args = args
+    return error
+
+
+class _WithArgs:
+    """An exception that is pickled as Python would, and has its ``args`` again."""
+
+    def __init__(self, error: Exception):
+        self._parts = error, error.args
+
+    def __reduce__(self) -> Any:
+        return _with_args, self._parts
 
 
 def _made_anew(error: Exception) -> Exception:
@@ -171,7 +202,9 @@ def _forms(error: BaseException | None) -> list[Any]:
     """Return the ways to pickle an exception, the best first."""
     if isinstance(error, ExceptionGroup):
         return [_GroupInParts, lambda one: one]
-    return [lambda one: one, _InParts] if isinstance(error, Exception) else [lambda one: one]
+    if not isinstance(error, Exception):
+        return [lambda one: one]
+    return [_WithArgs if _is_made_of_args(error) else lambda one: one, _InParts]
 
 
 def _pickled(error: BaseException | None) -> bytes | None:
