@@ -219,6 +219,20 @@ def test_lists_and_dicts_may_be_changed_as_soon_as_a_call_that_is_not_waited_for
     assert found == [expected] * len(found)
 
 
+def fill(batch, named):
+    batch.append(1)
+    named["batch"].append(2)
+    named["more"] = 3
+
+
+@on_worker0
+def test_a_called_function_has_lists_and_dicts_of_its_own(world):
+    batch, named = [], {"batch": []}
+    for to in range(jd.world_size()):
+        jd.rpc_sync(to, fill, args=(batch, named))
+    assert (batch, named) == ([], {"batch": []})
+
+
 def are_one(first, second):
     return first is second
 
