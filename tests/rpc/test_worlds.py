@@ -250,6 +250,20 @@ def test_an_exception_is_not_taken_for_one_that_was_handled_when_the_world_was_o
     world.run(main)
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, "5"])
+def test_a_timeout_that_is_none_leaves_the_world_open(world, timeout):
+    """The time that is left may have been counted down to nothing."""
+
+    def main():
+        jd.init()
+        with pytest.raises(ValueError, match="timeout must be a positive number"):
+            jd.shutdown(timeout=timeout)
+        assert jd.rpc_sync(0, operator.add, args=(1, 2)) == 3
+        jd.shutdown()
+
+    world.run(main)
+
+
 def test_who_shuts_down_because_of_an_exception_keeps_nobody_waiting(big_world):
     why = r"worker0 \(rank 0\) is lost: it left with shutdown\(\) because of KeyError"
 

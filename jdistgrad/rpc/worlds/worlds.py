@@ -140,6 +140,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
     Raises:
       NotInitializedError: there is no world.
+      ValueError: ``timeout`` is not a positive number. The world is still open.
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
@@ -153,10 +154,11 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         graceful = False
     if graceful:
         refuse_to_wait_for_itself(worker)
+    seconds = checked_timeout(timeout) if graceful and timeout is not None else float("inf")
     _collect_garbage()  # drops references that are caught in cycles
     try:
         if graceful:
-            worker.closing.run(float("inf") if timeout is None else checked_timeout(timeout))
+            worker.closing.run(seconds)
         else:
             worker.peers.leave(why_it_leaves(failed))
     except errors.CallTimeoutError:
