@@ -250,6 +250,18 @@ def test_an_exception_is_not_taken_for_one_that_was_handled_when_the_world_was_o
     world.run(main)
 
 
+def test_who_is_refused_for_its_name_may_call_init_again(world):
+    def main():
+        if jd.rank() == 0:
+            with pytest.raises(ValueError, match="a worker's name is a string"):
+                jd.init(lambda rank: f"no name {rank}", timeout=20)
+        jd.init(lambda rank: f"name{rank}", timeout=20)
+        assert jd.rpc_sync("name0", jd.rank) == 0
+        jd.shutdown()
+
+    world.run(main)
+
+
 @pytest.mark.parametrize("timeout", [0, -1.0, "5"])
 def test_a_timeout_that_is_none_leaves_the_world_open(world, timeout):
     """The time that is left may have been counted down to nothing."""

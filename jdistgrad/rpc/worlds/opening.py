@@ -55,8 +55,8 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
     recorder.start_if_asked()
     if hub.size > 1:
         devices.compile_beside_waiting_programs()
-    world = hub.next_world(rank)
     hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
+    world = hub.next_world(rank)  # after what may be refused: the others are in this world
     hellos = world.gather(rank, hello, timeout)
     transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
     return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device, allow_code=allow_code)
