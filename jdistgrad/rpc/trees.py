@@ -5,6 +5,7 @@ arguments of a remote call must arrive as they were sent.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -160,7 +161,8 @@ def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any
 
     def together(children: list[Any]) -> dict[Any, Any]:
         changed = dict(zip(keys, children, strict=True))
-        return {key: changed[key] for key in node}
+        ordered = {key: changed[key] for key in node}
+        return defaultdict(node.default_factory, ordered) if isinstance(node, defaultdict) else ordered
 
     return [node[key] for key in keys], together
 
@@ -168,7 +170,7 @@ def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any
 def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
     """Return a container's children, and a function that makes the container of others; None for a leaf."""
     kind = type(node)
-    if kind is dict:
+    if kind is dict or kind is defaultdict:
         return _apart_dict(node)
     if kind is list or kind is tuple:
         return node, kind

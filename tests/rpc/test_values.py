@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 import threading
 import time
 
@@ -223,6 +224,24 @@ def fill(batch, named):
     batch.append(1)
     named["batch"].append(2)
     named["more"] = 3
+
+
+class Side(enum.Enum):
+    RIGHT = 2
+    LEFT = 1
+
+
+def entries(mapping):
+    return type(mapping), [*mapping.items()], mapping.default_factory
+
+
+@pytest.mark.parametrize("keys", [[Side.RIGHT, Side.LEFT], [1, "a"], ["b", "a"]], ids=str)
+@on_worker0
+def test_dicts_with_a_default_keep_their_order_and_any_keys(world, keys):
+    mapping = collections.defaultdict(list, {key: [k] for k, key in enumerate(keys)})
+    last = jd.world_size() - 1
+    assert jd.rpc_sync(last, entries, args=(mapping,)) == entries(mapping)
+    assert jd.rpc_async(last, entries, args=(mapping,)).result() == entries(mapping)
 
 
 @on_worker0
