@@ -146,6 +146,19 @@ def test_precision_that_is_switched_on_later(big_world, rank, size):
     np.testing.assert_allclose(value, rank + 1 / 3, rtol=1e-14)
 
 
+@pytest.mark.parametrize("kind", ["step", "program"])
+@on_every_worker
+def test_options_of_jax_that_are_set_later(big_world, kind, rank, size):
+    def loss(w):
+        return jnp.sum(w * jax.random.normal(jax.random.key(3), (2,)))
+
+    dp, w = DataParallel(), jnp.ones(2)
+    step = dp.value_and_grad(loss) if kind == "step" else dp.jit(dp.value_and_grad(loss))
+    for partitionable in (True, False, True):
+        with jax.threefry_partitionable(partitionable):
+            assert_close(step(w), jax.value_and_grad(loss)(w))
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["called", "compiled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_every_worker

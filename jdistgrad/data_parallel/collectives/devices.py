@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad import jaxprs
+from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced, settings
+from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.collectives import rank_devices
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, Beside, HostCollectives, described
@@ -222,7 +223,7 @@ class _Jitted:
     def __call__(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(without_mesh, (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = tree, settings(), tuple(map(jax.typeof, leaves))
+        key = tree, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
             self._found[key] = self._make(args, kwargs)
         program, structure, what = self._found[key]

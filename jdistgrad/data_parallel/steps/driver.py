@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets import host_arrays
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_dimensions, is_sparse
@@ -307,7 +308,7 @@ def as_gradient(path: str, leaf: Any) -> Any:
 
 def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
     """Return a key that is equal for trees of gradients that have one plan."""
-    return structure, host_arrays.settings(), tuple(map(_kind, leaves))
+    return structure, trace_context(), tuple(map(_kind, leaves))
 
 
 def _kind(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdistgrad.data_parallel.buckets.host_arrays import settings
+from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
 from jdistgrad.data_parallel.collectives.spanning import Span
 from jdistgrad.data_parallel.reducing.settings import BucketPlan
@@ -68,7 +68,7 @@ class Programs:
           span: the devices that the step's collectives reach; None: this rank's only.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = tree, kind, settings(), tuple(map(jax.typeof, leaves))
+        key = tree, kind, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
             self._found[key] = make(self._trace(args, kwargs, span))
         found: T = self._found[key]
