@@ -183,6 +183,18 @@ def test_the_first_steps_are_plain_averages(big_world, jitted, rank, size):
     assert [error < 1e-5 for error in errors] == [True, True, False]
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
+@on_every_worker
+def test_low_rank_gradients_after_a_step_without_any(big_world, jitted, rank, size):
+    tx = average_gradients(hook=hooks.powersgd(rank=1, start=0, min_rate=0.1))
+    mine = {"w": jnp.ones((4, 4)).at[0].set(0) * (rank + 1)}
+    state, update = tx.init(mine), jax.jit(tx.update) if jitted else tx.update
+    found, state = update(jax.tree.map(jnp.zeros_like, mine), state)
+    np.testing.assert_array_equal(found["w"], np.zeros((4, 4)))
+    found, state = update(mine, state)
+    assert_close(found["w"], np.asarray(mine["w"]) * (size + 1) / 2 / (rank + 1))
+
+
 @pytest.mark.parametrize("factor", [None, 1, 2.5])
 @on_every_worker
 def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank, size):
