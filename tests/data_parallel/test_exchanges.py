@@ -151,6 +151,16 @@ def test_handles_finish_in_any_order_of_asking(world, rank, size):
 
 
 @on_every_worker
+def test_what_is_started_computes_in_the_precision_of_who_starts_it(big_world, rank, size):
+    c = of_this_world()
+    with jax.enable_x64(True):
+        third, large = c.start(lambda c: c.allreduce((jnp.asarray(1 / 3), np.int64(2**40) + rank), "max")).result()
+    assert (third.dtype, large.dtype) == (jnp.float64, jnp.int64)
+    assert (float(third), int(large)) == (1 / 3, 2**40 + size - 1)
+    assert c.start(lambda c: jnp.ones(1)).result().dtype == jnp.float32
+
+
+@on_every_worker
 def test_a_closed_group_refuses_use_and_others_go_on(world, rank, size):
     everybody = of_this_world()
     for _ in range(3):

@@ -1,8 +1,9 @@
 """Conversion of leaves of any kind to host memory, and back."""
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -130,3 +131,14 @@ def settings() -> tuple[bool, Any]:
     """Return this thread's JAX settings that change results: x64, and the precision of matrix products."""
     here: Any = jax.config
     return here.jax_enable_x64, here.jax_default_matmul_precision
+
+
+@contextlib.contextmanager
+def as_set(chosen: tuple[bool, Any]) -> Iterator[None]:
+    """Open a block in which this thread has the settings of another."""
+    if chosen == settings():
+        yield
+        return
+    x64, precision = chosen
+    with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+        yield

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.buckets.host_arrays import copied, like
+from jdistgrad.data_parallel.buckets.host_arrays import as_set, copied, like, settings
 from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.data_parallel.collectives.posts import Post
@@ -301,11 +301,12 @@ class Thread(Beside):
         threading.Thread(target=self._run, args=(enter,), name="jdistgrad-collectives", daemon=True).start()
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        future = InterruptibleFuture[T]()
+        future, chosen = InterruptibleFuture[T](), settings()
 
         def run() -> None:
             try:
-                future.set_result(operation(self._collectives))
+                with as_set(chosen):
+                    future.set_result(operation(self._collectives))
             except BaseException as error:
                 future.set_exception(error)
 

@@ -5,13 +5,13 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jdistgrad._compat import configured
-from jdistgrad.data_parallel.buckets.host_arrays import settings
+from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
 from jdistgrad.threads import join_soon, started
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
@@ -53,18 +53,8 @@ def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
         while (task := tasks.get()) is not None:
             future, chosen, function, args = task
             try:
-                with _as_set(chosen):
+                with as_set(chosen):
                     future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
             del task, future, chosen, function, args
-
-
-@contextlib.contextmanager
-def _as_set(chosen: tuple[bool, Any]) -> Iterator[None]:
-    if chosen == settings():
-        yield
-        return
-    x64, precision = chosen
-    with jax.enable_x64(x64), jax.default_matmul_precision(precision):
-        yield
