@@ -91,6 +91,16 @@ def test_means_whose_sums_do_not_fit(world, dtype, compiled, rank, size):
     np.testing.assert_allclose(found, np.full(2, expected, np.float32))
 
 
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@on_every_worker
+def test_means_of_small_floats_whose_sums_do_not_fit(big_world, dtype, compiled, rank, size):
+    most, all_ = float(jnp.finfo(dtype).max), of_this_world()
+    found = compiled(lambda x: all_.allreduce(x, "mean"))(jnp.asarray([most, 0.5 * rank], dtype))
+    np.testing.assert_array_equal(found, np.asarray([most, (size - 1) / 4], dtype))
+    assert found.dtype == dtype
+
+
 @pytest.mark.parametrize("name", ["mean", "broadcast", "verify", "average"])
 @on_every_worker
 def test_masked_arrays_are_refused(big_world, name, rank, size):

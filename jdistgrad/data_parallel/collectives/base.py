@@ -52,9 +52,9 @@ class Collectives(abc.ABC):
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
         if op == "prod":
             return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
-        if op == "mean":  # sums of whole numbers may be too large for their dtype
-            summed = self.perform("sum", x.astype(float) if jnp.issubdtype(x.dtype, jnp.integer) else x)
-            return divided(summed, self.size)
+        if op == "mean":
+            mean = divided(self.perform("sum", x.astype(_dtype_of_sums(x.dtype))), self.size)
+            return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
         return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
@@ -268,6 +268,13 @@ def _checked(x: Any, op: str) -> jax.Array:
     if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
         raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
     return array
+
+
+def _dtype_of_sums(dtype: Any) -> Any:
+    """Return the dtype of a mean's sums: those of whole numbers and of small floats may not fit the numbers' own."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.dtypes.canonicalize_dtype(float)
+    return jnp.float32 if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp else dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
