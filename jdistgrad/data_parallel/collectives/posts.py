@@ -130,7 +130,7 @@ class MPIPost:
     def __init__(self, comm: Any, group: Any, ranks: Sequence[int], timeout: Callable[[], float]):
         self._comm, self._group, self._ranks, self._timeout = comm, group, ranks, timeout
         self._boxes: dict[tuple[int, int], Box] = {}
-        self._making = threading.Lock()
+        self._making, self._sending = threading.Lock(), threading.Lock()
 
     def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
         from jdistgrad.wire.mpi_pieces import chunks
@@ -138,7 +138,7 @@ class MPIPost:
         refuse_forked_process("send")
         octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
         try:
-            with put_off_interrupt():
+            with put_off_interrupt(), self._sending:  # of another thread's letter no part may come between
                 for part in (f"{octets.nbytes} {words}".encode(), *chunks(octets)):
                     keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
         except Exception as error:
