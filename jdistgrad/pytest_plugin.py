@@ -176,6 +176,11 @@ def size_and_reason(least: int, config: pytest.Config) -> tuple[int, str]:
         raise pytest.UsageError(A_WORKER_OF_XDIST)
     from mpi4py import MPI
 
+    from jdistgrad.wire.mpi_process import why_alone
+
+    alone = why_alone()
+    if alone:
+        raise pytest.UsageError(f"{alone}. To remedy this, {launcher_env.TOGETHER}.")
     size = MPI.COMM_WORLD.size
     return size, f"needs {least} workers, and this job has {size}" if size < least else ""
 

@@ -85,6 +85,12 @@ def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
     assert "needs 3 workers, and this job has 2" in output
 
 
+def test_processes_that_mpi_does_not_bring_together_skip_nothing(user_tests, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")  # as srun does, whose processes need not be ranks of one job
+    output = user_tests(ADDS, fails=True, options=["-k", "all_run_the_program"])  # which needs three workers
+    assert "it has started 3 processes (SLURM_STEP_NUM_TASKS), but MPI finds" in output
+
+
 @pytest.mark.parametrize("parameter", ["world", "indirect"])
 def test_a_process_that_xdist_adds_to_a_rank_takes_no_place_in_the_job(user_tests, tmp_path, parameter):
     (tmp_path / "conftest.py").write_text("def pytest_configure(config): config.workerinput = {}")  # as xdist does
