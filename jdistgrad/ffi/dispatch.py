@@ -9,6 +9,7 @@ The option does not apply to programs whose arguments are still being copied: th
 local world each worker may have such a program that waits for the other workers, so the pool is enlarged.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -40,6 +41,12 @@ def provide_threads() -> None:
     """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or the user has set the size."""
     if not backends_are_initialized():
         os.environ.setdefault(POOL, str(max(THREADS, len(os.sched_getaffinity(0)))))
+
+
+def finish_programs() -> None:
+    """Wait for the programs with ordered effects that this thread has called, also where XLA runs them on its own."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # which those see that use the results
+        jax.effects_barrier()
 
 
 def explained_on(count: int, function: Callable[..., Any]) -> Callable[..., Any]:

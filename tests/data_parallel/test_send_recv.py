@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.data import unaligned
 from helpers.models import serially
 from helpers.worlds import on_every_worker
 
@@ -251,6 +252,21 @@ def test_several_threads_of_a_rank_send_to_one(world, rank, size):
     if rank == 1:
         found = [c.recv(like, 0, after=None) for _ in range(2 * count)]
         assert collections.Counter(float(x[0]) for x in found) == {1: count, 2: count}
+    c.barrier()
+
+
+@pytest.mark.world(3)
+@on_every_worker
+def test_what_python_sends_after_a_program_comes_after_what_the_program_sends(world, rank, size):
+    c, shape = of_this_world(), (512, 512)
+    send, after = jax.jit(lambda x: c.send(x, 1)), jnp.full(shape, -1.0)
+    for turn in range(100):
+        if rank == 0:
+            send(unaligned(shape, turn))
+            c.send(after, 1)
+        if rank == 1:
+            found = [c.recv(jax.ShapeDtypeStruct(shape, jnp.float32), 0, after=None) for _ in range(2)]
+            assert [float(x[0, 0]) for x in found] == [turn, -1]
     c.barrier()
 
 

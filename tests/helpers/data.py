@@ -1,8 +1,17 @@
 """Test data: functions that compare trees, draw random trees, and damage bytes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def unaligned(shape, value):
+    """Return an array of NumPy's that XLA copies before it runs a program, on a thread of its own."""
+    size = math.prod(shape)
+    whole = np.full(size + 1, value, np.float32)
+    return whole[1 if whole.ctypes.data % 64 == 0 else 0 :][:size].reshape(shape)
 
 
 def assert_close(found, expected, rtol=1e-5, atol=1e-6):

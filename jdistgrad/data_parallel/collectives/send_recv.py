@@ -21,6 +21,7 @@ from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like, to_
 from jdistgrad.data_parallel.collectives.posts import TAGS, Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
 from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
 NOTHING = jax.ShapeDtypeStruct((), np.float32)  # what ``send`` returns
@@ -77,6 +78,7 @@ class Pairs:
         return collective_p.bind(x, by=self, name=name, how=how)
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        finish_programs()  # what they send and receive comes before
         found = self._carried(name, np.asarray(x), how)
         return jnp.asarray(found) if name == "send" else placed_like(found, x)
 
