@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.data import assert_close
+from helpers.data import assert_close, unaligned
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import last, on_every_worker, on_worker0
 
@@ -55,6 +55,17 @@ def test_operations_in_another_order_are_told_too(big_world, rank, size):
         with pytest.raises(TOLD, match=r"rank 0 does compiled (sum|max) of float32"):
             jax.block_until_ready(run(x))
     np.testing.assert_array_equal(total(x), sum(np.arange(3.0) + r for r in range(size)))
+
+
+@on_every_worker
+def test_operations_of_python_after_a_program_that_begins_late(big_world, rank, size):
+    c = jd.collectives.of_this_world()
+    total = jax.jit(c.allreduce)
+    for turn in range(30):
+        found = total(unaligned((1024, 1024), turn + rank))
+        assert c.allgather_object(turn) == [turn] * size
+        assert c.allreduce(jnp.float32(turn)) == size * turn
+        assert found[0, 0] == size * turn + sum(range(size))
 
 
 @on_every_worker

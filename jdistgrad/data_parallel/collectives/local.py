@@ -17,6 +17,7 @@ from jdistgrad.data_parallel.collectives.posts import LocalPost
 from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, refuse_processes, seat
 from jdistgrad.errors import MissingRanksError
+from jdistgrad.ffi.dispatch import finish_programs
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
@@ -56,6 +57,10 @@ class Local(HostCollectives):
         other.timeout = self.timeout
         other._sit(self._seat, self.world_ranks)
         return other
+
+    def agree(self, text: str) -> None:
+        finish_programs()  # which meet at the same board
+        super().agree(text)
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         self._seat.check()
