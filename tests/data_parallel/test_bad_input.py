@@ -218,6 +218,18 @@ def test_numbers_that_are_not_finite_are_found(big_world, bad, rank, size):
     np.testing.assert_allclose(dp.average(tree(w=jnp.ones(4)))["w"], np.ones(4), rtol=1e-6)
 
 
+@pytest.mark.parametrize("hook", [hooks.int8(), hooks.powersgd(rank=1, start=0)], ids=["int8", "powersgd"])
+@on_every_worker
+def test_a_hook_forgets_the_step_whose_numbers_are_not_finite(big_world, hook, rank, size):
+    draw = np.random.default_rng(rank)
+    good, others = ({name: jnp.asarray(draw.normal(size=(16, 16)), jnp.float32) for name in "abc"} for _ in range(2))
+    careful, alone = (DataParallel(hook=hook, check_finite=True, bucket_cap_mb=1e-5) for _ in range(2))
+    for bad in "abc":
+        with pytest.raises(NonFiniteError):
+            careful.average({**others, bad: others[bad].at[3, 4].set(np.nan)})
+        jax.tree.map(np.testing.assert_array_equal, careful.average(good), alone.average(good))
+
+
 @on_every_worker
 def test_integer_parameters_are_refused(world, rank, size):
     dp = DataParallel()

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
-from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.errors import CollectiveError, LeafError, NonFiniteError
 from jdistgrad.wire import pinned
 from jdistgrad.wire.interrupts import put_off_interrupt
 
@@ -65,7 +65,7 @@ class Reduction:
         self._reducer, self._thread, self._plan = reducer, thread, plan
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future[Any]] = []
-        self._failed = False
+        self._failed, self._states = False, dict(handling.states)
 
     @functools.cached_property
     def _launching(self) -> Launching:
@@ -185,6 +185,11 @@ class Reduction:
         handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
         try:
             return self._reducer.average(self._plan, number, gradients, handling)
+        except NonFiniteError:  # on every rank: the hook forgets the buckets before, whose averages nobody has
+            self._failed = True
+            self.handling.states.clear()
+            self.handling.states.update(self._states)
+            raise
         except BaseException:
             self._failed = True
             raise
