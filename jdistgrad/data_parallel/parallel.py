@@ -14,7 +14,7 @@ from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel import contexts
 from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_masked
+from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_masked, refuse_sparse
 from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -252,6 +252,7 @@ class DataParallel(Corrected):
         Example:
           >>> shown = dp.mean({"loss": 0.5, "correct": 12})
         """
+        refuse_sparse(metrics, "mean")
         found = jax.tree_util.tree_map_with_path(_as_float, metrics, is_leaf=is_elsewhere)
         driver = self._driver_of(metrics)
         goes_on = driver is not None and driver.goes_on

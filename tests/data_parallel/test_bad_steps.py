@@ -7,7 +7,7 @@ import pytest
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
-from jdistgrad.data_parallel.collectives import Mesh
+from jdistgrad.data_parallel.collectives import Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
@@ -69,6 +69,17 @@ def test_sparse_and_dense_trees_of_one_shape_have_plans_of_their_own(world, rank
         found = dp.average(tree)["t"]
         found = found.todense() if isinstance(found, BCOO) else found
         np.testing.assert_allclose(found, np.eye(3) * (1 + size) / 2)
+
+
+@on_every_worker
+def test_indices_of_sparse_arrays_are_not_taken_for_numbers(big_world, rank, size):
+    c, dp = of_this_world(), DataParallel()
+    x = {"x": BCOO.fromdense(jnp.eye(size))}
+    for reduce in (c.allreduce, c.allgather, c.gather_rows, c.alltoall, c.reduce_scatter, dp.mean):
+        with pytest.raises(LeafError, match=rf"{reduce.__name__}: \['x'\] is a sparse array, BCOO\[{size}, {size}\]"):
+            reduce(x)
+    np.testing.assert_array_equal(c.broadcast(x)["x"].todense(), np.eye(size))
+    np.testing.assert_array_equal(dp.average(x)["x"].todense(), np.eye(size))
 
 
 @on_every_worker

@@ -72,6 +72,20 @@ def refuse_masked(path: Any, leaf: Any) -> None:
         )
 
 
+def refuse_sparse(tree: Any, what: str) -> None:
+    """Raise LeafError for a sparse array where only arrays with all their elements are reduced or stacked.
+
+    Its indices would be taken for numbers.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            raise LeafError(
+                f"{what}: {_spelled(path)} is a sparse array, {type(leaf).__name__}{list(leaf.shape)}, of which only "
+                "DataParallel's averages take the sum. Give x.todense().",
+                path=_spelled(path),
+            )
+
+
 def is_elsewhere(value: Any) -> bool:
     """Return whether a value is a reference, or the gradient of one: JAX sees only what stands for the value."""
     return isinstance(value, Elsewhere)

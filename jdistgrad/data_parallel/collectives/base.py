@@ -19,7 +19,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.host_arrays import to_jax
-from jdistgrad.data_parallel.buckets.leaves import is_elsewhere
+from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_sparse
 from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -47,6 +47,7 @@ class Collectives(abc.ABC):
         The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
         maximum, in equal shares. A product gathers the arrays of all ranks.
         """
+        refuse_sparse(tree, "allreduce")
         return _each(lambda x: self._reduced(_checked(x, op), op), tree)
 
     def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
@@ -64,6 +65,7 @@ class Collectives(abc.ABC):
 
     def allgather(self, tree: Any) -> Any:
         """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
+        refuse_sparse(tree, "allgather")
         return _each(lambda x: self.perform("allgather", to_jax(x)), tree)
 
     def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
@@ -73,6 +75,7 @@ class Collectives(abc.ABC):
           counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
             exchange these numbers.
         """
+        refuse_sparse(tree, "gather_rows")
         arrays = _each(to_jax, tree)
         shapes = [array.shape for array in jax.tree.leaves(arrays)]
         mine = {shape[:1] for shape in shapes}
@@ -97,6 +100,7 @@ class Collectives(abc.ABC):
           splits: the number of rows for each rank; by default equally many. Compiled programs must know these numbers
             for all ranks: ``splits[sender][receiver]``.
         """
+        refuse_sparse(tree, "alltoall")
         if splits is None:
             return _each(lambda x: self._exchanged_equally(to_jax(x)), tree)
         table = self._split_table(splits)
@@ -115,6 +119,7 @@ class Collectives(abc.ABC):
 
     def reduce_scatter(self, tree: Any) -> Any:
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
+        refuse_sparse(tree, "reduce_scatter")
         return _each(lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
