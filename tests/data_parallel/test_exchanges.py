@@ -100,6 +100,21 @@ def test_objects(world, rank, size):
 
 
 @on_every_worker
+def test_what_ranks_change_in_objects_afterwards_is_their_own(world, rank, size):
+    c, mine = of_this_world(), {"rows": [rank], "x": np.full(2, rank)}
+    gathered, sent = c.allgather_object(mine), c.broadcast_object(mine, root=size - 1)
+    for one in (mine, *gathered, sent):
+        c.barrier()
+        one["rows"].append(-1)
+        one["x"][:] = -1
+    again = c.allgather_object(mine)
+    c.barrier()
+    assert [one["rows"] for one in gathered] == [[other, -1] for other in range(size)]
+    assert (mine["rows"], sent["rows"]) == ([rank, -1], [size - 1, -1])
+    assert [one["rows"] for one in again] == [[other, -1] for other in range(size)]
+
+
+@on_every_worker
 def test_objects_with_large_and_small_arrays(world, rank, size):
     def mine(rank):
         return {"large": np.full((rank + 1, 20_000), rank, np.float32).T, "small": np.arange(rank), "none": np.zeros(0)}

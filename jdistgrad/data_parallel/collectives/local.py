@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.collectives.routes import Route
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, WatchedBlock, refuse_processes, seat
 from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.dispatch import finish_programs
+from jdistgrad.rpc import trees
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
@@ -61,6 +62,12 @@ class Local(HostCollectives):
     def agree(self, text: str) -> None:
         finish_programs()  # which meet at the same board
         super().agree(text)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [trees.steady(one) for one in super().allgather_object(trees.steady(value))]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return trees.steady(super().broadcast_object(trees.steady(value) if self.rank == root else None, root))
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         self._seat.check()
