@@ -112,21 +112,58 @@ def meet():
 @needs_pickling
 @on_worker0
 def test_who_waits_for_room_goes_on_if_all_calls_are_answered_meanwhile(wire_world, monkeypatch):
-    """Between finding that their messages are too large and looking which they are."""
+    """Between finding that their messages are too large and beginning to wait until one leaves."""
     calls = current_worker().calls._calls
-    oldest, futures, asked = calls.oldest, queue.SimpleQueue(), []
+    leaving, futures, asked = calls.leaving, queue.SimpleQueue(), []
 
-    def when_answered(count):
+    def when_answered(limit):
         assert poll(lambda: not calls.bytes, 30)
-        return oldest(count)
+        return leaving(limit)
 
     monkeypatch.setattr(caller, "settings", dataclasses.replace(caller.settings, in_flight_bytes=1))
-    monkeypatch.setattr(calls, "oldest", when_answered)
+    monkeypatch.setattr(calls, "leaving", when_answered)
     for _ in range(2):  # the second waits for room
         call = functools.partial(jd.rpc_async, last(), np.sum, args=(np.ones(100),))
         threading.Thread(target=lambda call=call: futures.put(call()), daemon=True).start()
         asked.append(futures.get(timeout=20))
     assert [one.result(30) for one in asked] == [100, 100]
+
+
+may_add_up = threading.Event()
+
+
+def sum_when_let(array):
+    assert may_add_up.wait(30)
+    may_add_up.clear()
+    return array.sum()
+
+
+def let_add_up():
+    may_add_up.set()
+
+
+@needs_pickling
+@on_worker0
+def test_who_waits_for_the_room_of_a_cancelled_call_sleeps_until_it_is_answered(wire_world, monkeypatch):
+    """The future of a cancelled call is done, and its arguments still take up room: a wait for it ends at once."""
+    worker, begin, waits = current_worker(), queue.SimpleQueue(), []
+    wait_for, jobs = worker.wait_for, []
+
+    def watched(futures, timeout):
+        if threading.current_thread() in jobs:
+            waits.append([one.done() for one in futures])
+        wait_for(futures, timeout)
+
+    monkeypatch.setattr(worker, "wait_for", watched)
+    monkeypatch.setattr(caller, "settings", dataclasses.replace(caller.settings, in_flight_bytes=1))
+    assert jd.rpc_async(last(), sum_when_let, args=(np.ones(100),)).cancel()
+    jobs.append(threading.Thread(target=lambda: begin.put(jd.rpc_async(last(), np.sum, args=(np.ones(50),)))))
+    jobs[0].start()
+    assert poll(lambda: waits, 30)
+    jd.rpc_sync(last(), let_add_up)
+    assert begin.get(timeout=30).result(30) == 50
+    assert waits[0] == [False]
+    assert len(waits) <= 2  # the call that releases it also leaves
 
 
 @on_worker0

@@ -76,8 +76,6 @@ def test_bytes_are_those_of_the_calls_that_are_pending():
     first, second, third, *_ = calls.now()
     calls.sent(first, 100)
     calls.sent(third, 30)
-    assert [one.id for one in calls.oldest(5)] == [0, 2]
-    assert [one.id for one in calls.oldest(1)] == [0]
     calls.close(second.id)
     calls.sent(second, 1000)  # it was answered before its sender came to note its size
     assert calls.bytes == 130
@@ -85,6 +83,27 @@ def test_bytes_are_those_of_the_calls_that_are_pending():
     assert calls.bytes == 30
     calls.close_all()
     assert calls.bytes == 0
+
+
+def test_who_waits_for_room_learns_of_the_next_call_with_a_size_that_leaves():
+    calls = PendingCalls()
+    for number in range(3):
+        calls.open(call(number))
+    small, *large = calls.now()
+    for one in large:
+        calls.sent(one, 100)
+    assert calls.leaving(200) is None
+    leaving = calls.leaving(150)
+    assert calls.leaving(150) is leaving
+    calls.close(small.id)
+    assert not leaving.done()
+    calls.close(large[0].id)
+    assert leaving.done()
+    assert calls.leaving(150) is None
+    last = calls.leaving(50)
+    assert not last.done()
+    calls.expire(1e9)
+    assert last.done()
 
 
 @pytest.mark.parametrize("timeout_of", [lambda k: 60.0, lambda k: 60.0 - k / 1000], ids=["alike", "each its own"])

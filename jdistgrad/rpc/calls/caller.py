@@ -28,8 +28,6 @@ from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
-LOOKED_AT = 16  # of the calls that room is waited for, the oldest
-
 AnyWorker = str | int | WorkerInfo
 Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
@@ -111,9 +109,10 @@ class Caller:
         A thread that serves a call does not wait: the calls that it would wait for may wait for its own.
         """
         while self._calls.bytes > settings.in_flight_bytes and not self._is_serving():
-            oldest = self._calls.oldest(LOOKED_AT)
-            if oldest:  # else all have been answered just now
-                self._mailbox.wait_for([call.future for call in oldest], None)
+            leaving = self._calls.leaving(settings.in_flight_bytes)
+            if leaving is not None:  # else there is room by now
+                self._mailbox.wait_for((leaving,), None)
+                leaving.result()
 
     def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
         mailbox = self._mailbox

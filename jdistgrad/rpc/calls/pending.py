@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 import math
 import threading
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -49,6 +49,7 @@ class PendingCalls:
     def __init__(self) -> None:
         self._by_id: dict[int, Pending] = {}
         self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
+        self._leaving: InterruptibleFuture[None] | None = None  # somebody waits until a call with a size leaves
         self._lock = threading.Lock()
         self.bytes = 0  # of all calls
 
@@ -68,10 +69,16 @@ class PendingCalls:
                 call.bytes = size
                 self.bytes += size
 
-    def oldest(self, count: int) -> list[Pending]:
-        """Return the calls that have been pending longest, of those with a size."""
+    def leaving(self, limit: float) -> InterruptibleFuture[None] | None:
+        """Return a future that is done as soon as a call with a size leaves; None if all have few enough bytes now.
+
+        The future of a call may be done long before the call leaves: when its caller cancels it.
+        """
         with self._lock:
-            return list(itertools.islice((call for call in self._by_id.values() if call.bytes), count))
+            if self.bytes <= limit:
+                return None
+            self._leaving = self._leaving or InterruptibleFuture()
+            return self._leaving
 
     def close(self, identifier: int) -> Pending | None:
         """Remove and return a call, or None if it is no longer there (late answer)."""
@@ -112,6 +119,9 @@ class PendingCalls:
     def _remove(self, call: Pending) -> Pending:
         del self._by_id[call.id]
         self.bytes -= call.bytes
+        if call.bytes and self._leaving is not None:
+            self._leaving.set_result(None)
+            self._leaving = None
         if call.timeout != math.inf:
             queue = self._queues[call.timeout]
             del queue[call.id]
