@@ -64,7 +64,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def reduce_numpy(array: np.ndarray) -> Any:
-    if array.dtype.hasobject or array.dtype.names:
+    if array.dtype.hasobject or array.dtype.names or not array.itemsize:  # no bytes tell how many elements there are
         return NotImplemented
     return rebuild_numpy, (pickle.PickleBuffer(bytes_of(array)), dtype_name(array.dtype), array.shape)
 

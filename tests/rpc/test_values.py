@@ -75,6 +75,15 @@ def test_structured_and_object_arrays(world):
     assert round_trip(words).tolist() == ["a", None, {"b": 1}]
 
 
+@pytest.mark.parametrize("array", [np.zeros(2, "V0"), np.zeros((2, 0), "V0"), np.zeros((2, 3), [])])
+def test_arrays_whose_elements_have_no_bytes(world, array):
+    def main():
+        arrived = round_trip(array)
+        assert (arrived.dtype, arrived.shape) == (array.dtype, array.shape)
+
+    world.drive(main)
+
+
 @on_worker0
 def test_gradients_of_integers(world):
     """JAX gives them a type of its own, which holds nothing. They can be sent on."""
