@@ -3,12 +3,14 @@
 import concurrent.futures
 import math
 import threading
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from helpers.worlds import last, nap, on_worker0, still_works
 
 import jdistgrad as jd
+from jdistgrad.rpc.calls.caller import checked_timeout
 
 
 @on_worker0
@@ -34,6 +36,13 @@ def test_the_worlds_timeout_is_the_default(world):
 
 def nap_elsewhere(limit):
     return jd.rpc_async(0, nap, args=(0.1,)).result(limit)
+
+
+@pytest.mark.parametrize("seconds", [10**400, Fraction(10**400)])
+def test_a_number_that_no_float_holds_is_no_limit_either(seconds):
+    assert checked_timeout(seconds) == checked_timeout(1e300) == math.inf
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        checked_timeout(-seconds)
 
 
 @pytest.mark.parametrize("limit", [math.inf, 1e10])  # locks take 9.2e9 seconds at most

@@ -228,7 +228,10 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
 
 def checked_timeout(seconds: Any) -> float:
     """Return a timeout that a caller gave. Raises ValueError if it is not a positive number."""
-    limit = float(seconds) if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool) else math.nan
+    try:
+        limit = float(seconds) if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool) else math.nan
+    except OverflowError:
+        limit = math.inf if seconds > 0 else -math.inf
     if limit > 0:
         return limit if limit < threading.TIMEOUT_MAX else math.inf
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")
