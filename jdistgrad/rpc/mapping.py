@@ -119,7 +119,7 @@ class Feed:
                     early[number if in_order else turn] = (*outcome,)
                 result, error = early.pop(turn)
                 if error is not None and not return_exceptions:
-                    raise error
+                    raise told(error)
                 yield result if error is None else error
         finally:
             self._take_all()
@@ -157,6 +157,18 @@ class Feed:
                 return
         for number in self._take_all():
             self._ended.put((number, None, error))
+
+
+def told(error: BaseException) -> BaseException:
+    """Return what to raise for an exception of the function: no generator can raise StopIteration."""
+    if not isinstance(error, StopIteration):
+        return error
+    stopped = RuntimeError(
+        f"map: the function raised {error!r:.200}, which would end the iteration as if there were no more items. Let "
+        "it raise another exception, or pass return_exceptions=True."
+    )
+    stopped.__cause__ = error
+    return stopped
 
 
 def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:

@@ -81,6 +81,21 @@ def test_exceptions_can_be_kept(world):
     assert isinstance(results[3], KeyError)
 
 
+def stop_at_two(k):
+    if k == 2:
+        raise StopIteration("no more")
+    return k
+
+
+@on_worker0
+def test_an_exception_that_would_end_the_iteration_quietly_is_told(world):
+    results = jd.map(stop_at_two, range(4))
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(RuntimeError, match=r"map: the function raised StopIteration\('no more'\).*return_exceptions"):
+        next(results)
+    assert isinstance([*jd.map(stop_at_two, range(4), return_exceptions=True)][2], StopIteration)
+
+
 @on_worker0
 def test_calls_belong_to_the_context_they_were_mapped_in(world):
     with jd.context():
