@@ -10,6 +10,8 @@ from typing import NoReturn
 def end_forked(error: BaseException | None) -> NoReturn:
     """End this process as Python ends a program that ended with this exception, or without one."""
     if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
         leave(status_of(error.code))
     if error is not None:
         traceback.print_exception(error)

@@ -45,6 +45,9 @@ def stop():
 def fail():
     1 / 0
 
+def give_up():
+    sys.exit("gave up")  # Python prints what is no number, and exits with status 1
+
 def program(wait):
     rref = jd.remote(2, jnp.ones, args=(3,))
     future, called_back = jd.rpc_async(1, wait, args=(2,)), concurrent.futures.Future()
@@ -55,6 +58,7 @@ def program(wait):
     print("exited:", child(lambda: sys.exit(5)), flush=True)
     print("raised:", child(lambda: 1 / 0), flush=True)
     print("called:", [jd.rpc_sync(rank, child, args=(end,), timeout=20) for rank in (0, 1) for end in (stop, fail)])
+    print("gave up:", jd.rpc_sync(1, child, args=(give_up,), timeout=20))
     assert future.result() is None
     print("called back:", called_back.result(20))  # what a callback raises is only logged
     assert rref.to_here().sum() == 3
@@ -82,6 +86,8 @@ print("done", flush=True)
 def check(output):
     for line in ("used: 0", "exited: 5", "raised: 1", "ZeroDivisionError", "called: [5, 1, 5, 1]", "called back: 0"):
         assert line in output, output
+    assert output.splitlines().count("gave up") == 1
+    assert "gave up: 1" in output
     assert "ending the job" not in output
 
 
