@@ -9,13 +9,16 @@ from typing import NoReturn
 
 def end_forked(error: BaseException | None) -> NoReturn:
     """End this process as Python ends a program that ended with this exception, or without one."""
-    if isinstance(error, SystemExit):
-        if not isinstance(error.code, int | None):
-            print(error.code, file=sys.stderr)
-        leave(status_of(error.code))
-    if error is not None:
+    with contextlib.suppress(Exception):  # the stream is closed
+        _tell(error)
+    leave(status_of(error.code) if isinstance(error, SystemExit) else int(error is not None))
+
+
+def _tell(error: BaseException | None) -> None:
+    if not isinstance(error, SystemExit | None):
         traceback.print_exception(error)
-    leave(int(error is not None))
+    elif error is not None and not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
 
 
 def status_of(code: object) -> int:

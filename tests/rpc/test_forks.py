@@ -48,6 +48,10 @@ def fail():
 def give_up():
     sys.exit("gave up")  # Python prints what is no number, and exits with status 1
 
+def fail_silently():
+    sys.stderr.close()
+    1 / 0
+
 def program(wait):
     rref = jd.remote(2, jnp.ones, args=(3,))
     future, called_back = jd.rpc_async(1, wait, args=(2,)), concurrent.futures.Future()
@@ -59,6 +63,7 @@ def program(wait):
     print("raised:", child(lambda: 1 / 0), flush=True)
     print("called:", [jd.rpc_sync(rank, child, args=(end,), timeout=20) for rank in (0, 1) for end in (stop, fail)])
     print("gave up:", jd.rpc_sync(1, child, args=(give_up,), timeout=20))
+    print("failed silently:", jd.rpc_sync(1, child, args=(fail_silently,), timeout=20))
     assert future.result() is None
     print("called back:", called_back.result(20))  # what a callback raises is only logged
     assert rref.to_here().sum() == 3
@@ -88,6 +93,7 @@ def check(output):
         assert line in output, output
     assert output.splitlines().count("gave up") == 1
     assert "gave up: 1" in output
+    assert "failed silently: 1" in output
     assert "ending the job" not in output
 
 
