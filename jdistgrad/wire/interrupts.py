@@ -61,6 +61,12 @@ def _install() -> None:
             signal.signal(number, Handler(current))
 
 
+def handle_signals() -> None:
+    """Install the handlers that blocks need already now, if this is the main thread: no other may."""
+    if threading.get_ident() == _main:
+        _install()
+
+
 def is_put_off() -> bool:
     """Return whether the main thread is in a block that puts off signals."""
     return bool(_blocks)

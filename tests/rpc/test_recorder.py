@@ -203,6 +203,26 @@ def test_a_program_that_ends_well_leaves_nothing_and_survives_the_signal(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+HANDLED_BEFORE = """
+import os, pathlib, signal
+import jdistgrad as jd
+came = []
+signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+jd.init()
+jd.rpc_sync(0, len, args=("",))  # puts signals off, by handlers around those that are there
+(folder,) = pathlib.Path(os.environ["JDISTGRAD_DEBUG_DIR"]).iterdir()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert came == [signal.SIGUSR1]
+assert 'File "<string>"' in (folder / "process.stacks.txt").read_text()
+jd.shutdown()
+"""
+
+
+def test_the_signal_writes_stacks_and_calls_the_handler_that_was_there_before(tmp_path):
+    environment = {**os.environ, "JDISTGRAD_DEBUG": "1", "JDISTGRAD_DEBUG_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", HANDLED_BEFORE], env=environment, check=True)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_init(tmp_path):
     (tmp_path / "file").touch()
     environment = {**os.environ, "JDISTGRAD_DEBUG": "1", "JDISTGRAD_DEBUG_DIR": str(tmp_path / "file")}

@@ -27,6 +27,7 @@ from jdistgrad.rpc.flight import folder as files, processes, snapshots
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.interrupts import handle_signals
 
 EVENTS = 1000
 LOOK_SECONDS = 0.1  # how often the thread looks whether it is asked
@@ -164,6 +165,7 @@ def handle_signal(stacks: Any) -> None:
     A handler of the user's is called if it was there before ``init``. Python lets only the main thread set one; later
     handlers replace this one, and ``jdistgrad stacks`` then finds out all but the stacks of a rank that stands still.
     """
+    handle_signals()  # now: done later, it would take the place of faulthandler's
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=has_own_handler())
 
 
