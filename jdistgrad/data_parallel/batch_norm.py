@@ -50,7 +50,8 @@ def _squared(x: jax.Array) -> jax.Array:
 class SyncBatchNorm(nn.Module):
     """flax's ``BatchNorm``, over the batch of all ranks. Parameters and statistics have the same names and shapes.
 
-    Every rank must apply the layer equally often. Features are the last axis.
+    Every rank must apply the layer equally often. Features are the last axis, and there is no ``mask``. All other
+    settings are flax's.
     """
 
     collectives: Collectives
@@ -58,6 +59,11 @@ class SyncBatchNorm(nn.Module):
     momentum: float = 0.99
     epsilon: float = 1e-5
     dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    scale_init: nn.initializers.Initializer = nn.initializers.ones
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
@@ -65,8 +71,8 @@ class SyncBatchNorm(nn.Module):
         shape = (x.shape[-1],)
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape)
         var = self.variable("batch_stats", "var", jnp.ones, shape)
-        scale = self.param("scale", nn.initializers.ones, shape)
-        bias = self.param("bias", nn.initializers.zeros, shape)
+        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         if frozen or self.is_initializing():
             m, v = mean.value, var.value
         else:

@@ -1,6 +1,7 @@
 """Batch norm over the rows of all ranks, compared with flax's own on the whole batch."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -86,11 +87,22 @@ def test_dtypes_are_those_of_flax(big_world, given, dtype, rank, size):
     linen = of_linen, nn.BatchNorm, functools.partial(SyncBatchNorm, c)
     on_nnx = of_nnx, nnx.BatchNorm, functools.partial(NnxSyncBatchNorm, collectives=c)
     without = {"use_bias": False, "param_dtype": "bfloat16"}, {"use_scale": False, "use_bias": False}
-    for (run, *layers), settings in ((linen, {}), (on_nnx, {}), *((on_nnx, one) for one in without)):
+    for (run, *layers), settings in itertools.product((linen, on_nnx), ({}, *without)):
         plain, synchronous = (functools.partial(layer, dtype=dtype, **settings) for layer in layers)
         y, statistics, frozen = run(plain, whole)
         found = run(synchronous, whole[rows])
         assert_close(found, (y[rows], statistics, frozen[rows]), rtol=1e-5, atol=1e-5)
+
+
+@on_every_worker
+def test_initializers_are_those_of_flax(big_world, rank, size):
+    # As in ResNets: the last layer of a residual block begins with a scale of zero.
+    settings = {"scale_init": nn.initializers.zeros, "bias_init": nn.initializers.normal()}
+    mine, flax = (
+        norm(name="norm", use_running_average=False, **settings).init(jax.random.key(0), jnp.ones((2 + rank, 3)))
+        for norm in (functools.partial(SyncBatchNorm, of_this_world()), nn.BatchNorm)
+    )
+    assert_close(mine, flax)
 
 
 @on_every_worker
