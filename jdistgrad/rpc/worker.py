@@ -33,10 +33,14 @@ class Worker(Mailbox):
 
     The thread that moves messages calls ``receive`` and ``tick``; neither waits nor runs users' code. Calls are served
     on threads that may wait, and the thread that asked opens the answer.
+
+    Attributes:
+      kept: what users of the worker keep as long as this world exists, by names.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.kept: dict[str, Any] = {}
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))

@@ -48,6 +48,11 @@ class HostCollectives(Collectives):
     _closed: bool = False
     _pairs: "tuple[HostCollectives, Pairs] | None" = None
 
+    @functools.cached_property
+    def drivers(self) -> dict[Any, Any]:
+        """The drivers of steps over these collectives, by their settings."""
+        return {}
+
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         return collective_p.bind(x, by=self, name=name, how=how)
 

@@ -8,25 +8,48 @@ from typing import Any, cast
 from jdistgrad import errors
 from jdistgrad.ffi.sites import is_cancelled
 from jdistgrad.rpc.current import fork_error
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
-from jdistgrad.rpc.worker import current_worker, find_worker
+from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 1.0
 FOR_ANY_WORLD = "Use jdistgrad.collectives.of_this_world(), which DataParallel() does by itself."
 
-_kept: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
-
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """A worker's place in its world. ``check`` raises once the world has failed or closed."""
+    """A worker's place in its world. It does not keep the worker: JAX keeps programs, and they their collectives.
+
+    Arguments:
+      found: returns the worker, as long as there is one.
+    """
 
     world: str
-    rank: int
+    info: WorkerInfo
     size: int
-    owner: Any
-    check: Callable[[], None]
+    found: Callable[[], Worker | None]
+
+    @property
+    def rank(self) -> int:
+        return self.info.rank
+
+    @property
+    def owner(self) -> Worker:
+        """The worker. Raises its world's error, or WorldClosedError, once the world has failed or closed."""
+        worker = self.found()
+        if worker is not None and worker.failure is not None:
+            raise worker.failure.with_traceback(None)
+        if worker is None or worker.closed:
+            raise errors.WorldClosedError(
+                f"collectives of {self.info}: their world has been shut down. Make new ones in this one.",
+                worker=self.info,
+            )
+        return worker
+
+    def check(self) -> None:
+        """Raise once the world has failed or closed."""
+        _ = self.owner
 
 
 class InterruptedCollectiveError(errors.CollectiveError):
@@ -180,17 +203,7 @@ def is_failure(error: Exception) -> bool:
 def seat() -> Seat:
     """Return this worker's place in its world."""
     worker = current_worker()
-
-    def check() -> None:
-        if worker.failure is not None:
-            raise worker.failure.with_traceback(None)
-        if worker.closed:
-            raise errors.WorldClosedError(
-                f"collectives of {worker.info}: their world has been shut down. Make new ones in this one.",
-                worker=worker.info,
-            )
-
-    return Seat(worker.world, worker.rank, worker.size, worker, check)
+    return Seat(worker.world, worker.info, worker.size, weakref.ref(worker))
 
 
 def refuse_forked_process(what: str) -> None:
@@ -227,14 +240,14 @@ def is_local() -> bool:
 
 def keep(name: str, value: Any) -> None:
     """Keep a value under a name as long as this world exists."""
-    _kept.setdefault(current_worker(), {})[name] = value
+    current_worker().kept[name] = value
 
 
 def forget(name: str) -> None:
     """Keep a value no longer, if there is one under that name."""
-    _kept.get(current_worker(), {}).pop(name, None)
+    current_worker().kept.pop(name, None)
 
 
 def kept(name: str) -> Any:
     """Return the value kept under a name in this world, or None."""
-    return _kept.get(current_worker(), {}).get(name)
+    return current_worker().kept.get(name)

@@ -1,7 +1,6 @@
 """The driver of a rank's steps, as its collectives need it."""
 
 import dataclasses
-import weakref
 
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -18,12 +17,9 @@ def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
     )
 
 
-_shared: "weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]" = weakref.WeakKeyDictionary()
-
-
 def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
     """Return the one driver for these collectives and settings. Hooks of one name count as the same setting."""
-    found = _shared.setdefault(collectives, {})
+    found: dict[Settings, Driver] = collectives.drivers
     if rules.settings not in found:
         found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
     return found[rules.settings]

@@ -1,0 +1,63 @@
+"""A process with many worlds after each other, such as a notebook's, keeps nothing of those that are closed."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jdistgrad as jd
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.polling import poll
+
+X = jnp.arange(3.0)
+
+
+def meet():
+    jd.barrier()
+
+
+def average():
+    tx = jd.average_gradients()
+    tx.update(X, tx.init(X))
+
+
+def train_alone():
+    tx = jd.local_sgd(optax.sgd(0.1), every=1)
+    tx.update(X, tx.init(X), X)
+
+
+def step():
+    dp = jd.DataParallel()
+    dp.value_and_grad(lambda w: jnp.sum(w * w))(X)
+    dp.jit(lambda w: dp.value_and_grad(jnp.sum)(w)[1])(X)
+
+
+def in_a_program():
+    everybody = jd.collectives.of_this_world()
+    jax.jit(lambda x: everybody.allreduce(x) + 1)(X)
+
+
+def reducing():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("jdistgrad-reduce")}
+
+
+@pytest.mark.parametrize("use", [meet, average, train_alone, step, in_a_program])
+def test_nothing_of_a_closed_world_is_kept(use):
+    workers, before = [], reducing()
+
+    def main():
+        jd.init()
+        workers.append(weakref.ref(current_worker()))
+        use()
+        jd.shutdown()
+
+    def all_are_gone():
+        gc.collect()
+        return not any(worker() for worker in workers) and not reducing() - before
+
+    jd.spawn(main, 3)
+    assert poll(all_are_gone, 10)  # the threads of workers end after their worlds
