@@ -121,6 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if launcher_env.launched():
         config.option.basetemp = folder_of_this_rank(config)
+        name_report_of_this_rank(config.option)
     config.addinivalue_line(
         "markers",
         f"world(size, ...): how many workers the test's local world has (default {SIZE}); several sizes: one test "
@@ -139,6 +140,14 @@ def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
     if not given:
         config.add_cleanup(lambda: shutil.rmtree(parent))
     return parent / f"rank{launcher_env.rank()}"
+
+
+def name_report_of_this_rank(options: Any) -> None:
+    """Let each rank write a JUnit report of its own; the first rank's has the name that was asked for."""
+    path = getattr(options, "xmlpath", None)
+    if path and launcher_env.rank():
+        asked = pathlib.Path(path)
+        options.xmlpath = str(asked.with_stem(f"{asked.stem}.rank{launcher_env.rank()}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

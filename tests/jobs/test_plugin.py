@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from xml.etree import ElementTree
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_ranks_do_not_share_temporary_files(user_tests, given):
     folders = {line.split()[-1] for line in output.splitlines() if "files in" in line}
     assert len(folders) == 3
     assert all(pathlib.Path(folder).exists() == bool(given) for folder in folders)
+
+
+def test_ranks_do_not_share_a_report(user_tests, tmp_path):
+    user_tests(ADDS, ranks=3, options=["--junitxml", "told/report.xml"])
+    reports = sorted((tmp_path / "told").iterdir())
+    assert [one.name for one in reports] == ["report.rank1.xml", "report.rank2.xml", "report.xml"]
+    assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "2" for one in reports)
 
 
 def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
