@@ -1,6 +1,6 @@
 """Threads: an unbounded pool of reusable daemon threads, which serve calls; how threads are stopped; where they are.
 
-And functions that C calls on the main thread, which Python must not interrupt.
+And the cores for them, and functions that C calls on the main thread, which Python must not interrupt.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
@@ -39,6 +39,13 @@ Inbox = queue.SimpleQueue[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("jdistgrad.threads")
+
+
+def usable_cores() -> set[int]:
+    """Return the cores that this process may use; all of them where the system does not tell, as that of a Mac."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:

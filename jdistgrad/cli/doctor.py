@@ -1,7 +1,6 @@
 """`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from jdistgrad.cli import launch, probe
 from jdistgrad.cli.probe import Facts
 from jdistgrad.errors import LauncherError
+from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env, plain
 
 TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
@@ -161,7 +161,7 @@ def main(n: int) -> int:
     """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of."""
     if launcher_env.launched():
         return report()
-    launch.check_size(n, len(os.sched_getaffinity(0)))
+    launch.check_size(n, len(usable_cores()))
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
     except LauncherError as error:  # there is no MPI to start ranks with

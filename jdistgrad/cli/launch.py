@@ -20,6 +20,7 @@ from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError
 from jdistgrad.observe import chrome
+from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env
 
 RANKS_PER_CORE = 32
@@ -137,7 +138,7 @@ def mpirun(n: int, *, survive: bool = False, forwarded: bool = True) -> list[str
 
     ``forwarded``: whether mpirun passes on its standard input.
     """
-    check_size(n, len(os.sched_getaffinity(0)))
+    check_size(n, len(usable_cores()))
     check_mpi4py()
     found = find_mpirun()
     told = flags(version_of(found), root=os.geteuid() == 0, forwarded=forwarded)
@@ -187,7 +188,7 @@ def keep_compiled(folder: str) -> None:
 def environment(n: int) -> dict[str, str]:
     """Return the environment in which to start a job of ``n`` ranks."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
-    return surroundings(n, len(os.sched_getaffinity(0))) | shown | os.environ
+    return surroundings(n, len(usable_cores())) | shown | os.environ
 
 
 def run(

@@ -7,6 +7,7 @@ import platform
 import socket
 from typing import Any
 
+from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env
 
 NEEDED = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle")
@@ -108,5 +109,5 @@ def collect() -> Facts:
             "devices": devices(),
             "mpi4jax": mpi4jax(),
             "on_device": on_device(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": len(usable_cores()),
         }

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import backends_are_initialized
-from jdistgrad.threads import started
+from jdistgrad.threads import started, usable_cores
 
 OPTION = "jax_cpu_enable_async_dispatch"
 POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
@@ -40,7 +40,7 @@ def run_programs_where_they_are_called() -> None:
 def provide_threads() -> None:
     """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or the user has set the size."""
     if not backends_are_initialized():
-        os.environ.setdefault(POOL, str(max(THREADS, len(os.sched_getaffinity(0)))))
+        os.environ.setdefault(POOL, str(max(THREADS, len(usable_cores()))))
 
 
 def finish_programs() -> None:
@@ -128,5 +128,5 @@ class WaitingPrograms:
 def pool_size() -> int:
     """Return how many threads XLA has for programs on CPUs."""
     reserved = os.environ.get(POOL, "")
-    cores = int(reserved) if reserved.isdigit() else len(os.sched_getaffinity(0))
+    cores = int(reserved) if reserved.isdigit() else len(usable_cores())
     return max(1, cores, len(jax.local_devices(backend="cpu")))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.jobs import output_of
 from helpers.worlds import nap
 
 import jdistgrad as jd
@@ -239,6 +240,27 @@ def test_a_world_of_one_needs_nothing():
     assert jd.rpc_sync("worker0", operator.add, args=(1, 2)) == 3
     assert current_worker().transport.size == 1
     jd.shutdown()
+
+
+AS_ON_A_MAC = """
+import os
+del os.sched_getaffinity, os.pidfd_open
+import jdistgrad as jd
+from jdistgrad.threads import usable_cores
+
+def main():
+    me = jd.init()
+    jd.barrier()
+    answer = jd.rpc_sync((me.rank + 1) % 3, abs, args=(-me.rank,))
+    jd.shutdown()
+    return answer
+
+print(jd.spawn(main, 3), len(usable_cores()) == os.cpu_count())
+"""
+
+
+def test_a_system_that_does_not_tell_a_process_its_cores():
+    assert output_of(["-c", AS_ON_A_MAC]).splitlines()[-1] == "[0, 1, 2] True"
 
 
 def test_spawn_says_why_a_worker_has_not_left():

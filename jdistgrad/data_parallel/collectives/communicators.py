@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.collectives.world import (
 )
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.worker import Worker, find_worker
+from jdistgrad.threads import usable_cores
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
@@ -161,7 +162,7 @@ def neighbours_cores(comm: Any) -> list[set[int]]:
 
     neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
     everybody = bytearray(CORES * neighbours.size)
-    mine = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * CORES)
+    mine = sum(1 << core for core in usable_cores() if core < 8 * CORES)
     neighbours.Allgather(mine.to_bytes(CORES, "little"), everybody)
     neighbours.Free()
     masks = [int.from_bytes(everybody[k : k + CORES], "little") for k in range(0, len(everybody), CORES)]
