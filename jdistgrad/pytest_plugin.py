@@ -117,6 +117,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("world_time_limit", told, default="60")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests() -> Any:
+    """Let each rank have a file of its own for what pytest-cov measures, which starts here."""
+    if launcher_env.launched():
+        asked = os.environ.get("COVERAGE_FILE", ".coverage")
+        os.environ["COVERAGE_FILE"] = f"{asked}-rank{launcher_env.rank()}"
+    return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if launcher_env.launched():

@@ -87,6 +87,17 @@ def test_ranks_do_not_share_a_report(user_tests, tmp_path):
     assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "2" for one in reports)
 
 
+def test_ranks_do_not_share_what_coverage_measures(user_tests):
+    source = """
+        import os
+
+        def test_it(world):
+            print("measured in", os.environ["COVERAGE_FILE"])
+    """
+    output = user_tests(source, ranks=3)
+    assert all(f"measured in .coverage-rank{rank}" in output for rank in range(3))
+
+
 def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
     output = user_tests(ADDS, ranks=2)
     assert output.count("1 passed, 1 skipped") == 2
