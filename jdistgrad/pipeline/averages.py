@@ -12,8 +12,11 @@ from jdistgrad.errors import ContextError
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
-# Replicas must hear of a failed step before the next average begins here: they would pair the two.
-_telling: "weakref.WeakKeyDictionary[DataParallel, concurrent.futures.Future[None]]" = weakref.WeakKeyDictionary()
+Told = concurrent.futures.Future[None]
+
+# Replicas must hear of a failed step before the next average begins here: they would pair the two. Until then whoever
+# tells them holds the future; afterwards nobody needs it, nor what has waited for it, which holds the DataParallel.
+_telling: "weakref.WeakKeyDictionary[DataParallel, weakref.ref[Told]]" = weakref.WeakKeyDictionary()
 
 
 class Turns:
@@ -100,7 +103,7 @@ class Averages:
     def abandon(self) -> None:
         """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
         left = [stage for stage in self._order if stage in self._of_stages and stage not in self.begun]
-        told = {stage: concurrent.futures.Future[None]() for stage in left}
+        told = {stage: Told() for stage in left}
 
         def abandon(stage: int) -> None:
             try:
@@ -110,7 +113,7 @@ class Averages:
                 self._turns.end(self._step, stage)
 
         before = {stage: self._before(stage) for stage in left}
-        _telling.update({self._of_stages[stage]: told[stage] for stage in left})
+        _telling.update({self._of_stages[stage]: weakref.ref(told[stage]) for stage in left})
         for place, stage in enumerate(left):
             earlier = [told[one] for one in left[:place][-1:]]
             self._run_after([*before[stage], *earlier], functools.partial(abandon, stage))
@@ -129,6 +132,6 @@ class Averages:
 
     def _before(self, stage: int) -> list[concurrent.futures.Future[Any]]:
         """Return what ends before a stage may average: the turn of the one before, and word of failed steps."""
-        place, mine = self._order.index(stage), self._of_stages[stage]
+        place, told = self._order.index(stage), _telling.get(self._of_stages[stage], lambda: None)()
         earlier = [self._turns.over(self._step, one) for one in self._order[:place][-1:]]
-        return [*earlier, *(_telling[one] for one in (mine,) if one in _telling)]
+        return earlier if told is None else [*earlier, told]

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jdistgrad as jd
+from jdistgrad import pipeline as pp
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.polling import poll
 
@@ -41,11 +42,38 @@ def in_a_program():
     jax.jit(lambda x: everybody.allreduce(x) + 1)(X)
 
 
+_raised = threading.Event()
+
+
+class Late(jd.DataParallel):
+    """It gives up a step when the step has raised its error here."""
+
+    def abandon(self):
+        assert _raised.wait(20)
+        super().abandon()
+
+
+def breaks(params, x):
+    raise RuntimeError("the stage broke")
+
+
+def fail_in_a_pipeline():
+    """Each worker has both stages, whose failed step is told by one after the other."""
+    rank = jd.rank()
+    _raised.clear()
+    averages = [jd.RRef(Late(jd.collectives.of_this_world([rank]))) for _ in range(2)]
+    stages = [pp.Stage(breaks, jd.RRef(X), average=average) for average in averages]
+    pipeline = jd.Pipeline(stages, pp.interleaved(1, 2, 2), loss=breaks, workers=[rank])
+    with pytest.raises(RuntimeError, match="the stage broke"), jd.context():
+        pipeline.step(jnp.ones((2, 3)), targets=jnp.ones(2))
+    _raised.set()
+
+
 def reducing():
     return {thread for thread in threading.enumerate() if thread.name.startswith("jdistgrad-reduce")}
 
 
-@pytest.mark.parametrize("use", [meet, average, train_alone, step, in_a_program])
+@pytest.mark.parametrize("use", [meet, average, train_alone, step, in_a_program, fail_in_a_pipeline])
 def test_nothing_of_a_closed_world_is_kept(use):
     workers, before = [], reducing()
 
