@@ -42,6 +42,10 @@ def in_a_program():
     jax.jit(lambda x: everybody.allreduce(x) + 1)(X)
 
 
+def beside_the_program():
+    jd.collectives.of_this_world().start(lambda everybody: everybody.allreduce(X)).result(20)
+
+
 _raised = threading.Event()
 
 
@@ -69,13 +73,17 @@ def fail_in_a_pipeline():
     _raised.set()
 
 
-def reducing():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("jdistgrad-reduce")}
+def beside_workers():
+    beside = "jdistgrad-reduce", "jdistgrad-collectives"
+    return {thread for thread in threading.enumerate() if thread.name.startswith(beside)}
 
 
-@pytest.mark.parametrize("use", [meet, average, train_alone, step, in_a_program, fail_in_a_pipeline])
+USES = [meet, average, train_alone, step, in_a_program, beside_the_program, fail_in_a_pipeline]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_nothing_of_a_closed_world_is_kept(use):
-    workers, before = [], reducing()
+    workers, before = [], beside_workers()
 
     def main():
         jd.init()
@@ -85,7 +93,7 @@ def test_nothing_of_a_closed_world_is_kept(use):
 
     def all_are_gone():
         gc.collect()
-        return not any(worker() for worker in workers) and not reducing() - before
+        return not any(worker() for worker in workers) and not beside_workers() - before
 
     jd.spawn(main, 3)
     assert poll(all_are_gone, 10)  # the threads of workers end after their worlds

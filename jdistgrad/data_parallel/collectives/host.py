@@ -1,11 +1,11 @@
 """Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
 
 import abc
+import collections
 import concurrent.futures
 import contextlib
 import copy
 import functools
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -26,7 +26,8 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import find_worker
-from jdistgrad.wire.interrupts import InterruptibleFuture
+from jdistgrad.threads import started
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class HostCollectives(Collectives):
         return self._beside.start(operation)
 
     def _new_beside(self) -> "Beside":
-        return Thread(self.twin())
+        return InTurn(self.twin())
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
@@ -295,15 +296,16 @@ class Beside(abc.ABC):
         """End, after all operations. Every rank must call it."""
 
 
-class Thread(Beside):
-    """A thread that runs operations one after another, over collectives of its own."""
+class InTurn(Beside):
+    """Operations one after another over collectives of their own, on threads that end when there is none left.
+
+    A thread that waited for the next one would keep the worker that it belongs to.
+    """
 
     def __init__(self, collectives: HostCollectives):
         self._collectives = collectives
-        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        worker = find_worker()
-        enter = worker.enter_thread if worker is not None else lambda: None
-        threading.Thread(target=self._run, args=(enter,), name="jdistgrad-collectives", daemon=True).start()
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock, self._runs = threading.Lock(), False
 
     def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
         future, chosen = InterruptibleFuture[T](), settings()
@@ -315,17 +317,32 @@ class Thread(Beside):
             except BaseException as error:
                 future.set_exception(error)
 
-        self._waiting.put(run)
+        with put_off_interrupt():
+            with self._lock:
+                self._waiting.append(run)
+                begins, self._runs = not self._runs, True
+            if begins:
+                self._begin()
         return future
 
     def close(self) -> None:
         self.start(lambda collectives: collectives.close()).result()
-        self._waiting.put(None)
 
-    def _run(self, enter: Callable[[], None]) -> None:
-        enter()
-        while (operation := self._waiting.get()) is not None:
+    def _begin(self) -> None:
+        worker = find_worker()
+        if worker is not None:
+            worker.run(self._run)
+        else:
+            started(self._run, "jdistgrad-collectives")
+
+    def _run(self) -> None:
+        while (operation := self._next()) is not None:
             operation()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            self._runs = bool(self._waiting)
+            return self._waiting.popleft() if self._waiting else None
 
 
 @functools.cache
