@@ -26,6 +26,13 @@ def average():
     tx.update(X, tx.init(X))
 
 
+def average_in_a_program_too():
+    tx = jd.average_gradients()
+    state = tx.init(X)
+    tx.update(X, state)
+    jax.jit(tx.update)(X, state)
+
+
 def train_alone():
     tx = jd.local_sgd(optax.sgd(0.1), every=1)
     tx.update(X, tx.init(X), X)
@@ -78,10 +85,10 @@ def beside_workers():
     return {thread for thread in threading.enumerate() if thread.name.startswith(beside)}
 
 
-USES = [meet, average, train_alone, step, in_a_program, beside_the_program, fail_in_a_pipeline]
+USES = [meet, average, average_in_a_program_too, train_alone, step, in_a_program, beside_the_program]
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [*USES, fail_in_a_pipeline])
 def test_nothing_of_a_closed_world_is_kept(use):
     workers, before = [], beside_workers()
 

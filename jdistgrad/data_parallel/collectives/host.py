@@ -25,7 +25,7 @@ from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
-from jdistgrad.rpc.worker import find_worker
+from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.threads import started
 from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 
@@ -49,10 +49,12 @@ class HostCollectives(Collectives):
     _closed: bool = False
     _pairs: "tuple[HostCollectives, Pairs] | None" = None
 
-    @functools.cached_property
-    def drivers(self) -> dict[Any, Any]:
-        """The drivers of steps over these collectives, by their settings."""
-        return {}
+    def keeper(self) -> Worker | None:
+        """Return the worker that keeps what steps over these collectives need, as long as its world exists, if any.
+
+        The collectives themselves must not keep it: JAX keeps programs, and they their collectives.
+        """
+        return find_worker()
 
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         return collective_p.bind(x, by=self, name=name, how=how)

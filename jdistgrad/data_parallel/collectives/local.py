@@ -19,6 +19,7 @@ from jdistgrad.data_parallel.collectives.world import CollectiveEntry, Seat, Wat
 from jdistgrad.errors import MissingRanksError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.worker import Worker
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
 _made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
@@ -52,6 +53,9 @@ class Local(HostCollectives):
 
     def __repr__(self) -> str:
         return f"Local(rank={self.rank}, size={self.size})"
+
+    def keeper(self) -> Worker:
+        return self._seat.owner
 
     def twin(self) -> "Local":
         other = object.__new__(Local)

@@ -87,7 +87,7 @@ class MPI(HostCollectives):
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
         other.comm, other._name = communicators.duplicate(self.comm, self.world_ranks, self.timeout, self._name)
-        other.turn, other.refusal, other._beside = 0, None, None
+        other.turn, other.refusal, other._beside, other._pairs = 0, None, None, None
         return other
 
     def __repr__(self) -> str:

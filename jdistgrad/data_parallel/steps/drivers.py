@@ -1,6 +1,7 @@
 """The driver of a rank's steps, as its collectives need it."""
 
 import dataclasses
+import weakref
 
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -17,9 +18,16 @@ def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
     )
 
 
+Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
+
+_of_no_world = Drivers()
+
+
 def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """Return the one driver for these collectives and settings. Hooks of one name count as the same setting."""
-    found: dict[Settings, Driver] = collectives.drivers
+    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting."""
+    worker = collectives.keeper()
+    drivers: Drivers = _of_no_world if worker is None else worker.kept.setdefault("drivers", Drivers())
+    found = drivers.setdefault(collectives, {})
     if rules.settings not in found:
         found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
     return found[rules.settings]
