@@ -158,8 +158,11 @@ def told(ranks: Sequence[Facts]) -> int:
 
 
 def main(n: int) -> int:
-    """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of."""
-    if launcher_env.launched():
+    """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of.
+
+    A process that a rank has started, from a cell of an engine say, is none: MPI would wait for ever.
+    """
+    if launcher_env.launched() and launcher_env.place_taken_by() is None:
         return report()
     launch.check_size(n, len(usable_cores()))
     try:

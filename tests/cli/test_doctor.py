@@ -113,3 +113,20 @@ def test_this_installation_is_well():
     assert visit.returncode == 0, visit.stdout + visit.stderr
     assert "allreduce inside jit works" in visit.stdout
     assert "2 ranks" in visit.stdout
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(mpi_job):
+    """MPI would wait for ever. A notebook's engine starts such a process by ``!jdistgrad doctor``."""
+    mpi_job(
+        2,
+        """
+        import subprocess, sys
+        import jdistgrad as jd
+
+        me = jd.init()
+        if me.rank == 0:
+            visit = subprocess.run([sys.executable, "-m", "jdistgrad", "doctor"], timeout=40)
+            print(f"status {visit.returncode}", flush=True)
+        jd.shutdown()
+        """,
+    ).expect("2 ranks", "status 0")
