@@ -173,6 +173,21 @@ def test_a_rank_starts_although_another_that_ends_removes_the_folder_meanwhile(t
     assert (tmp_path / "job" / "rank0.stacks.txt").exists()
 
 
+def test_a_rank_ends_although_another_that_ends_removes_the_folder_meanwhile(tmp_path, monkeypatch):
+    folder.make(tmp_path / "job")
+    genuine = os.scandir
+
+    def scandir(path):
+        (tmp_path / "job").rmdir()
+        monkeypatch.undo()
+        return genuine(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    folder.remove(tmp_path / "job", "rank0")
+    assert os.scandir is genuine
+    assert not (tmp_path / "job").exists()
+
+
 def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "settings", dataclasses.replace(folder.settings, debug_dir=""))
     folder.make(tmp_path / "jdistgrad-debug-5" / "job")

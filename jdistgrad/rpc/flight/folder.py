@@ -74,10 +74,17 @@ def write(path: pathlib.Path, value: Any) -> None:
     unfinished.replace(path)
 
 
+def files_in(folder: pathlib.Path, kind: str) -> list[pathlib.Path]:
+    """Return the processes' files of one kind: none where the last process has just removed the folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(folder.glob(f"*{kind}"))
+    return []
+
+
 def read(folder: pathlib.Path, kind: str) -> dict[str, Any]:
-    """Return the processes' files of one kind, by what they are called after."""
+    """Return what the processes' files of one kind say, by what they are called after."""
     found = {}
-    for path in sorted(folder.glob(f"*{kind}")):
+    for path in files_in(folder, kind):
         with contextlib.suppress(OSError, ValueError):  # the process has just removed it
             found[path.name.removesuffix(kind)] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -128,7 +135,7 @@ def unlink(folder: pathlib.Path, label: str) -> None:
 def remove(folder: pathlib.Path, label: str) -> None:
     """Remove the files of a process, and the folder after its last one."""
     unlink(folder, label)
-    if not any(folder.glob(f"*{PROCESS}")):
+    if not files_in(folder, PROCESS):
         for shared in (ASKED, TROUBLE):
             (folder / shared).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process has just come, or other files are in it
