@@ -7,6 +7,7 @@ without sharding. Guarantee: the same updates as without sharding, for optimizer
 adafactor, clipping by norm) see slices; put them in front of the sharded part.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -121,22 +122,30 @@ def _require_shape(what: str, leaf: Any, expected: tuple[int, ...], kind: str, p
         )
 
 
+@jax.tree_util.register_static  # no leaf: a transformation's init passes it on instead of making zeros like it
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A parameter's place among the leaves."""
+
+    number: int
+
+
 def on_parameters(
     tx: optax.GradientTransformation | optax.MultiSteps, function: Callable[[Any, Any], Any], state: Any, params: Any
 ) -> Any:
     """Apply a function to each leaf of a state that belongs to a parameter, and to that parameter.
 
-    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked.
+    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked. Unlike
+    ``optax.tree_map_params``, functions that make masks or labels get a tree of the parameters' structure.
     """
+    leaves, structure = jax.tree.flatten(params)
+    marked: Any = tx.init(jax.tree.unflatten(structure, [_Place(number) for number in range(len(leaves))]))
 
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
+    def apply(mark: Any, part: Any) -> Any:
+        belongs = isinstance(mark, _Place) and not isinstance(part, optax.MaskedNode)
+        return function(part, leaves[mark.number]) if belongs else part
 
-    def unless_masked(leaf: Any, parameter: Any) -> Any:
-        return leaf if is_masked(leaf) else function(leaf, parameter)
-
-    found: Any = optax.tree_map_params(tx, unless_masked, state, params, is_leaf=is_masked)
-    return found
+    return jax.tree.map(apply, marked, state, is_leaf=lambda node: isinstance(node, _Place))
 
 
 def _group(collectives: Collectives | None) -> Group:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import path_aware_map
 from helpers.data import assert_close
 from helpers.models import batch, gradient, loss, parameters
 from helpers.worlds import on_every_worker
@@ -104,13 +105,18 @@ def test_a_state_that_other_numbers_of_ranks_go_on_with(big_world, rank, size):
     assert_close(jd.gather_state(inner, state, params), serial_state)
 
 
+def labels_of(params):
+    return path_aware_map(lambda path, _: {"w": "fast", "b": "slow"}[path[-1]], params)
+
+
 @pytest.mark.parametrize(
     "inner",
     [
         optax.masked(optax.adam(0.1), {"w": True, "b": False}),
         optax.multi_transform({"fast": optax.adam(0.1), "slow": optax.sgd(0.1, 0.9)}, {"w": "fast", "b": "slow"}),
+        optax.multi_transform({"fast": optax.adam(0.1), "slow": optax.sgd(0.1, 0.9)}, labels_of),
     ],
-    ids=["masked", "multi_transform"],
+    ids=["masked", "multi_transform", "labels by path"],
 )
 @on_every_worker
 def test_a_state_that_is_masked_is_gathered_and_divided(world, inner, rank, size):
