@@ -69,8 +69,8 @@ class SyncBatchNorm(nn.Module):
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         shape = (x.shape[-1],)
-        mean = self.variable("batch_stats", "mean", jnp.zeros, shape)
-        var = self.variable("batch_stats", "var", jnp.ones, shape)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
         scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         if frozen or self.is_initializing():
