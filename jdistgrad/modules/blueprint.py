@@ -88,6 +88,8 @@ def _call_for(value: Any) -> Blueprint | None:
         return Blueprint(functools.partial, (value.func, *value.args), tuple(sorted(value.keywords.items())))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return Blueprint(list_of if isinstance(value, list) else tuple_of, tuple(value))
+    if isinstance(value, set):
+        return Blueprint(set, (frozenset(value),))
     if isinstance(value, Mapping):
         return Blueprint(dict_of, (tuple(value), *value.values()))
     return None

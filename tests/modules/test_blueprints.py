@@ -33,7 +33,7 @@ def test_what_is_no_module_is_refused(big_world):
         RemoteModule(last(), Encoder(3))
 
 
-@pytest.mark.parametrize("layers", [(nn.Dense(3), nn.relu), [nn.Dense(3)], {"a": nn.Dense(3)}])
+@pytest.mark.parametrize("layers", [(nn.Dense(3), nn.relu), [nn.Dense(3)], {"a": nn.Dense(3)}, {3, 4}])
 def test_a_blueprint_builds_an_equal_module(layers):
     module, made = Encoder(2, layers), linen.blueprint_of(Encoder(2, layers))
     assert hash(made) == hash(linen.blueprint_of(module))
@@ -68,6 +68,13 @@ class Twice(nn.Module):
 def test_a_module_used_twice_is_one_module_on_its_owner_too(big_world, module):
     variables, remote = module.init(jax.random.key(3), X), RemoteModule(last(), module, (X,), rng=3)
     assert_close(remote.parameters.to_here(), variables["params"])
+    assert_close(remote(X), module.apply(variables, X))
+
+
+@on_worker0
+def test_a_module_of_flax_that_holds_a_set(big_world):
+    module = nn.WeightNorm(nn.Dense(4))
+    variables, remote = module.init(jax.random.key(3), X), RemoteModule(last(), module, (X,), rng=3)
     assert_close(remote(X), module.apply(variables, X))
 
 
