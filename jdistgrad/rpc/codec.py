@@ -29,6 +29,7 @@ class _Reducing:
     """The rules that both picklers share."""
 
     last_function: Any = None
+    last_named: Any = None  # a class, usually
     with_closures = False  # whether the value that is being pickled may hold closures of importable modules
     copies: pinned.Copies = pinned.NONE
 
@@ -79,6 +80,7 @@ class _Reducing:
 
     def by_its_name(self, value: Any) -> Any:
         """Let pickle write the name in C, where it checks that the name leads back here."""
+        self.last_named = value
         unpickling.require_name(value)
         return NotImplemented
 
@@ -142,19 +144,23 @@ class PickleCodec:
             shipment.take_back()
             if isinstance(error, DistgradError) or not isinstance(error, Exception):
                 raise
-            raise self._explained(error, pickler.last_function, value) from error
+            raise self._explained(error, pickler, value) from error
         return Parcel(memoryview(stream.getvalue()), raw, shipment.attachment(), shipment.take_back)
 
-    def _explained(self, error: Exception, function: Any, value: Any) -> DistgradError:
+    def _explained(self, error: Exception, pickler: _Reducing, value: Any) -> DistgradError:
         """Return the error to raise, which names the function, or the part of the value, that cannot be sent."""
+        function, kind = pickler.last_function, pickler.last_named
         if function is not None and named.import_path(function) is None:
             return named.refuse(function)
         if isinstance(error, RecursionError):
             return EncodingError(
                 f"it is nested too deeply to be sent ({spelled(error)}). Send it as a flat list or array"
             )
-        again = "not the same object as" in str(error)  # pickle's own words
-        why = ". It has been defined again since: make its objects, and what holds them, again" if again else ""
+        why = ""
+        if "not the same object as" in str(error):  # pickle's own words
+            why = ". It has been defined again since: make its objects, and what holds them, again"
+        elif isinstance(kind, type) and named.import_path(kind) is None:  # made by nn.remat, or inside of a function
+            why = f". {named.REMEDY}"
         return EncodingError(f"{self._culprit(value)}{spelled(error)}{why}")
 
     def _culprit(self, value: Any) -> str:

@@ -15,6 +15,11 @@ from jdistgrad.rpc.functions import describe, lookup, qualified_name
 
 JITTED = type(jax.jit(lambda: None))
 
+REMEDY = (
+    "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the world with "
+    "init(allow_code=True) to send code by value"
+)
+
 _portraits: "weakref.WeakKeyDictionary[Any, str | None]" = weakref.WeakKeyDictionary()
 
 
@@ -137,21 +142,17 @@ def refuse(function: Any) -> FunctionError:
 
 
 def _why_not(what: str, function: Any) -> str:
-    remedy = (
-        "Define it at the top level of a module, or register it on both sides (jdistgrad.register), or open the world "
-        "with init(allow_code=True) to send code by value"
-    )
     try:
         found = lookup(function.__module__, function.__qualname__)
     except Exception:  # a callable object may raise anything when its name is read
-        return f"nothing can be imported there under that name. {remedy}"
+        return f"nothing can be imported there under that name. {REMEDY}"
     if isinstance(found, types.FunctionType | JITTED) and not _are_made_of_each_other(found, function):
         return (
             "it has been defined again since, and its name is that of the new one. What holds the old one, such as a "
             "step of jd.jit, a pipeline or an optimizer, has to be made again"
         )
     how = f"this one is made of {what}, as by jax.vmap, and has no name of its own there that tells it from others"
-    return f"{how}. {remedy}"
+    return f"{how}. {REMEDY}"
 
 
 def _are_made_of_each_other(one: Any, other: Any) -> bool:

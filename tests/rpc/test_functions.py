@@ -56,6 +56,13 @@ def test_the_error_of_an_object_whose_class_was_defined_again_says_so():
         carried(before)
 
 
+def test_the_error_of_an_object_whose_class_has_no_name_says_how_to_send_it():
+    # flax's nn.remat and nn.vmap make such classes
+    nameless = type("CheckpointPower", (), {"__module__": __name__})
+    with pytest.raises(EncodingError, match=r"CheckpointPower.*Define it at the top level.*or register it"):
+        carried(nameless())
+
+
 def scaled(by, noted=None):
     def decorate(function):
         @functools.wraps(function)
