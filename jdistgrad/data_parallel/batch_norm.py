@@ -50,8 +50,9 @@ def _squared(x: jax.Array) -> jax.Array:
 class SyncBatchNorm(nn.Module):
     """flax's ``BatchNorm``, over the batch of all ranks. Parameters and statistics have the same names and shapes.
 
-    Every rank must apply the layer equally often. Features are the last axis, and there is no ``mask``. All other
-    settings are flax's.
+    Every rank must apply the layer equally often. Features are the last axis, and there is no ``mask``. Variances are
+    those of ``use_fast_variance=False``, in float32 or wider, whatever ``use_fast_variance`` and
+    ``force_float32_reductions`` are. All other settings are flax's.
     """
 
     collectives: Collectives
@@ -64,6 +65,8 @@ class SyncBatchNorm(nn.Module):
     use_scale: bool = True
     bias_init: nn.initializers.Initializer = nn.initializers.zeros
     scale_init: nn.initializers.Initializer = nn.initializers.ones
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
@@ -89,7 +92,8 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
     Arguments:
       num_features: as in nnx.
       collectives: the ranks whose batches count.
-      settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``.
+      settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``. Variances are those of
+        ``use_fast_variance=False``, whatever it is.
 
     Example:
       >>> norm = jd.NnxSyncBatchNorm(64, dp.collectives, rngs=nnx.Rngs(0))

@@ -1,5 +1,6 @@
 """Batch norm over the rows of all ranks, compared with flax's own on the whole batch."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -87,7 +88,7 @@ def test_dtypes_are_those_of_flax(big_world, given, dtype, rank, size):
     linen = of_linen, nn.BatchNorm, functools.partial(SyncBatchNorm, c)
     on_nnx = of_nnx, nnx.BatchNorm, functools.partial(NnxSyncBatchNorm, collectives=c)
     without = {"use_bias": False, "param_dtype": "bfloat16"}, {"use_scale": False, "use_bias": False}
-    for (run, *layers), settings in itertools.product((linen, on_nnx), ({}, *without)):
+    for (run, *layers), settings in itertools.product((linen, on_nnx), ({"use_fast_variance": False}, *without)):
         plain, synchronous = (functools.partial(layer, dtype=dtype, **settings) for layer in layers)
         y, statistics, frozen = run(plain, whole)
         found = run(synchronous, whole[rows])
@@ -103,6 +104,12 @@ def test_initializers_are_those_of_flax(big_world, rank, size):
         for norm in (functools.partial(SyncBatchNorm, of_this_world()), nn.BatchNorm)
     )
     assert_close(mine, flax)
+
+
+@on_every_worker
+def test_all_settings_are_those_of_flax_but_for_the_axis(world, rank, size):
+    mine, flax = ({one.name for one in dataclasses.fields(kind)} for kind in (SyncBatchNorm, nn.BatchNorm))
+    assert flax - mine == {"axis", "axis_name", "axis_index_groups"}
 
 
 @on_every_worker
