@@ -1,6 +1,7 @@
 """What may interrupt a thread wherever it is: a signal's handler that raises, and garbage that sends."""
 
 import itertools
+import signal
 import sys
 
 from jdistgrad.threads import started
@@ -20,19 +21,28 @@ class Sends:
         self.send()
 
 
-def stopped_after(calls, do):
-    """Run ``do``, with an exception at the start of a call in it, where handlers run; return whether it came."""
+def _fail():
+    raise HandlerError
+
+
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def stopped_after(calls, do, stop=_fail):
+    """Run ``do`` and stop it at the start of a call in it, where handlers run; return whether that raised."""
     left = iter(range(calls))
 
     def step(frame, event, arg):
         if next(left, None) is None:
-            raise HandlerError  # which ends the tracing
+            sys.settrace(before)
+            stop()
 
     before = sys.gettrace()
     sys.settrace(step)
     try:
         do()
-    except HandlerError:
+    except (HandlerError, KeyboardInterrupt):
         return True
     finally:
         sys.settrace(before)

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.interruptions import press_ctrl_c, stopped_after
 from helpers.jobs import output_of
 from helpers.worlds import nap
 
 import jdistgrad as jd
-from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worker import current_worker, find_worker
+from jdistgrad.wire.polling import poll
 
 
 def test_each_local_worker_has_a_device_of_its_own():
@@ -232,6 +234,27 @@ def test_an_interrupted_wait_leaves_the_world_usable(waits, receiver):
         assert jd.rpc_sync(1, nap, args=(0,)) == 0
         late.cancel()
         released.set()
+
+
+def open_and_close():
+    with jd.local_workers(3):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C comes to finalizers too
+def test_ctrl_c_while_a_world_opens_or_closes_leaves_no_worker_behind():
+    def servers():
+        return [one.name for one in threading.enumerate() if one.name in ("worker1", "worker2")]
+
+    open_and_close()  # which imports and compiles what later ones do not
+    stopped = 0
+    for calls in range(0, 600, 7):
+        stopped += stopped_after(calls, open_and_close, press_ctrl_c)
+        if find_worker() is not None:  # Ctrl-C came when it had opened, or before it began to close
+            jd.shutdown()
+        assert poll(lambda: not servers(), 20), (calls, servers())
+    assert stopped > 40
+    open_and_close()
 
 
 def test_a_world_of_one_needs_nothing():

@@ -14,8 +14,8 @@ from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import add_note, in_short
-from jdistgrad.rpc.worker import find_worker
-from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world
+from jdistgrad.rpc.worker import Worker, find_worker
+from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world, whole_or_closed
 from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -96,20 +96,27 @@ class LocalWorkers:
             threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
             for rank in range(1, n)
         ]
-        for server in self._servers:
-            server.start()
-        self._worker = open_local(hub, 0, None, timeout, allow_code=False)
-        current.bind_process(self._worker)
+        try:
+            with whole_or_closed():
+                for server in self._servers:
+                    server.start()
+                self._worker = open_local(hub, 0, None, timeout, allow_code=False)
+                current.bind_process(self._worker)
+        except BaseException as error:  # Ctrl-C, say: the servers would wait for this worker
+            hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
+            raise
 
     @staticmethod
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
-        worker = open_local(hub, rank, None, timeout, allow_code=False)
+        opened: list[Worker] = []
         try:
-            worker.closing.run(float("inf"), only_serves=True)
-        except errors.WorkerLostError:
-            log.info("%s ends: the others have left", worker.info)
+            opened.append(open_local(hub, rank, None, timeout, allow_code=False))
+            opened[0].closing.run(float("inf"), only_serves=True)
+        except errors.WorkerLostError as lost:
+            log.info("the local worker of rank %d ends: %s", rank, in_short(lost))
         finally:
-            worker.close(graceful=True)
+            for worker in opened:
+                worker.close(graceful=True)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:

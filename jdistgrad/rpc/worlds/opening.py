@@ -23,6 +23,7 @@ from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds import forks
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
@@ -62,8 +63,31 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: 
     return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device, allow_code=allow_code)
 
 
+@contextlib.contextmanager
+def whole_or_closed() -> Iterator[None]:
+    """Open a block that opens a local world for this process. Of a block that fails nothing is left open.
+
+    Ctrl-C is put off to the block's end: in its midst even ``Thread.start`` would leave a lock in disorder.
+    """
+    try:
+        with put_off_interrupt():
+            yield
+    except BaseException:
+        worker = find_worker()
+        if worker is not None:
+            close(worker, graceful=False)
+        raise
+
+
+def close(worker: Worker, *, graceful: bool) -> None:
+    """Close a worker. A world that is half closed could be neither used nor left."""
+    with put_off_interrupt():
+        worker.close(graceful=graceful)
+        current.unbind(worker)
+
+
 def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool) -> Worker:
-    refuse_place_of_another_process()
+    launcher_env.refuse_place_of_another_process("init")
     recorder.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
@@ -161,17 +185,6 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
             "jdistgrad.spawn."
         ) from error
     return MPI
-
-
-def refuse_place_of_another_process() -> None:
-    """Raise WorldError if a rank has started this process, with its own place in the environment: MPI would wait."""
-    process = launcher_env.place_taken_by()
-    if process is not None:
-        raise errors.WorldError(
-            f"init: this process was started by process {process}, which is rank {launcher_env.rank()} of the MPI job, "
-            "and a rank is one process. Leave calls to that process, or have the launcher start every process that "
-            "needs a place. A world of threads needs none: jdistgrad.spawn, jdistgrad.local_workers."
-        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,14 @@ from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, open_mpi, refuse_second_world
+from jdistgrad.rpc.worlds.opening import (
+    close,
+    only_world_of_process,
+    open_local,
+    open_mpi,
+    refuse_second_world,
+    whole_or_closed,
+)
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.local import Hub
@@ -112,9 +119,11 @@ def init(
             with_devices = settings.devices if devices is None else devices
             survives = settings.survive if survive is None else survive
             worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices, survive=survives)
+            current.bind_process(worker)
         else:
-            worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
-        current.bind_process(worker)
+            with whole_or_closed():
+                worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
+                current.bind_process(worker)
     return worker.info
 
 
@@ -155,8 +164,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if graceful:
         refuse_to_wait_for_itself(worker)
     seconds = checked_timeout(timeout) if graceful and timeout is not None else float("inf")
-    _collect_garbage()  # drops references that are caught in cycles
     try:
+        _collect_garbage()  # drops references that are caught in cycles
         if graceful:
             worker.closing.run(seconds)
         else:
@@ -268,8 +277,7 @@ def world_size() -> int:
 
 
 def _close(worker: Worker, *, graceful: bool) -> None:
-    worker.close(graceful=graceful)
-    current.unbind(worker)
+    close(worker, graceful=graceful)
     forget_failed_effects()
 
 
