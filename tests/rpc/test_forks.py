@@ -163,6 +163,9 @@ def own_world():
     with jd.local_workers(2):
         return call()
 
+def collectives():
+    return jd.collectives.MPI(timeout=20).size
+
 def tried(use, queue):
     try:
         queue.put(use())
@@ -174,7 +177,7 @@ if __name__ == "__main__":
     if me.rank == 0:
         for method in ("fork", "spawn"):
             processes = multiprocessing.get_context(method)
-            for use in (call, init, own_world):
+            for use in (call, init, own_world, collectives):
                 queue = processes.Queue()
                 process = processes.Process(target=tried, args=(use, queue))
                 process.start()
@@ -192,7 +195,10 @@ SPAWNED = ("spawn call: there is no world here", "spawn own_world: 3")
 def test_processes_of_multiprocessing_under_mpi(mpi_job):
     """A process that is spawned inherits the rank's environment, by which it would wait for its own place in MPI."""
     job = mpi_job(3, MULTIPROCESSING.replace("OPEN_A_WORLD", "me = jd.init()"))
-    job.expect("done", *FORKED, *SPAWNED, "spawn init: init: this process was started by process")
+    started = "this process was started by process"
+    job.expect(
+        "done", *FORKED, *SPAWNED, f"spawn init: init: {started}", f"spawn collectives: collectives.MPI: {started}"
+    )
 
 
 def test_a_process_that_a_rank_has_started_lets_its_debug_files_be(mpi_job, tmp_path):
@@ -222,7 +228,7 @@ def test_processes_of_multiprocessing_beside_a_local_world(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(MULTIPROCESSING.replace("OPEN_A_WORLD", "jd.local_workers(3); me = jd.worker_info()"))
     ended = subprocess.run([sys.executable, str(script)], timeout=60, text=True, capture_output=True, check=False)
-    for line in ("done", *FORKED, *SPAWNED, "spawn init: worker0 (rank 0)"):
+    for line in ("done", *FORKED, *SPAWNED, "spawn init: worker0 (rank 0)", "spawn collectives: 1"):
         assert line in ended.stdout, ended.stdout + ended.stderr
 
 

@@ -28,6 +28,7 @@ from jdistgrad.ffi.lowering import on_cpus
 from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
+from jdistgrad.wire import launcher_env
 from jdistgrad.wire.arrays import ALIAS_FROM
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import poll
@@ -63,6 +64,7 @@ class MPI(HostCollectives):
         return object.__new__(cls.kind_in_programs if cls is MPI and on_cpus() and has_mpi4jax() else cls)
 
     def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
+        launcher_env.refuse_place_of_another_process("collectives.MPI")
         try:
             from mpi4py import MPI as mpi  # noqa: N811
         except ImportError as error:
