@@ -11,18 +11,30 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-worlds test-jobs test-install test-unruly test-machines torture faults lint bench bench-gpu docs doctor clean
+.PHONY: demo test test-all test-worlds test-jobs test-install test-unruly test-machines torture faults lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
+# What each change must pass, in less than 20 minutes on two cores: every test once, those of worlds on three ranks; and
+# again elsewhere what depends on that. `make test-all`: every test in every world.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but three ranks when
 # worlds of threads have compiled most of what both run.
-SUITES := test-jobs test-worlds test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 test-devices-4 test-install \
-	test-devices-2 docs
-test: .venv/installed-test .venv/installed-docs
+SUITES := test-jobs test-worlds test-mpi-3 test-mpi-2 test-devices-3 test-install docs
+test test-all: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=3 --output-sync=target $(SUITES)
+test-all: SUITES := test-jobs test-worlds test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 test-devices-4 \
+	test-install test-devices-2 docs
+test-all: export EVERYWHERE := yes
+
+# What depends on the number of workers: exchanges among all, stages, owners and holders beside those of a call.
+OF_NUMBERS := tests/pipeline tests/optim/test_sharding.py \
+	tests/autograd/test_passes.py tests/autograd/test_contexts.py tests/autograd/test_context_ends.py \
+	tests/autograd/test_graph.py tests/rpc/test_worlds.py tests/rpc/test_ends.py tests/rpc/test_lifetimes.py \
+	tests/rpc/test_references.py tests/rpc/test_reference_arguments.py tests/rpc/test_rpc_all.py tests/rpc/test_mapping.py
+# What depends on the kind of collectives.
+OF_COLLECTIVES := tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py tests/optim/test_sharding.py
 
 # Ranks, jobs and suites compile the same programs: the first to come compiles each, the others read it.
 test-% faults: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled
@@ -52,9 +64,12 @@ test-mpi-3: export JAX_NUM_CPU_DEVICES := 8
 USERS_PATH := $(PYTHONPATH)
 $(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
 
+# Worlds of threads hand objects over, and have collectives of their own: what depends on that, unless EVERYWHERE.
+OF_THREADS := tests/rpc tests/wire tests/optim $(filter-out tests/rpc/% tests/optim/%,$(OF_NUMBERS) $(OF_COLLECTIVES))
 test-worlds: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest --ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
+	$(BIN)/python -m pytest $(if $(EVERYWHERE),,$(addprefix --worlds-of ,$(OF_THREADS))) \
+		--ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
 
 test-install: .venv/installed-test
 	@mkdir -p build
@@ -64,13 +79,9 @@ test-jobs: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
 
-# Two and four ranks run what depends on their number: exchanges among all, stages, owners and holders beside those of a
-# call. One and three run everything.
+# One and three ranks run everything.
 OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
-test-mpi-2 test-mpi-4: OF_RANKS := tests/data_parallel tests/pipeline tests/optim/test_sharding.py \
-	tests/autograd/test_passes.py tests/autograd/test_contexts.py tests/autograd/test_context_ends.py \
-	tests/autograd/test_graph.py tests/rpc/test_worlds.py tests/rpc/test_ends.py tests/rpc/test_lifetimes.py \
-	tests/rpc/test_references.py tests/rpc/test_reference_arguments.py tests/rpc/test_rpc_all.py tests/rpc/test_mapping.py
+test-mpi-2 test-mpi-4: OF_RANKS := tests/data_parallel $(OF_NUMBERS)
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest $(OF_RANKS)
 
@@ -81,10 +92,10 @@ test-unruly: .venv/installed-test
 	$(RUN) -n 3 -m pytest --unruly $(SEED) $(OVER_UNRULY)
 
 # Data-parallel training over the devices of processes: XLA's collectives, which on CPUs are gloo's. Two and four ranks
-# run what depends on their number.
-OVER_DEVICES := tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py \
-	tests/optim/test_sharding.py
-test-devices-3: OVER_DEVICES := tests/data_parallel tests/optim/test_sharding.py
+# run what depends on these, three also steps in one program, or EVERYWHERE all of it.
+OVER_DEVICES := $(OF_COLLECTIVES)
+test-devices-3: OVER_DEVICES := $(if $(EVERYWHERE),tests/data_parallel tests/optim/test_sharding.py, \
+	tests/data_parallel/test_over_devices.py $(OF_COLLECTIVES))
 test-devices-%: .venv/installed-test
 	JDISTGRAD_DEVICES=1 JDISTGRAD_COLLECTIVES=devices $(RUN) -n $* -m pytest $(OVER_DEVICES)
 
