@@ -2,15 +2,19 @@
 
 import functools
 import gc
+import pickle
 import weakref
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
 from jdistgrad.autograd.values.holes import Hole, Layout, split
+from jdistgrad.wire.polling import poll
 
 
 def differentiated(function, *args):
@@ -128,3 +132,35 @@ def test_arguments_that_are_not_compiled_for_are_not_kept():
 
 class Told:
     pass
+
+
+def jitted(factor):
+    large = jnp.full(3, factor)
+    return jax.jit(lambda a: a * large * a), weakref.ref(large)
+
+
+def test_what_is_compiled_for_a_jitted_function_goes_with_it():
+    """The function may close over a dataset, and a cell of a notebook makes it anew each time."""
+
+    def gradient_there(function, x):
+        return jd.grad(lambda x: jnp.sum(jd.rpc_sync(2, function, args=(x,))))(x)
+
+    with jd.local_workers(3):
+        function, large = jitted(5.0)
+        for _ in range(2):
+            np.testing.assert_allclose(gradient_there(function, jnp.arange(3.0)), [0, 10, 20])
+        del function
+        assert poll(lambda: gc.collect() and large() is None, 10)
+
+
+def test_a_function_that_wraps_a_jitted_one_has_programs_of_its_own():
+    """``functools.wraps``, which jax.jit uses too, copies what a function holds."""
+    function, _ = jitted(5.0)
+    differentiated(function, jnp.arange(3.0))
+    wrapped = functools.wraps(function)(lambda a: function(a) + a)
+    other = jax.jit(wrapped)
+    assert pickle.loads(cloudpickle.dumps(vars(wrapped)["_jdistgrad_programs"])) is None
+    found, (a,) = differentiated(other, jnp.arange(3.0))
+    assert found.compiled
+    np.testing.assert_allclose(found.result, 5 * a**2 + a)
+    np.testing.assert_allclose(found.pull(0, (0,), [jnp.ones(3)])[0], 10 * a + 1)

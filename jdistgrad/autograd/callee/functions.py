@@ -43,7 +43,7 @@ SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 def is_pure(function: Any) -> bool:
     """Return whether a function is pure by contract: jitted, JAX's own, declared ``pure``, or made of a pure one."""
-    if isinstance(function, PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf):
+    if isinstance(function, MADE_OF_ANOTHER):
         return is_pure(function.function)
     if isinstance(function, ServedFunction) and function.pure:
         return True
@@ -218,6 +218,10 @@ class BatchedOf(ServedFunction):
                 "cannot do for each element of a batch. Call the module on the whole batch, or call it in eval mode."
             )
         return found[0].fill(arrays)
+
+
+# What has the derivatives of another function, or calls it in another way.
+MADE_OF_ANOTHER = PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf
 
 
 @dataclasses.dataclass(frozen=True)

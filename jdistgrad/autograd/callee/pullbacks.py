@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import ad
 
 from jdistgrad.autograd.callee.functions import (
+    MADE_OF_ANOTHER,
     differentiable_arrays,
     has_static_arguments,
     is_pure,
@@ -22,6 +24,7 @@ from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
 from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import answer_of
+from jdistgrad.rpc.named import JITTED
 from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"
@@ -187,13 +190,36 @@ class Compiled:
         return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
 
 
-_compiled = functools.lru_cache(maxsize=1024)(Compiled)
+class Programs:
+    """What has been compiled for functions, and for which combinations of their non-array arguments."""
+
+    def __init__(self, of: Any, most: int):
+        self.of = weakref.ref(of)
+        self.compiled = functools.lru_cache(most)(Compiled)
+        self.statics: Callable[[Any], set[Hashable]] = functools.lru_cache(most)(lambda function: set())
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # stays here when the function that keeps it is sent
 
 
-@functools.lru_cache(maxsize=1024)
-def _statics(function: Any) -> set[Hashable]:
-    """Return the combinations of non-array arguments that a function has been compiled for."""
-    return set()
+_all_others = Programs(Programs, 1024)
+KEPT_AS = "_jdistgrad_programs"
+
+
+def _programs_for(function: Any) -> Programs:
+    """Return what has been compiled for a function.
+
+    A jitted function keeps its own, as it may close over much: a table of ours would keep that when the user has
+    dropped the function.
+    """
+    while isinstance(function, MADE_OF_ANOTHER):
+        function = function.function
+    if not isinstance(function, JITTED):
+        return _all_others
+    found = vars(function).get(KEPT_AS)
+    if found is None or found.of() is not function:  # functools.wraps copies what a function keeps
+        found = vars(function)[KEPT_AS] = Programs(function, 64)
+    return found
 
 
 def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | None:
@@ -203,14 +229,15 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
         some = has_static_arguments(function)
         static = jax.tree.leaves(static_leaves(function, *layout.tree)) if some else [False] * len(leaves)
         kinds = tuple(map(_kind, leaves, static))
-        seen = _statics(function)
+        programs = _programs_for(function)
+        seen = programs.statics(function)
         if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
             seen.add(kinds)
         if kinds not in seen:
             return None
     except TypeError:  # an argument that cannot be hashed, or a dict with keys that cannot be sorted
         return None
-    return _compiled(function, structure, kinds, orders)
+    return programs.compiled(function, structure, kinds, orders)
 
 
 def _kind(leaf: Any, static: bool) -> tuple[Any, Any]:  # noqa: FBT001 of a map
