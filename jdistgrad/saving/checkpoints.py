@@ -140,6 +140,8 @@ def _whole_number(value: Any) -> int | None:
 
 def chosen(path: pathlib.Path, step: int | None) -> str | None:
     """Return the folder of the checkpoint to restore; None if there is none yet."""
+    if path.is_file():
+        raise CheckpointError(f"restore: {path} is a file. Give the folder in which save made the checkpoints.")
     found = folders.complete(path)
     if not found and folders.is_checkpoint(path):
         raise CheckpointError(

@@ -302,6 +302,12 @@ def test_the_folder_of_one_checkpoint_is_not_one_without_checkpoints(tmp_path, s
             jd.restore(tmp_path / "run" / "20", jnp.zeros(3), step=step)
 
 
+def test_a_file_is_not_a_folder_without_checkpoints(tmp_path):
+    (tmp_path / "model.npz").write_bytes(b"")
+    with jd.local_workers(3), pytest.raises(jd.CheckpointError, match=r"model\.npz is a file\. Give the folder"):
+        jd.restore(tmp_path / "model.npz", jnp.zeros(3))
+
+
 def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path):
     with jd.local_workers(3):
         for step in (10, 20, 30, 100):
