@@ -11,7 +11,8 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-all test-worlds test-jobs test-install test-unruly test-machines torture faults lint bench bench-gpu docs doctor clean
+.PHONY: demo test test-all test-worlds test-jobs test-examples test-install test-unruly test-machines torture faults \
+	lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -19,13 +20,13 @@ demo: .venv/installed
 # What each change must pass, in less than 20 minutes on two cores: every test once, those of worlds on three ranks; and
 # again elsewhere what depends on that. `make test-all`: every test in every world.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
-# Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but three ranks when
-# worlds of threads have compiled most of what both run.
-SUITES := test-jobs test-worlds test-mpi-3 test-mpi-2 test-devices-3 test-install docs
+# Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but of all of them three
+# ranks when worlds of threads have compiled most of what both run.
+SUITES := test-jobs test-worlds test-mpi-3 test-examples test-mpi-2 test-devices-3 test-install docs
 test test-all: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=3 --output-sync=target $(SUITES)
-test-all: SUITES := test-jobs test-worlds test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 test-devices-4 \
-	test-install test-devices-2 docs
+test-all: SUITES := test-worlds test-jobs test-examples test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 \
+	test-devices-4 test-install test-devices-2 docs
 test-all: export EVERYWHERE := yes
 
 # What depends on the number of workers: exchanges among all, stages, owners and holders beside those of a call.
@@ -52,7 +53,7 @@ unexport PYTHONDONTWRITEBYTECODE
 EMITTERS = $(shell $(BIN)/python -c "from importlib.metadata import version; \
 	print('--xla_cpu_use_fusion_emitters=false' * (version('jaxlib') < '0.11'))")
 QUICKLY = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(EMITTERS)
-QUICK := test-worlds test-jobs test-mpi-1 test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
+QUICK := test-worlds test-jobs test-examples test-mpi-1 test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 
@@ -75,9 +76,16 @@ test-install: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/installing --basetemp build/files-of-install
 
+# What the docs and the examples show, and the command line; and other whole programs: processes that die, for example.
+SHOWN := tests/cli tests/jobs/test_notebooks.py tests/jobs/test_pages.py tests/jobs/test_docs.py \
+	tests/jobs/test_docstrings.py $(wildcard tests/jobs/test_*examples.py)
+test-examples: .venv/installed-test
+	@mkdir -p build
+	$(BIN)/python -m pytest $(SHOWN) --basetemp build/files-of-examples
+
 test-jobs: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest tests/jobs tests/cli --basetemp build/files-of-jobs
+	$(BIN)/python -m pytest tests/jobs $(addprefix --ignore ,$(SHOWN)) --basetemp build/files-of-jobs
 
 # One and three ranks run everything.
 OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
