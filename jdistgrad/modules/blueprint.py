@@ -7,11 +7,14 @@ class travel instead. Blueprints can be compared and hashed, so each worker buil
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jdistgrad.rpc.closures import closure_of, parts_of_closure
 from jdistgrad.rpc.contents import content_of
-from jdistgrad.rpc.functions import Args
+from jdistgrad.rpc.functions import Args, registered_name
+from jdistgrad.rpc.named import import_path
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +48,9 @@ class Blueprint:
 
     @property
     def label(self) -> str:
+        if self.make is closure_of:
+            _, _, names, *_ = self.args
+            return str(_built(names, [])[1])
         made = self.args[0] if self.make is functools.partial else self.make
         return getattr(made, "__qualname__", None) or type(made).__name__
 
@@ -83,7 +89,13 @@ def blueprint(value: Any, take_apart: Callable[[Any], Blueprint | None]) -> Any:
 
 
 def _call_for(value: Any) -> Blueprint | None:
-    """Return the call that makes a value of Python's own types, whose parts may have blueprints. None for others."""
+    """Return the call that makes a value of Python's own types, whose parts may have blueprints. None for others.
+
+    A function that another one has made, as ``nn.initializers.normal(0.02)``, has no name by which it could be found.
+    """
+    if isinstance(value, types.FunctionType) and import_path(value) is None and registered_name(value) is None:
+        parts = parts_of_closure(value)
+        return None if parts is None else Blueprint(closure_of, parts)
     if isinstance(value, functools.partial):
         return Blueprint(functools.partial, (value.func, *value.args), tuple(sorted(value.keywords.items())))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):

@@ -13,8 +13,10 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc.named import refuse
+from jdistgrad.rpc.named import import_path, refuse
 from jdistgrad.rpc.programs import refusal
 from jdistgrad.rpc.unpickling import refused, require_texts
 
@@ -40,6 +42,41 @@ def reduce(function: types.FunctionType) -> Any:
     names = function.__name__, function.__qualname__, function.__module__
     rest = function.__defaults__, function.__kwdefaults__, function.__dict__
     return make, (module, place, len(cells)), (cells, names, rest), None, None, complete
+
+
+def parts_of_closure(function: types.FunctionType, inside: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
+    """Return the arguments by which ``closure_of`` makes the same function again, or None.
+
+    It would not be the same if it held what may change. Nor is it one whose code the other side does not find.
+
+    Arguments:
+      inside: the functions that hold this one: one that holds itself cannot be made after what it holds.
+    """
+    module, place = str(function.__globals__.get("__name__")), place_of(function.__code__)
+    contents = list(map(_contents, function.__closure__ or ()))
+    keyword_defaults = tuple((function.__kwdefaults__ or {}).items())
+    held = *contents, function.__defaults__, keyword_defaults
+    if function.__dict__ or not all(contents) or not all(_never_changes(one, (*inside, function)) for one in held):
+        return None
+    if module not in sys.modules or code_at(module, place) is None:
+        return None
+    names = function.__name__, function.__qualname__, function.__module__
+    return module, place, names, function.__defaults__, keyword_defaults, *(one for (one,) in contents)
+
+
+def _never_changes(value: Any, inside: tuple[Any, ...]) -> bool:
+    if isinstance(value, tuple):
+        return all(_never_changes(one, inside) for one in value)
+    if isinstance(value, types.FunctionType):
+        return value not in inside and (import_path(value) is not None or parts_of_closure(value, inside) is not None)
+    return isinstance(value, int | float | complex | str | bytes | type | np.dtype | None)
+
+
+def closure_of(module: str, place: Place, names: Any, defaults: Any, keyword_defaults: Any, *contents: Any) -> Any:
+    """Return the function that ``parts_of_closure`` has taken apart."""
+    function = make(module, place, len(contents))
+    complete(function, ([(one,) for one in contents], names, (defaults, dict(keyword_defaults) or None, {})))
+    return function
 
 
 def make(module: str, place: Place, cells: int) -> types.FunctionType:

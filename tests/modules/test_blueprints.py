@@ -42,6 +42,45 @@ def test_a_blueprint_builds_an_equal_module(layers):
     assert made.build() == module
 
 
+def scaled(by):
+    return lambda x: x * by
+
+
+def counted(calls):
+    return lambda x: calls.append(x)
+
+
+def recursive():
+    def itself(x):
+        return itself(x - 1) if x > 0 else x
+
+    return itself
+
+
+@pytest.mark.parametrize("layer", [scaled(3), scaled((scaled(2), "a")), nn.initializers.normal(0.5, jnp.bfloat16)])
+def test_functions_that_others_have_made_are_made_again(layer):
+    made = pickle.loads(pickle.dumps(linen.blueprint_of(Encoder(2, (layer,)))))
+    assert made == linen.blueprint_of(Encoder(2, (layer,)))
+    assert hash(made) == hash(linen.blueprint_of(Encoder(2, (layer,))))
+    assert made != linen.blueprint_of(Encoder(2, (scaled(3.0),)))
+    (built,) = made.build().layers
+    assert built is not layer
+    assert (built.__code__, built.__qualname__) == (layer.__code__, layer.__qualname__)
+
+
+def test_a_function_is_itself_where_another_would_not_be_the_same():
+    """In one process nothing else is needed; another one refuses the function."""
+    for layer in (counted([]), scaled(np.ones(3)), recursive(), scaled(counted({}))):
+        assert linen.blueprint_of(Encoder(2, (layer,))).build().layers[0] is layer
+
+
+def test_a_function_that_makes_a_module_gives_the_module_its_name():
+    def make(rngs):
+        return Both(4, 3, rngs=rngs)
+
+    assert our_nnx.blueprint_of(make).label.endswith("make")
+
+
 SHARED = nn.Dense(4)
 
 

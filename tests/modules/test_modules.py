@@ -23,15 +23,23 @@ def serial(module, *args, seed=3):
     return variables["params"], lambda params, x, **kwargs: module.apply({"params": params, **rest}, x, **kwargs)
 
 
+def power(exponent):
+    return lambda x: x**exponent
+
+
+GAUSSIAN = nn.Dense(2, kernel_init=nn.initializers.variance_scaling(2.0, "fan_in", "normal"))
+
+
 @pytest.mark.parametrize(
     ("module", "staged"),
     [
         (Encoder(3), True),
         (Encoder(3, (nn.Dense(5, use_bias=False), nn.relu)), False),
         (nn.Sequential([nn.Dense(5, kernel_init=nn.initializers.ones), jax.nn.relu, nn.Dense(2)]), True),
+        (nn.Sequential([nn.Dense(5, kernel_init=nn.initializers.normal(0.5)), power(2), GAUSSIAN]), True),
         (Normalized(), False),
     ],
-    ids=["compact", "layers", "sequential", "normalized"],
+    ids=["compact", "layers", "sequential", "made by a call", "normalized"],
 )
 @on_worker0
 def test_a_linen_module_is_the_serial_one(big_world, module, staged):
@@ -61,16 +69,17 @@ def test_an_nnx_module_is_the_serial_one(big_world, staged, make):
     np.testing.assert_allclose(remote(X * 2), local(X * 2), rtol=1e-6)
 
 
+@pytest.mark.parametrize("layers", [(), (GAUSSIAN,)], ids=["plain", "made by a call"])
 @on_worker0
-def test_the_worker_traces_a_module_once_for_each_shape(big_world):
-    remote = RemoteModule(last(), Encoder(6), (X,))
+def test_the_worker_traces_a_module_once_for_each_shape(big_world, layers):
+    remote = RemoteModule(last(), Encoder(6, layers), (X,))
     jd.rpc_sync(last(), take_traces, args=(last(),))
     for _ in range(3):
         for x in (X, X[:1]):
             remote(x)
     assert jd.rpc_sync(last(), take_traces, args=(last(),)) == [(2, 4), (1, 4)]
     for _ in range(3):
-        again = RemoteModule(last(), Encoder(6), (X,), rng=1)
+        again = RemoteModule(last(), Encoder(6, layers), (X,), rng=1)
         jd.rpc_sync(last(), take_traces, args=(last(),))  # forget the traces of init
         with jd.context():
             jd.value_and_grad(squares)(again, X)
