@@ -20,15 +20,29 @@ from jdistgrad.errors import FunctionError
 from jdistgrad.rpc import closures
 from jdistgrad.rpc.functions import lookup
 from jdistgrad.rpc.named import JITTED, by_name, sent_by
+from jdistgrad.rpc.references.in_messages import encoding
 
 WITH_RULES: Any = jax.custom_vjp | jax.custom_jvp
 KEPT = 64  # functions that were sent by value: some KiB each, and what they hold
 
-_sent: "weakref.WeakKeyDictionary[Any, tuple[int, bytes | None]]" = weakref.WeakKeyDictionary()
+LARGEST = 1 << 20  # bytes: a function without a name that closes over more is sent anew, and not kept
+
+Sent = tuple[int, bytes | None]  # what tells a function from others, and the function by value
+
+_sent: "weakref.WeakKeyDictionary[Any, Sent]" = weakref.WeakKeyDictionary()
 
 
 def reduction(value: Any) -> Any:
     """Return how to pickle a jitted function, or one with a custom rule, by value. NotImplemented for all others."""
+    if isinstance(value, JITTED | WITH_RULES):
+        _, code = _likeness_and_code(value)
+        if code is not None and len(code) <= LARGEST:
+            return loaded, (code,)
+    return _in_parts(value)
+
+
+def _in_parts(value: Any) -> Any:
+    """Return how to pickle such a function as one that is made anew, and compiled anew, from what it wraps."""
     if isinstance(value, JITTED):
         wrapped: Any = value
         return jitted, (wrapped.__wrapped__, *static_arguments(value))
@@ -43,15 +57,16 @@ def jitted(function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[
 
 class _Code(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        reduced = reduction(value)
+        reduced = _in_parts(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 def code_of(value: Any) -> bytes | None:
-    """Return a class or a function by value, or None if a part of it cannot be sent."""
+    """Return a class or a function by value, or None if a part of it cannot be sent, or not twice: a reference."""
     stream = io.BytesIO()
     try:
-        _Code(stream, protocol=5).dump(value)
+        with encoding(None):
+            _Code(stream, protocol=5).dump(value)
     except Exception:  # whatever the reason: it travels by its name alone
         return None
     return stream.getvalue()
@@ -61,11 +76,16 @@ def function_sent_by(path: tuple[str, str], function: Any) -> Any:
     """Return how to pickle a function that has a name in the program, which may have given it to another since."""
     if not isinstance(function, JITTED | WITH_RULES):
         return sent_by(path, function)
+    return own_alike_or_sent, (*path, *_likeness_and_code(function))
+
+
+def _likeness_and_code(function: Any) -> Sent:
+    """Return how to tell a jitted function or one with a custom rule, and the function: the same bytes each time."""
     if isinstance(function, WITH_RULES):  # its rules may be replaced
-        return own_alike_or_sent, (*path, likeness(function), code_of(function))
+        return likeness(function), code_of(function)
     if function not in _sent:
         _sent[function] = likeness(function), code_of(function)
-    return own_alike_or_sent, (*path, *_sent[function])
+    return _sent[function]
 
 
 def own_alike_or_sent(module: str, qualname: str, like: int, code: bytes | None) -> Any:
@@ -81,7 +101,7 @@ def own_alike_or_sent(module: str, qualname: str, like: int, code: bytes | None)
     if found is not None and likeness(found) == like:
         return found
     if code is not None:
-        return _loaded(code)
+        return loaded(code)
     if found is None:
         return by_name(module, qualname)  # which raises an error that says so
     raise FunctionError(
@@ -89,6 +109,11 @@ def own_alike_or_sent(module: str, qualname: str, like: int, code: bytes | None)
         "it holds what cannot be pickled. Define it alike on all workers.",
         function=f"{module}.{qualname}",
     )
+
+
+def loaded(code: bytes) -> Any:
+    """Return the function that was sent by value: the one that came before by the same bytes, if it is still kept."""
+    return _loaded(code)
 
 
 _loaded = functools.lru_cache(maxsize=KEPT)(pickle.loads)

@@ -135,6 +135,67 @@ jd.shutdown()
 """
 
 
+WITHOUT_A_NAME = """
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jdistgrad as jd
+
+me = jd.init(allow_code=True)
+if me.rank == 0:
+    folder = pathlib.Path(tempfile.mkdtemp())
+
+    def traced():
+        tempfile.mkstemp(dir=folder)
+        return 0
+
+    def traces():
+        found = list(folder.iterdir())
+        for one in found:
+            one.unlink()
+        return len(found)
+
+    def made(scale):
+        def scaled(x):
+            traced()
+            return jnp.sin(x) * scale
+
+        return jax.jit(scaled)
+
+    def ruled(scale):
+        function = jax.custom_vjp(made(scale))
+        function.defvjp(lambda x: (function(x), x), lambda x, ct: (scale * jnp.cos(x) * ct,))
+        return function
+
+    held = jd.remote(2, jnp.full, args=(3, 4.0))
+    functions = {
+        "number": (made(3.0), 3),
+        "array": (made(jnp.arange(3.0)), np.arange(3)),
+        "large": (jax.jit(lambda x, large=np.full(600_000, 2.0, "float32"): jnp.sin(x) * large[:3] + traced()), 2),
+        "rule": (ruled(5.0), 5),
+        "reference": (jax.jit(lambda x: jd.rpc_sync(2, jnp.multiply, args=(held, jnp.sin(x)))), 4),
+    }
+    x = jnp.array([0.3, -1.2, 2.0])
+    for name, (function, scale) in functions.items():
+        for to in (1, 2, 1):
+            for _ in range(2):
+                np.testing.assert_allclose(jd.rpc_sync(to, function, args=(x,)), np.sin(x) * scale, rtol=1e-5)
+        print(name, traces(), flush=True)
+    for scale in (2.0, 3.0, 2.0):
+        np.testing.assert_allclose(jd.rpc_sync(1, made(scale), args=(x,)), np.sin(x) * scale, rtol=1e-5)
+    print("anew", traces(), flush=True)
+    loss = lambda x: jd.rpc_sync(1, functions["array"][0], args=(x,)).sum()
+    for _ in range(4):
+        np.testing.assert_allclose(jd.grad(loss)(x), np.cos(x) * np.arange(3), rtol=1e-5)
+    print("gradients", traces(), flush=True)
+jd.shutdown()
+"""
+
+
 def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
     """Objects become instances of the receiver's classes: its JAX knows the pytree classes, and ``except`` matches."""
     mpi_job(3, BOTH_HAVE).expect("caught: not a word\ncaught: not a word")
@@ -147,3 +208,8 @@ def test_classes_that_only_one_side_has_travel_by_value(mpi_job):
 def test_jitted_functions_and_custom_rules_that_one_side_has_defined_again_travel_by_value(mpi_job):
     """As plain functions do. What has not been defined again is the receiver's own, and compiled once."""
     mpi_job(2, DEFINED_AGAIN).expect("2.0 2.0 (1, True)\n3.0 3.0 3.0 4.0 (2, False) (2, False)")
+
+
+def test_jitted_functions_without_a_name_are_compiled_once(mpi_job):
+    """A loop that calls a jitted closure would compile the closure in each call."""
+    mpi_job(3, WITHOUT_A_NAME).expect("number 2\narray 2\n", "rule 2\nreference 0\nanew 1\ngradients 0\n")
