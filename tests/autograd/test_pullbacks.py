@@ -54,6 +54,20 @@ def test_constants_that_are_equal_but_of_other_types():
         assert jnp.result_type(found.result[1]) == dtype
 
 
+@pytest.mark.parametrize("static", [(), (1,)], ids=["traced", "static"])
+def test_a_jitted_function_is_compiled_once_for_all_integers(static):
+    """The number of a step, say; unless jax.jit was told that the argument is a part of the program."""
+    function, forms = jax.jit(lambda a, k, flag: (a * k, k, flag), static_argnums=static), set()
+    for k in (1, 3, 5, 3):
+        layout, operands = split(((jnp.arange(1.0, 4.0), k, True), {}), lambda leaf: isinstance(leaf, jax.Array))
+        found = differentiate(function, layout, operands, ((0,),), references=False)
+        np.testing.assert_array_equal(found.result[0], k * np.arange(1.0, 4.0))
+        assert (found.result[1], found.result[1].dtype, found.result[2].dtype) == (k, "int32", "bool")
+        np.testing.assert_array_equal(found.pull(0, (0,), [jnp.ones(3)])[0], np.full(3, k))
+        forms.add(_compiled_for(function, layout, ((0,),)))
+    assert len(forms) == (3 if static else 1)
+
+
 class Scaled:
     """A function made of another, which has that one's name and module."""
 

@@ -228,7 +228,8 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
         leaves, structure = jax.tree.flatten(layout.tree)
         some = has_static_arguments(function)
         static = jax.tree.leaves(static_leaves(function, *layout.tree)) if some else [False] * len(leaves)
-        kinds = tuple(map(_kind, leaves, static))
+        traced = _is_number if isinstance(function, JITTED) else _is_float
+        kinds = tuple(_kind(leaf, traced(leaf) and not one) for leaf, one in zip(leaves, static, strict=True))
         programs = _programs_for(function)
         seen = programs.statics(function)
         if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
@@ -240,8 +241,16 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     return programs.compiled(function, structure, kinds, orders)
 
 
-def _kind(leaf: Any, static: bool) -> tuple[Any, Any]:  # noqa: FBT001 of a map
+def _kind(leaf: Any, traced: bool) -> tuple[Any, Any]:  # noqa: FBT001 of a map
     if isinstance(leaf, Hole):
         return VARIABLE, None
-    traced = not static and (is_array(leaf) or isinstance(leaf, float | complex))
     return (ARRAY, None) if traced else (type(leaf), leaf)
+
+
+def _is_float(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, float | complex)
+
+
+def _is_number(leaf: Any) -> bool:
+    """Return whether ``jax.jit`` traces a leaf. Other functions may branch on an integer, or take one as an axis."""
+    return _is_float(leaf) or type(leaf) in (int, bool)
