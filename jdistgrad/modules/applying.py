@@ -1,11 +1,13 @@
 """Application of a module on the owner of its parameters: one compiled function for each module."""
 
+import collections
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
+from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
 from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
@@ -32,7 +34,8 @@ class Apply(ServedFunction):
     def __init__(self, blueprint: Blueprint, *, stateful: bool, mode: Mode = ()):
         self.blueprint, self.stateful, self.mode = blueprint, stateful, mode
         self.state_argument = 1 if stateful else None
-        self._compiled = functools.lru_cache(maxsize=64)(self._compile)
+        self._compiled = functools.lru_cache(maxsize=64)(lambda *program: jax.jit(self._program(*program)))
+        self._compiled_for: dict[Hashable, set[Hashable]] = collections.defaultdict(set)
 
     def init(self, rng: Any, args: Args) -> Made:
         """Return new parameters and the new state."""
@@ -58,12 +61,16 @@ class Apply(ServedFunction):
             return self._applied(parameters, state, tuple(rest), kwargs)
 
     def _applied(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Apply the module, compiled for each value of arguments that are no arrays: ``train=True``, ``method=f``."""
+        """Apply the module, compiled for each value of arguments that are no arrays: ``train=True``, ``method=f``.
+
+        Arguments that keep changing, as the number of a step, are not compiled for.
+        """
         leaves, structure = jax.tree.flatten((args, kwargs))
         fixed = tuple((content_of(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
-        result, changed = self._compiled(structure, fixed)(parameters, {} if value is None else value, arrays)
+        program = self._compiled if self._pays(structure, fixed) else self._program
+        result, changed = program(structure, fixed)(parameters, {} if value is None else value, arrays)
         if changed:
             if not isinstance(state, StateOfCall):
                 raise lost(self)
@@ -71,7 +78,14 @@ class Apply(ServedFunction):
             state.left = jax.tree.unflatten(tree, [changed.get(k, leaf) for k, leaf in enumerate(before)])
         return result
 
-    def _compile(self, structure: Any, fixed: Sequence[Any]) -> Callable[..., Any]:
+    def _pays(self, structure: Any, fixed: Sequence[Any]) -> bool:
+        """Return whether to compile: not for ever new values of the same arguments."""
+        known = self._compiled_for[structure, tuple(one is None for one in fixed)]
+        if len(known) < STATICS_COMPILED:
+            known.add(fixed)
+        return fixed in known
+
+    def _program(self, structure: Any, fixed: Sequence[Any]) -> Callable[..., Any]:
         def run(parameters: Any, state: Any, arrays: list[Any]) -> tuple[Any, dict[int, Any]]:
             rest = iter(arrays)
             args, kwargs = jax.tree.unflatten(structure, [next(rest) if one is None else one[1] for one in fixed])
@@ -87,7 +101,7 @@ class Apply(ServedFunction):
             each = enumerate(zip(before, now, strict=True))
             return result, {k: jax.lax.stop_gradient(new) for k, (old, new) in each if new is not old}
 
-        return jax.jit(run)
+        return run
 
     def __reduce__(self) -> Any:
         return apply_of, (type(self), self.blueprint, self.stateful, self.mode)

@@ -14,6 +14,7 @@ import pytest
 import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
 from jdistgrad.autograd.values.holes import Hole, Layout, split
+from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.wire.polling import poll
 
 
@@ -146,6 +147,22 @@ def test_arguments_that_are_not_compiled_for_are_not_kept():
 
 class Told:
     pass
+
+
+class Scale(ServedFunction):
+    pure = True
+
+    def __call__(self, a, k):
+        return a * k
+
+
+def test_an_array_in_the_place_of_a_number_that_keeps_changing_is_compiled_for():
+    function = Scale()
+    for k in (*range(2 * STATICS_COMPILED), 0.5, jnp.float32(3)):
+        layout, operands = split(((jnp.arange(3.0), k), {}), lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim)
+        found = differentiate(function, layout, operands, ((0,),), references=False)
+        np.testing.assert_array_equal(found.result, k * np.arange(3.0))
+        assert found.compiled == (not isinstance(k, int) or k < STATICS_COMPILED)
 
 
 def jitted(factor):

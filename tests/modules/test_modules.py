@@ -13,6 +13,8 @@ from helpers.models import Both, Encoder, Line, Normalized, X, squares, take_tra
 from helpers.worlds import last, on_worker0, owned_values
 
 import jdistgrad as jd
+from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
+from jdistgrad.modules import linen
 from jdistgrad.modules.module import RemoteModule
 
 
@@ -135,6 +137,23 @@ def test_functions_and_dtypes_are_settings_of_a_call(big_world, settings):
         loss, by_module = jd.value_and_grad(lambda m: jnp.sum(m(X, **settings)))(remote)
         found = loss, by_module.parameters.to_here()
     assert_close(found, jax.value_and_grad(lambda p: jnp.sum(apply(p, X, **settings)))(params), atol=1e-4)
+
+
+class Stepped(nn.Module):
+    @nn.compact
+    def __call__(self, x, step):
+        return nn.Dense(3)(x) * step
+
+
+def test_arguments_that_keep_changing_are_not_compiled_for():
+    """The number of a step would have the module compiled in each step."""
+    apply = linen.LinenApply(linen.blueprint_of(Stepped()), stateful=False)
+    parameters, _ = apply.init(3, (X, 1))
+    for step in (*range(2 * STATICS_COMPILED), 0.5, 1.5):
+        found, changed = jax.value_and_grad(lambda p, step=step: jnp.sum(apply(p, X, step)))(parameters)
+        assert_close(found, step * jnp.sum(apply(parameters, X, 1)))
+        assert_close(changed["Dense_0"]["bias"], jnp.full(3, step * len(X), jnp.float32))
+    assert apply._compiled.cache_info().misses == STATICS_COMPILED + 1  # both floats are arguments of one program
 
 
 @on_worker0

@@ -191,12 +191,12 @@ class Compiled:
 
 
 class Programs:
-    """What has been compiled for functions, and for which combinations of their non-array arguments."""
+    """What has been compiled for functions, and for which values of non-array arguments, by function and kinds."""
 
     def __init__(self, of: Any, most: int):
         self.of = weakref.ref(of)
         self.compiled = functools.lru_cache(most)(Compiled)
-        self.statics: Callable[[Any], set[Hashable]] = functools.lru_cache(most)(lambda function: set())
+        self.statics: Callable[..., set[Hashable]] = functools.lru_cache(most)(lambda *arguments: set())
 
     def __reduce__(self) -> Any:
         return type(None), ()  # stays here when the function that keeps it is sent
@@ -231,7 +231,7 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
         traced = _is_number if isinstance(function, JITTED) else _is_float
         kinds = tuple(_kind(leaf, traced(leaf) and not one) for leaf, one in zip(leaves, static, strict=True))
         programs = _programs_for(function)
-        seen = programs.statics(function)
+        seen = programs.statics(function, tuple(kind for kind, _ in kinds))
         if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
             seen.add(kinds)
         if kinds not in seen:
