@@ -17,6 +17,7 @@ from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, 
 from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_masked, refuse_sparse
 from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Joining
@@ -99,12 +100,8 @@ class DataParallel(Corrected):
             timeout=timeout,
         )
         self.collectives = of_this_world(timeout=timeout) if collectives is None else collectives
-        if not isinstance(self.collectives, Collectives):
-            raise TypeError(
-                "DataParallel: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not "
-                f"{collectives!r:.60}. DataParallel takes no model: dp.value_and_grad(loss) takes the loss, a function "
-                "of the parameters."
-            )
+        remedy = "DataParallel takes no model: dp.value_and_grad(loss) takes the loss, a function of the parameters."
+        require_collectives("DataParallel", self.collectives, remedy)
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True

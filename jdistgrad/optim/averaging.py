@@ -9,6 +9,7 @@ import optax
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.buckets.planning import Cap
 from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import Hook
@@ -42,6 +43,9 @@ def average_gradients(
     """
     if bucket_cap_mb == "auto":
         raise ValueError('average_gradients: bucket_cap_mb="auto" measures the steps of a DataParallel. Give a number.')
+    if collectives is not None:
+        remedy = "An optimizer comes after the average: optax.chain(jd.average_gradients(), optimizer)."
+        require_collectives("average_gradients", collectives, remedy)
     rules = Rules(bucket_cap_mb, hook=hook)
 
     def group() -> tuple[Collectives, Driver | None]:

@@ -21,6 +21,7 @@ import optax
 from jdistgrad.data_parallel.buckets.dividing import divided
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.optim.averaging import with_extra_arguments
 
@@ -149,6 +150,10 @@ def on_parameters(
 
 
 def _group(collectives: Collectives | None) -> Group:
+    if collectives is not None:
+        require_collectives(
+            "a sharded state", collectives, "A DataParallel has its own as an attribute: dp.collectives."
+        )
     return lambda: shared() if collectives is None else collectives
 
 

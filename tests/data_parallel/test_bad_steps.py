@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
+import jdistgrad as jd
 from jdistgrad.data_parallel.collectives import Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
@@ -104,3 +106,8 @@ def test_what_a_mesh_does_not_need(ask):
 def test_what_is_no_group_of_ranks_is_refused():
     with pytest.raises(TypeError, match="collectives must be one of"):
         DataParallel("world")
+    with pytest.raises(TypeError, match=r"average_gradients: collectives must be one of.*comes after the average"):
+        jd.average_gradients(optax.adam(1e-3))
+    for use in (jd.shard_state, lambda tx, of: jd.gather_state(tx, {}, {}, of)):
+        with pytest.raises(TypeError, match=r"a sharded state: collectives must be one of.*dp\.collectives"):
+            use(optax.adam(1e-3), jd.hooks)

@@ -300,6 +300,14 @@ def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[j
 _extreme.defvjp(_extreme_forward, _extreme_backward)
 
 
+def require_collectives(what: str, given: Any, remedy: str) -> None:
+    """Raise TypeError if what a user has given is no group of ranks."""
+    if not isinstance(given, Collectives):
+        raise TypeError(
+            f"{what}: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not {given!r:.60}. {remedy}"
+        )
+
+
 def _each(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree with a function of each leaf. A reference is a leaf, and no array: the ranks send what is here."""
     return jax.tree.map(function, tree, is_leaf=is_elsewhere)
