@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, handled_by_jit
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
 from jdistgrad.autograd.values.holes import Hole, Layout, split
+from jdistgrad.autograd.values.typed import Typed
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.wire.polling import poll
 
@@ -67,6 +69,17 @@ def test_a_jitted_function_is_compiled_once_for_all_integers(static):
         np.testing.assert_array_equal(found.pull(0, (0,), [jnp.ones(3)])[0], np.full(3, k))
         forms.add(_compiled_for(function, layout, ((0,),)))
     assert len(forms) == (3 if static else 1)
+
+
+def test_what_jit_does_with_the_arguments_of_derived_functions():
+    function = jax.jit(lambda a, k, axis: jnp.sum(a * k, axis), static_argnames="axis")
+    inner, own = ((1.0, 3), {"axis": 1}), ["traced", "traced", "static"]
+    assert handled_by_jit(function, *inner) == own
+    assert handled_by_jit(BatchedOf(function, ((0, 0),), 4), *inner) == own
+    assert handled_by_jit(PushforwardOf(Typed(function, ()), ((0,),)), (7, *inner, 1.0), {}) == ["other", *own, "other"]
+    outer = PullbackOf(PullbackOf(function, ((0,),), (0,)), ((0,),), (0,))
+    assert handled_by_jit(outer, (7, 8, (7, 8, *inner, 1.0), {}, 1.0), {}) == [*["other"] * 4, *own, *["other"] * 2]
+    assert handled_by_jit(Scale(), (1.0, 2), {}) == ["other", "other"]
 
 
 class Scaled:

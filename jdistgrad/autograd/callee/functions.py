@@ -38,13 +38,14 @@ from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import check_kept
 
+# What jax.jit does with an argument: takes it as a part of the program, as it was told; traces it; or never sees it.
+STATIC, TRACED, OTHER = "static", "traced", "other"
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 
 
 def is_pure(function: Any) -> bool:
     """Return whether a function is pure by contract: jitted, JAX's own, declared ``pure``, or made of a pure one."""
-    if isinstance(function, MADE_OF_ANOTHER):
-        return is_pure(function.function)
+    function = made_of(function)
     if isinstance(function, ServedFunction) and function.pure:
         return True
     return isinstance(function, JITTED) or _is_jaxs_own(function)
@@ -63,32 +64,39 @@ def _is_jaxs_own(function: Any) -> bool:
     return True
 
 
-def has_static_arguments(function: Any) -> bool:
-    """Return whether ``jax.jit`` was told to take arguments of a function as a part of the program."""
-    while isinstance(function, ServedFunction):
-        function = getattr(function, "function", None)
-    return any(static_arguments(function))
+def made_of(function: Any) -> Any:
+    """Return the function that derivatives, batched functions and the like are made of; or the function itself."""
+    while isinstance(function, MADE_OF_ANOTHER):
+        function = function.function
+    return function
 
 
-def static_leaves(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return a tree like the arguments: whether each leaf is a part of the program, as ``jax.jit`` was told.
+def handled_by_jit(function: Any, args: Any, kwargs: Any) -> list[str]:
+    """Return what ``jax.jit`` does with each leaf of the arguments, if the function is jitted or made of such a one."""
+    if not isinstance(made_of(function), JITTED):
+        return [OTHER] * len(jax.tree.leaves((args, kwargs)))
+    found: list[str] = jax.tree.leaves(_handled(function, args, kwargs))
+    return found
 
-    Of a derived function, the arguments of the function it is derived from count.
-    """
+
+def _handled(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return a tree like the arguments. Of a derived function, those of the function it is derived from count."""
     if isinstance(function, PullbackOf | PushforwardOf):
         first = 2 if isinstance(function, PullbackOf) else 1
-        inner = static_leaves(function.function, *args[first : first + 2])
-        return (*_flagged(args[:first], static=False), *inner, *_flagged(args[first + 2 :], static=False)), {}
+        inner = _handled(function.function, *args[first : first + 2])
+        return (*_flagged(args[:first], OTHER), *inner, *_flagged(args[first + 2 :], OTHER)), {}
     if isinstance(function, ServedFunction):
-        return static_leaves(function.same_arguments_as, args, kwargs)
+        return _handled(function.same_arguments_as, args, kwargs)
     numbers, names = static_arguments(function)
+    if not numbers and not names:
+        return _flagged((args, kwargs), TRACED)
     by_number = ({k, k - len(args)} & {*numbers} for k in range(len(args)))
-    found = tuple(_flagged(arg, static=bool(given)) for arg, given in zip(args, by_number, strict=True))
-    return found, {name: _flagged(arg, static=name in names) for name, arg in kwargs.items()}
+    found = tuple(_flagged(arg, STATIC if given else TRACED) for arg, given in zip(args, by_number, strict=True))
+    return found, {name: _flagged(arg, STATIC if name in names else TRACED) for name, arg in kwargs.items()}
 
 
-def _flagged(tree: Any, *, static: bool) -> Any:
-    return jax.tree.map(lambda _: static, tree)
+def _flagged(tree: Any, how: str) -> Any:
+    return jax.tree.map(lambda _: how, tree)
 
 
 def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:

@@ -10,12 +10,13 @@ import jax
 from jax.interpreters import ad
 
 from jdistgrad.autograd.callee.functions import (
-    MADE_OF_ANOTHER,
+    STATIC,
+    TRACED,
     differentiable_arrays,
-    has_static_arguments,
+    handled_by_jit,
     is_pure,
+    made_of,
     nothing_hidden,
-    static_leaves,
 )
 from jdistgrad.autograd.callee.orders import Orders, differentiated, pulled, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
@@ -212,8 +213,7 @@ def _programs_for(function: Any) -> Programs:
     A jitted function keeps its own, as it may close over much: a table of ours would keep that when the user has
     dropped the function.
     """
-    while isinstance(function, MADE_OF_ANOTHER):
-        function = function.function
+    function = made_of(function)
     if not isinstance(function, JITTED):
         return _all_others
     found = vars(function).get(KEPT_AS)
@@ -226,10 +226,7 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     """Return the compiled form, or None if compiling does not pay: non-array arguments that keep changing."""
     try:
         leaves, structure = jax.tree.flatten(layout.tree)
-        some = has_static_arguments(function)
-        static = jax.tree.leaves(static_leaves(function, *layout.tree)) if some else [False] * len(leaves)
-        traced = _is_number if isinstance(function, JITTED) else _is_float
-        kinds = tuple(_kind(leaf, traced(leaf) and not one) for leaf, one in zip(leaves, static, strict=True))
+        kinds = tuple(map(_kind, leaves, handled_by_jit(function, *layout.tree)))
         programs = _programs_for(function)
         seen = programs.statics(function, tuple(kind for kind, _ in kinds))
         if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
@@ -241,16 +238,9 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
     return programs.compiled(function, structure, kinds, orders)
 
 
-def _kind(leaf: Any, traced: bool) -> tuple[Any, Any]:  # noqa: FBT001 of a map
+def _kind(leaf: Any, by_jit: str) -> tuple[Any, Any]:
+    """Return what becomes of a leaf in compiled code: an integer may be an axis there, unless it is traced anyway."""
     if isinstance(leaf, Hole):
         return VARIABLE, None
-    return (ARRAY, None) if traced else (type(leaf), leaf)
-
-
-def _is_float(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, float | complex)
-
-
-def _is_number(leaf: Any) -> bool:
-    """Return whether ``jax.jit`` traces a leaf. Other functions may branch on an integer, or take one as an axis."""
-    return _is_float(leaf) or type(leaf) in (int, bool)
+    is_number = isinstance(leaf, float | complex) or (by_jit == TRACED and type(leaf) in (int, bool))
+    return (ARRAY, None) if by_jit != STATIC and (is_number or is_array(leaf)) else (type(leaf), leaf)
