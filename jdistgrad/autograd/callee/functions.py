@@ -73,8 +73,11 @@ def made_of(function: Any) -> Any:
 
 def handled_by_jit(function: Any, args: Any, kwargs: Any) -> list[str]:
     """Return what ``jax.jit`` does with each leaf of the arguments, if the function is jitted or made of such a one."""
-    if not isinstance(made_of(function), JITTED):
+    jitted = made_of(function)
+    if not isinstance(jitted, JITTED):
         return [OTHER] * len(jax.tree.leaves((args, kwargs)))
+    if function is jitted and not any(static_arguments(function)):  # mostly; there may be thousands of leaves
+        return [TRACED] * len(jax.tree.leaves((args, kwargs)))
     found: list[str] = jax.tree.leaves(_handled(function, args, kwargs))
     return found
 
@@ -88,8 +91,6 @@ def _handled(function: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(function, ServedFunction):
         return _handled(function.same_arguments_as, args, kwargs)
     numbers, names = static_arguments(function)
-    if not numbers and not names:
-        return _flagged((args, kwargs), TRACED)
     by_number = ({k, k - len(args)} & {*numbers} for k in range(len(args)))
     found = tuple(_flagged(arg, STATIC if given else TRACED) for arg, given in zip(args, by_number, strict=True))
     return found, {name: _flagged(arg, STATIC if name in names else TRACED) for name, arg in kwargs.items()}
