@@ -179,7 +179,8 @@ class DataParallel(Corrected):
     ) -> Callable[..., Any]:
         """Return ``jax.value_and_grad`` of a loss, with gradients averaged over all ranks; the value is this rank's.
 
-        The loss must be fit for ``jax.jit``: it is traced once for each shape of its arguments. Inside ``jax.jit`` or
+        The loss must be fit for ``jax.jit``: the function that is returned traces it once for each shape of its
+        arguments, so make that function once, before the loop over steps. Inside ``jax.jit`` or
         ``jax.shard_map`` the step becomes part of the compiled program. Called from Python, the backward pass is cut
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
         often. Functions among the leaves of arguments are passed on; in the gradients they are None.
