@@ -48,8 +48,8 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
 _made = {}
 
 
-def make_here():
-    _made[jd.worker_info().rank] = DataParallel(timeout=20)
+def make_here(find_unused_parameters):
+    _made[jd.worker_info().rank] = DataParallel(timeout=20, find_unused_parameters=find_unused_parameters)
 
 
 def average_here():
@@ -82,9 +82,10 @@ def pressed_after(turn, block):
     return bool(pressed)
 
 
-def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right():
+@pytest.mark.parametrize("unused", [False, True], ids=["all parameters", "unused parameters"])
+def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right(unused):
     with jd.local_workers(3):
-        for future in jd.rpc_all(range(3), make_here):
+        for future in jd.rpc_all(range(3), make_here, args=(unused,)):
             future.result()
         step = _made[0]._driver._reducer
         for _ in range(2):

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,16 @@ from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 
 T = TypeVar("T")
+
+
+Then = Callable[[], Any]
+
+
+class Shared(NamedTuple):
+    """Which parameters any rank of a group has used."""
+
+    group: HostCollectives
+    used: np.ndarray
 
 
 class Driver:
@@ -136,13 +147,16 @@ class Driver:
         def compute(reduction: Reduction) -> Any:
             return program.run(args, kwargs, reduction.launch)
 
-        results, averaged, handling = self._whole(compute, lambda: self._begin(program.plan))
-        return results, self._end(program.plan, program.structure, averaged, handling, program.used)
+        def begin() -> Reduction:
+            return self._begin(program.plan, then=self._sharing(program.structure, program.used))
+
+        results, averaged, reduction = self._whole(compute, begin)
+        return results, self._end(program.plan, program.structure, averaged, reduction)
 
     def _whole(
         self, compute: Callable[[Reduction], T], begin: Callable[[], Reduction]
-    ) -> tuple[T, list[Any], Handling]:
-        """Return what a function computes that launches all gradients of a reduction; the averages; their handling.
+    ) -> tuple[T, list[Any], Reduction]:
+        """Return what a function computes that launches all gradients of a reduction; the averages; the reduction.
 
         If a rank dies meanwhile, all this is done again without it.
         """
@@ -151,11 +165,12 @@ class Driver:
             step, reduction = self._reducer.step, begin()
             try:
                 results = compute(reduction)
+                reduction.end()
             except BaseException as error:
                 self._give_up(reduction, error, step)
                 raise
             try:
-                return results, reduction.finish(), reduction.handling
+                return results, reduction.finish(), reduction
             except UnfinishedError:
                 assert before is not None
                 self._reducer.put_back(before)
@@ -167,7 +182,7 @@ class Driver:
           before: the number of the step before.
         """
         if reduction.is_launched:
-            reduction.leave()
+            reduction.end()
         elif isinstance(error, Exception) or reduction.has_begun:
             reduction.abandon()
         else:  # Ctrl-C, before the ranks have met: the next step is this one
@@ -191,7 +206,7 @@ class Driver:
     def average(self, gradients: Any) -> Any:
         """Return the average of a tree of gradients, which is not overwritten."""
         plan = self._plan_for(gradients)
-        return self._average(plan, gradients, lambda: self._begin(plan, Act.AVERAGE))[0]
+        return self._average(plan, gradients, functools.partial(self._begin, plan, Act.AVERAGE))[0]
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
@@ -199,22 +214,23 @@ class Driver:
         if hook is not None:
             require_states(hook, states, plan.buckets)
 
-        def begin() -> Reduction:
-            return self._begin(plan, Act.AVERAGE, hook=hook, states=dict(enumerate(states)))
+        def begin(*, then: Then | None) -> Reduction:
+            return self._begin(plan, Act.AVERAGE, then=then, hook=hook, states=dict(enumerate(states)))
 
         averages, handling = self._average(plan, gradients, begin)
         return averages, [handling.states[number] for number in range(len(states))]
 
     def _average(
-        self, plan: BucketPlan, gradients: Any, begin: Callable[[], Reduction], used: Sequence[bool] | None = None
+        self, plan: BucketPlan, gradients: Any, begin: Callable[..., Reduction], used: Sequence[bool] | None = None
     ) -> tuple[Any, Handling]:
         leaves, structure = flatten(gradients)
+        then = self._sharing(structure, used)
 
         def compute(reduction: Reduction) -> None:
             reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
 
-        _, averaged, handling = self._whole(compute, begin)
-        return self._end(plan, structure, averaged, handling, used), handling
+        _, averaged, reduction = self._whole(compute, lambda: begin(then=then))
+        return self._end(plan, structure, averaged, reduction), reduction.handling
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one."""
@@ -229,10 +245,10 @@ class Driver:
         """Return the buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
-    def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Reduction:
+    def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, *, then: Then | None = None, **unusual: Any) -> Reduction:
         before = self._reducer.step
         try:
-            return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual))
+            return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
         except BaseException:
             self._reducer.step = before
             raise
@@ -242,26 +258,29 @@ class Driver:
         self._reducer.step += 1
         return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
 
-    def _end(
-        self,
-        plan: BucketPlan,
-        structure: Any,
-        averaged: Sequence[Any],
-        handling: Handling,
-        used: Sequence[bool] | None = None,
-    ) -> Any:
-        self._note(plan, structure, handling.clock, used)
+    def _end(self, plan: BucketPlan, structure: Any, averaged: Sequence[Any], reduction: Reduction) -> Any:
+        self._note(plan, structure, reduction.handling.clock, reduction.found)
         return jax.tree.unflatten(structure, averaged)
 
-    def _note(self, plan: BucketPlan, structure: Any, clock: Clock, used: Sequence[bool] | None) -> None:
+    def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Then | None:
+        """Return what shares, on the thread, which parameters this rank has used; None if nobody asks."""
+        if not self._rules.find_unused_parameters:
+            return None
+
+        def share() -> Shared:
+            group = self._reducer.collectives  # that of the averages: a rank may die in what follows
+            return Shared(group, self._reducer.share_used(self._usage.take(structure, used)))
+
+        return share
+
+    def _note(self, plan: BucketPlan, structure: Any, clock: Clock, shared: Shared | None) -> None:
         """Update ``used`` and ``statistics`` after a step."""
         unused: list[str] = []
-        group = self._reducer.collectives  # that of the averages: a rank may die in what follows
+        group = self._reducer.collectives if shared is None else shared.group
+        if shared is not None:
+            self.used = jax.tree.unflatten(structure, shared.used.tolist())
+            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared.used, strict=True) if not flag]
         rank, size = group.rank_at(group.rank), group.size
-        if self._rules.find_unused_parameters:
-            shared = self._thread.run(self._reducer.share_used, self._usage.take(structure, used))
-            self.used = jax.tree.unflatten(structure, shared.tolist())
-            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared, strict=True) if not flag]
         self.statistics = after_step(self.statistics, plan, clock, unused, rank, size)
 
     # Agreement.

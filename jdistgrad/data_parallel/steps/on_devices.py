@@ -207,7 +207,8 @@ class DeviceDriver(Driver):
         self._warn("host", IN_HOST_MEMORY)
         kept = dataclasses.replace(handling, overwrite=False)
         near = gradients if handling.hook is None else on_one(gradients, self._devices.device)
-        averaged, _ = self._average(plan, near, lambda: Reduction(self._reducer, self._thread, plan, kept), used)
+        begin = functools.partial(Reduction, self._reducer, self._thread, plan, kept)
+        averaged, _ = self._average(plan, near, begin, used)
         return averaged if near is gradients else back(averaged, gradients, self._devices.device)
 
     def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
@@ -277,7 +278,8 @@ class DeviceDriver(Driver):
             self._reducer.require_finite(plan, np.asarray(results.pop()))
         count, kept = len(plan.terms.leaves), len(results) - len(states)
         handling.states.update(enumerate(jax.tree.unflatten(tree, results[kept:])))
-        self._note(plan, step.structure, handling.clock, step.used if used is None else used)
+        share = self._sharing(step.structure, step.used if used is None else used)
+        self._note(plan, step.structure, handling.clock, None if share is None else self._thread.run(share))
         return jax.tree.unflatten(step.structure, results[:count]), results[count:kept]
 
 

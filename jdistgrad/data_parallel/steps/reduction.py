@@ -58,11 +58,23 @@ class Reduction:
     """The reduction of one step's gradients.
 
     Unless ``handling`` says otherwise, the gradients are overwritten: each must be an array that nobody else holds.
+
+    Arguments:
+      then: what the ranks do together as soon as they have the averages, whether or not this one still waits.
     """
 
-    def __init__(self, reducer: Reducer, thread: Communication, plan: BucketPlan, handling: Handling):
+    def __init__(
+        self,
+        reducer: Reducer,
+        thread: Communication,
+        plan: BucketPlan,
+        handling: Handling,
+        then: Callable[[], Any] | None = None,
+    ):
         self.handling = handling
-        self._reducer, self._thread, self._plan = reducer, thread, plan
+        self._reducer, self._thread, self._plan, self._then = reducer, thread, plan, then
+        self._end: concurrent.futures.Future[bool] | None = None
+        self.found: Any = None  # by ``then``
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future[Any]] = []
         self._failed, self._states = False, dict(handling.states)
@@ -134,10 +146,11 @@ class Reduction:
         """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
         self._thread.submit(self._reducer.abandon, self.handling.step, len(self._launched))
 
-    def leave(self) -> None:
-        """Let the others have the averages; this rank does not wait for them."""
-        if self._reducer.votes:
-            self._thread.submit(self._vote)
+    def end(self) -> None:
+        """Let the others end the step, also if this rank does not wait for it."""
+        with put_off_interrupt():
+            if self._end is None and (self._then is not None or self._reducer.votes):
+                self._end = self._thread.submit(self._ended)
 
     def finish(self) -> list[Any]:
         """Wait for every bucket; return the averaged gradients, by leaf.
@@ -152,10 +165,10 @@ class Reduction:
                 "every leaf ready in every step, those that are zero too.",
                 path=missing[0],
             )
-        vote = [self._thread.submit(self._vote)] if self._reducer.votes else []
-        for last in [*self._launched, *vote][-1:]:
+        self.end()
+        for last in [*self._launched, self._end][-1:] if self._end is not None else self._launched[-1:]:
             last.exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
-        if vote and not vote[0].result():
+        if self._end is not None and not self._end.result():
             raise UnfinishedError(
                 f"step {self.handling.step}: a rank has died, so no rank has the averages of this step; the gradients "
                 "are used up. Begin the step again: the other ranks go on without it."
@@ -164,6 +177,14 @@ class Reduction:
             for slot, averaged in zip(bucket.slots, future.result(), strict=True):
                 self._gradients[slot.index] = averaged
         return self._gradients
+
+    def _ended(self) -> bool:
+        """Return whether all ranks have the averages. If so, do what comes then."""
+        if self._reducer.votes and not self._vote():
+            return False
+        if self._then is not None and not any(launched.exception() for launched in self._launched):
+            self.found = self._then()
+        return True
 
     def _vote(self) -> bool:
         if self._reducer.has_failed(self.handling.step):
