@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.interruptions import press_ctrl_c, stopped_after
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
@@ -102,6 +103,32 @@ def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right(unu
                 break
         assert turn > 20
         _made.clear()
+
+
+OPERATIONS = {
+    "sum": lambda c: c.eager("sum", MIXED["a"]),  # without JAX's generators, which drop exceptions
+    "allgather": lambda c: c.eager("allgather", MIXED["a"]),
+    "allgather_object": lambda c: c.allgather_object("x"),
+    "broadcast_object": lambda c: c.broadcast_object("x"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_collectives_refuse_further_use_after_ctrl_c_anywhere_inside_an_operation(name):
+    # Otherwise this rank's next operation would meet the others' interrupted one.
+    with jd.local_workers(1):
+        everybody = jd.collectives.of_this_world()
+        OPERATIONS[name](everybody)
+        begun = everybody._board._turns[0]
+        OPERATIONS[name](everybody)
+        whole = everybody._board._turns[0] - begun
+        for turn in itertools.count():
+            everybody, inside = jd.collectives.of_this_world(), range(1, whole)
+            stopped = stopped_after(turn, lambda one=everybody: OPERATIONS[name](one), press_ctrl_c)
+            assert everybody.refusal is not None or everybody._board._turns[0] not in inside, turn
+            if not stopped:
+                break
+        assert turn > 20
 
 
 def failing_on(ranks, rank):

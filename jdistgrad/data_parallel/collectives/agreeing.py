@@ -1,9 +1,10 @@
 """Agreement of a group's ranks on their next operation: each announces its own and compares it with the others'."""
 
+import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jdistgrad.data_parallel.collectives import roll_call
@@ -77,14 +78,11 @@ class Agreeing:
             self._refuse(str(error))
             raise
         except BaseException as error:
-            what = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-            self._refuse(f"{what} has ended the wait in {self._text}.")
+            self._refuse(f"{_named(error)} has ended the wait in {self._text}.")
             raise
 
     def _refuse(self, why: str) -> None:
-        self._collectives.refusal = CollectiveError(
-            f"{self._text}: these collectives are not used any more, since {why} Make new ones, on every rank."
-        )
+        _refuse(self._collectives, self._text, why)
 
     def _raise_difference(self) -> None:
         said = self._collectives.gather_objects(self._text)
@@ -94,6 +92,29 @@ class Agreeing:
             "rank must call the same operations, in the same order, with the same shapes and dtypes.",
             rank=other,
         )
+
+
+@contextlib.contextmanager
+def undivided(collectives: Group, text: str) -> Iterator[None]:
+    """Open a block of an operation. If Ctrl-C ends it, refuse further use: the others are at another place in it."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if collectives.refusal is None:
+            _refuse(collectives, text, f"{_named(error)} has ended {text}.")
+        raise
+
+
+def _refuse(collectives: Group, text: str, why: str) -> None:
+    collectives.refusal = CollectiveError(
+        f"{text}: these collectives are not used any more, since {why} Make new ones, on every rank."
+    )
+
+
+def _named(error: BaseException) -> str:
+    return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, copied, like, settings
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting
+from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting, undivided
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.data_parallel.collectives.posts import Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
@@ -62,8 +62,10 @@ class HostCollectives(Collectives):
     # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        self.agree(described(name, x, how))
-        memory = self.on_host(name, x, how)
+        text = described(name, x, how)
+        with undivided(self, text):
+            self.agree(text)
+            memory = self.on_host(name, x, how)
         recut = memory.shape != x.shape and len(x.devices()) > 1  # the sharding of x may not fit the result
         return jnp.asarray(memory) if recut else like(memory, x)
 
@@ -89,14 +91,18 @@ class HostCollectives(Collectives):
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, by rank. Every rank must call it."""
-        self.agree("a gather of objects")
-        return self.gather_objects(value)
+        return self._gathered("a gather of objects", value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's picklable object. Every rank must call it; what the others pass is not used."""
         root = self._checked_root(root)
-        self.agree(f"a broadcast of an object from rank {root}")
-        return self.gather_objects(value if self.rank == root else None)[root]
+        text = f"a broadcast of an object from rank {root}"
+        return self._gathered(text, value if self.rank == root else None)[root]
+
+    def _gathered(self, text: str, value: Any) -> list[Any]:
+        with undivided(self, text):
+            self.agree(text)
+            return self.gather_objects(value)
 
     def barrier(self) -> None:
         """Return when every rank has called ``barrier``."""
@@ -153,7 +159,8 @@ class HostCollectives(Collectives):
 
     def agree(self, text: str) -> None:
         """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
-        Agreeing(self, text)(self.timeout)
+        with undivided(self, text):
+            Agreeing(self, text)(self.timeout)
 
     # Between two ranks.
 
