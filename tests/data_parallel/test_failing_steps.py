@@ -105,6 +105,20 @@ def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right(unu
         _made.clear()
 
 
+@on_every_worker
+def test_a_rank_that_comes_after_the_others_have_given_up_is_told_so(big_world, rank, size):
+    # Over MPI it would wait inside a reduction, to which nobody comes any more, until that ends the job.
+    dp, others = DataParallel(timeout=0.2), jd.collectives.of_this_world()
+    if rank == 1:
+        others.barrier()
+    text = "rank [0-3] waits no longer, since not all ranks came in time" if rank == 1 else "rank 1 has not come"
+    with pytest.raises(jd.MissingRanksError, match=text):
+        dp.average(jnp.ones(3))
+    if rank != 1:
+        others.barrier()
+    np.testing.assert_allclose(DataParallel().average(jnp.full(2, 1.0 + rank)), np.full(2, (size + 1) / 2))
+
+
 OPERATIONS = {
     "sum": lambda c: c.eager("sum", MIXED["a"]),  # without JAX's generators, which drop exceptions
     "allgather": lambda c: c.eager("allgather", MIXED["a"]),

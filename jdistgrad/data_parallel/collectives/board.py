@@ -83,15 +83,17 @@ class Board:
         return [pinned[other][1] for other in range(self.size)]
 
     def _wait(self, pinned: dict[int, tuple[str, Any]], what: str, timeout: float, check: Callable[[], None]) -> None:
+        """Wait until all have come. Raises once any rank has given up: those that come later would go on alone."""
         start = time.monotonic()
-        while len(pinned) < self.size:
+        while len(pinned) < self.size and self._missing is None:
             check()
-            if self._missing is None and time.monotonic() - start > timeout:
+            if time.monotonic() - start > timeout:
                 self._missing = sorted(set(range(self.size)) - set(pinned))
                 self._changed.notify_all()
-            if self._missing is not None:
-                raise missing_ranks(what, self._missing, timeout, {})
-            self._changed.wait(min(LOOK_SECONDS, timeout))
+            else:
+                self._changed.wait(min(LOOK_SECONDS, timeout))
+        if self._missing is not None:
+            raise missing_ranks(what, self._missing, timeout, {})
 
     def _take(self, turn: int) -> None:
         self._taken[turn] = self._taken.get(turn, 0) + 1
@@ -114,6 +116,16 @@ def missing_ranks(
         f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
         f"steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout.{told}",
         missing=missing,
+        seconds=seconds,
+    )
+
+
+def waits_no_longer(what: str, rank: int, seconds: float) -> MissingRanksError:
+    """Make the error for a rank that all have come too late for. ``seconds``: how long this one would have waited."""
+    return MissingRanksError(
+        f"{what}: rank {rank} waits no longer, since not all ranks came in time. Every rank must take the same steps; "
+        "slow ones need a longer timeout, on every rank.",
+        missing=[rank],
         seconds=seconds,
     )
 

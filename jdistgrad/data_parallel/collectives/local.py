@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.board import Board, missing_ranks
+from jdistgrad.data_parallel.collectives.board import Board, missing_ranks, waits_no_longer
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
 from jdistgrad.data_parallel.collectives.posts import LocalPost
 from jdistgrad.data_parallel.collectives.routes import Route
@@ -94,6 +94,9 @@ class Local(HostCollectives):
             try:
                 return self._board.collect(turn, timeout, check, what)
             except MissingRanksError as error:
+                if self.rank in error.missing:
+                    patient = next(rank for rank in range(self.size) if rank not in error.missing)
+                    raise waits_no_longer(what, patient, timeout) from None
                 places = together.places(error.missing)
                 raise missing_ranks(what, error.missing, timeout, places, together.told(str(error))) from None
 

@@ -1,5 +1,6 @@
 """Collectives over an MPI communicator: mpi4py on host memory; mpi4jax, where it is installed, inside jit."""
 
+import contextlib
 import copy
 import importlib.util
 import pickle
@@ -12,7 +13,7 @@ from jdistgrad.data_parallel.buckets.host_arrays import empty
 from jdistgrad.data_parallel.collectives import communicators
 from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.board import missing_ranks
+from jdistgrad.data_parallel.collectives.board import missing_ranks, waits_no_longer
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, combined
 from jdistgrad.data_parallel.collectives.posts import MPIPost
 from jdistgrad.data_parallel.collectives.routes import Route
@@ -127,6 +128,7 @@ class MPI(HostCollectives):
             if not has_ended():
                 self._wait_for(has_ended, what, timeout, together)
             communicators.let_go(request)
+            self._require_patience(what, timeout)
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return Meeting(wait, has_ended)
@@ -154,6 +156,15 @@ class MPI(HostCollectives):
         self.turn += 1
         entry = CollectiveEntry(what, self._name, self.turn, may_leave)
         return WatchedBlock(find_worker(), entry, self.world_ranks, blocking=blocking)
+
+    def _require_patience(self, what: str, timeout: float) -> None:
+        """Raise if a rank has given up a meeting here before all had come: it does not take part in what follows."""
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        status = mpi.Status()
+        with contextlib.suppress(mpi.Exception):  # of a rank that is lost: what follows finds out
+            if self.comm.Iprobe(mpi.ANY_SOURCE, HERE_TAG, status):
+                raise waits_no_longer(what, status.source, timeout)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
