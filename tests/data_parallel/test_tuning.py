@@ -1,12 +1,16 @@
 """The bucket size that is chosen by measurement: the state machine, and steps that go through it."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.data import assert_close
+from helpers.interruptions import press_ctrl_c
 from helpers.worlds import on_every_worker
 
+import jdistgrad as jd
 from jdistgrad.data_parallel.buckets.leaves import describe
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.reducing.agreement import Terms
@@ -14,6 +18,7 @@ from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.reducing.tuning import CAPS, ROUNDS, Tuning
 from jdistgrad.errors import DisagreementError
 from jdistgrad.optim.averaging import average_gradients
+from jdistgrad.wire.interrupts import wait_in_slices
 
 MIB = 1 << 18  # float32 numbers
 
@@ -137,3 +142,41 @@ def test_all_ranks_must_measure(big_world, rank, size):
 def test_what_takes_no_steps_cannot_measure():
     with pytest.raises(ValueError, match="measures the steps of a DataParallel"):
         average_gradients(bucket_cap_mb="auto")
+
+
+_made = {}
+
+
+def make_here():
+    dp = DataParallel(bucket_cap_mb="auto", timeout=20)
+    _made[jd.rank()] = dp, dp.value_and_grad(lambda p, x: (p * x).sum())
+
+
+def step_here():
+    """Return the mean of the workers' numbers, as the gradient of a step."""
+    rank = jd.rank()
+    return float(_made[rank][1](jnp.ones(3), jnp.float32(rank))[1][0])
+
+
+def press_in_first_wait(frame, event, _):
+    if frame.f_code is wait_in_slices.__code__ and event == "call":
+        sys.setprofile(None)
+        press_ctrl_c()
+
+
+def test_ctrl_c_while_the_ranks_choose_leaves_the_next_step_in_order():
+    with jd.local_workers(2):
+        for future in jd.rpc_all(range(2), make_here):
+            future.result()
+        while _made[0][0]._driver._tuning.medians is None:
+            other = jd.rpc_async(1, step_here)
+            assert (step_here(), other.result()) == (0.5, 0.5)
+        other = jd.rpc_async(1, step_here)
+        sys.setprofile(press_in_first_wait)
+        with pytest.raises(KeyboardInterrupt):
+            step_here()
+        assert (step_here(), other.result()) == (0.5, 0.5)
+        other = jd.rpc_async(1, step_here)
+        assert (step_here(), other.result()) == (0.5, 0.5)
+        assert _made[0][0].statistics().trials == _made[1][0].statistics().trials != ()
+        _made.clear()

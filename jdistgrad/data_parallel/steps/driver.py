@@ -1,5 +1,6 @@
 """Steps driven from Python, in segments or whole, and reduced by a thread of their own."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -34,6 +35,7 @@ from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.data_parallel.steps.trace import Trace, readiness
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.wire.interrupts import put_off_interrupt
 
 T = TypeVar("T")
 
@@ -60,6 +62,7 @@ class Driver:
         self._plans: dict[Any, BucketPlan] = {}
         self._usage = Usage()
         self._tuning = Tuning(rules) if rules.bucket_cap_mb == "auto" else None
+        self._slowest: concurrent.futures.Future[list[float]] | None = None
         self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
 
@@ -192,7 +195,9 @@ class Driver:
         """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
         medians = tuning.medians
         if medians is not None:
-            tuning.decide(self._thread.run(self._reducer.slowest, medians))
+            with put_off_interrupt():  # once, also if Ctrl-C ends this rank's wait: the others go on
+                self._slowest = self._slowest or self._thread.submit(self._reducer.slowest, medians)
+            tuning.decide(self._slowest.result())
             self._tuning = None
         self._rules = self._reducer.rules = dataclasses.replace(self._rules, bucket_cap_mb=tuning.cap)
         self.statistics = dataclasses.replace(self.statistics, bucket_cap_mb=tuning.cap, trials=tuning.trials)
