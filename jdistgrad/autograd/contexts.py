@@ -105,12 +105,20 @@ def opened_context() -> Iterator[Context]:
     """Open a context for a block, also inside another one."""
     worker = current_worker()
     identifier = worker.scopes.draw()  # Ctrl-C may come before anybody has the scope
+    inside = None
     try:
-        opened = Context(worker, worker.scopes.enter(identifier))
-        with within(opened.scope):
-            yield opened
-    finally:
-        worker.releasing.close_scope(identifier)
+        try:
+            opened = Context(worker, worker.scopes.enter(identifier))
+            inside = within(opened.scope)
+            with inside:
+                yield opened
+        finally:  # again what Ctrl-C may have kept from its end
+            if inside is not None:
+                inside.__exit__()
+            worker.releasing.close_scope(identifier)
+    except BaseException:
+        worker.releasing.abandon_scope(identifier)
+        raise
 
 
 def find_context(which: Any) -> Context:

@@ -144,7 +144,7 @@ def current_scope() -> Scope | None:
 
 
 class within:  # noqa: N801 used like a function; a generator would take twice as long
-    """A block whose calls belong to a scope, or to none."""
+    """A block whose calls belong to a scope, or to none. To end it a second time does nothing."""
 
     __slots__ = ("_compiling", "_outer", "_outer_origin", "_scope", "_slot", "_slots")
 
@@ -183,11 +183,13 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
     def _go_out(self, *error: object) -> None:
         if self._outer is not None:
             _scope.reset(self._outer)
+            self._outer = None
         if self._slots is not None:
             if self._compiling is not None:
                 self._compiling.__exit__(*error)
             _origin.reset(self._outer_origin)
             self._slots.free(self._slot)
+            self._slots = None
 
 
 def once_for_all(function: Callable[P, T]) -> Callable[P, T]:

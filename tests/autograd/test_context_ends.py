@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.data import assert_close
+from helpers.interruptions import press_ctrl_c, stopped_after
 from helpers.programs import X, square
 from helpers.worlds import (
     holders,
@@ -106,6 +107,26 @@ def begins_with_ctrl_c_after(turn):
         sys.setprofile(None)
     context.__exit__(None, None, None)
     return False
+
+
+def test_ctrl_c_as_a_context_ends_leaves_the_thread_outside():
+    """It is pressed after each of the calls that lead out of the block, one after the other."""
+    with jd.local_workers(3):
+        slots, turn = current_worker().slots, 0
+        while ends_with_ctrl_c_after(turn):
+            gc.collect()
+            assert current_scope() is None, turn
+            assert slots.at(0) is None, turn
+            wait_until_nobody_takes_part()
+            turn += 1
+        assert turn > 20
+
+
+def ends_with_ctrl_c_after(turn):
+    """End a context, and press Ctrl-C after so many calls; return False if it ended before that."""
+    context = jd.context()
+    context.__enter__()
+    return stopped_after(turn, lambda: context.__exit__(None, None, None), press_ctrl_c)
 
 
 def scaled_loss(p, x):
