@@ -63,6 +63,16 @@ def by_reverse(call, x):
     return jax.grad(lambda x: jnp.sum(chain(call, x)))(x) * x
 
 
+def linear_in_a_batch(call, x):
+    """Map a linear function, and its transpose, over points; both are differentiated after JAX has taken them apart."""
+
+    def moved(row):
+        push = jax.linearize(lambda row: call(1, fast_product, row, x), row)[1]
+        return jax.vmap(push)(jnp.stack([x, 2 * x])).sum(0) * jax.linear_transpose(push, x)(row)[0]
+
+    return jax.vmap(moved)(jnp.stack([x, x + 1, jnp.sin(x)])).sum(0)
+
+
 def implicit(call, x):
     """Return what solves an equation with a call in it; its derivative is that of the implicit function theorem."""
 
@@ -107,7 +117,7 @@ def three_ways(f):
     return gradient_along(lambda x: jax.jacfwd(jax.grad(lambda x: jnp.sum(f(x))))(x) @ x)
 
 
-OTHERS = [diamond, scanned, branching, checkpointed, by_reverse]
+OTHERS = [diamond, scanned, branching, checkpointed, by_reverse, linear_in_a_batch]
 DERIVATIVES = [along, jacfwd, along_twice, forward_twice, forward_over_reverse, reverse_over_forward, gradient_along]
 
 

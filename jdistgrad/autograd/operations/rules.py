@@ -144,15 +144,27 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
     if isinstance(operation, Use):
         raise operation.misplaced()
     given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
-    batched = operation.batches if isinstance(operation, Linear) else isinstance(operation, Call) and operation.lanes
-    if not isinstance(operation, Call | Linear) or (batched and not _is_linear(operation, [*given], operands)):
+    if not isinstance(operation, Call | Linear) or (isinstance(operation, Call) and operation.lanes):
         raise DifferentiationError(
             f"no derivative of this order is known for {operation} inside scan, while_loop or cond. Take the inner "
             "derivative outside of the loop, or unroll the loop."
         )
+    if isinstance(operation, Linear) and operation.batches and not _is_linear(operation, [*given], operands):
+        return _derivative_in_batches(operation, operands, given)
     outputs, found = _pushed_through(operation, operands, given)
     zeros = [ad.Zero(zero_from_primal(one, symbolic_zeros=True).aval) for one in outputs]
     return list(outputs), [found.get(k, zero) for k, zero in enumerate(zeros)]
+
+
+def _derivative_in_batches(operation: Linear, operands: Sequence[Any], tangents: Mapping[int, Any]) -> Any:
+    """Differentiate a linear function in batches as JAX does: the function for one element, mapped over the batches."""
+    alone = with_tangents(dataclasses.replace(operation, maps=(), batches=()))
+    function = operation.over_batches(alone, operation.inputs_in_batches(), operation.outputs_in_batches())
+
+    def of_perturbed(perturbed: Mapping[int, Any]) -> list[Any]:
+        return list(function(*(perturbed.get(k, one) for k, one in enumerate(operands))))
+
+    return jax.jvp(of_perturbed, ({k: operands[k] for k in tangents},), (dict(tangents),))
 
 
 def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> list[Any]:
