@@ -156,6 +156,33 @@ def test_an_implicit_function(big_world, derivative, stage):
     assert_same(implicit, derivative, stage)
 
 
+def linearized(f, x):
+    return jax.linearize(f, x)[1]
+
+
+def solved(call, x, linear=linearized):
+    """Return what solves a linear system of which a part is a call."""
+    matvec = linear(lambda y: y + call(1, affine, {"w": jnp.outer(x, x) / 9, "b": 0 * x}, y), x)
+    return jax.scipy.sparse.linalg.gmres(matvec, x, tol=1e-6)[0]
+
+
+def ruled(call, x, linear=linearized):
+    """Return the result of a function whose rule makes a call with tangents."""
+    function = jax.custom_jvp(lambda x: call(1, square, x))
+    function.defjvp(lambda xs, ts: (function(*xs), linear(lambda t: call(2, product, xs[0], t), xs[0])(*ts)))
+    return function(x) * x
+
+
+@pytest.mark.parametrize("derivative", [jax.jacrev, reverse_over_forward, gradient_along])
+@pytest.mark.parametrize("program", [solved, ruled])
+@on_worker0
+def test_what_jax_transposes_is_linearized_first(big_world, program, derivative):
+    refused = pytest.raises(jd.DifferentiationError, match=r"cannot be transposed.* jax\.linearize\(f, x\)\[1\]")
+    with jd.context(), refused:
+        jax.jacrev(functools.partial(program, sync, linear=lambda f, x: f))(vector(3))
+    assert_same(program, derivative)  # as the error says
+
+
 @pytest.mark.parametrize("function", [layer, fast_layer])
 @on_worker0
 def test_the_jacobian_of_a_linear_function(big_world, function):

@@ -172,7 +172,9 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> li
     if not isinstance(operation, Push | Pull):
         raise DifferentiationError(
             f"{operation} cannot be transposed: whether it is linear is not known here. Use jax.vjp instead of "
-            "jax.linear_transpose: the pullback of a linear function, jax.vjp(f, x)[1], is its transpose."
+            "jax.linear_transpose: the pullback of a linear function, jax.vjp(f, x)[1], is its transpose. Where JAX "
+            "transposes a function f by itself (custom_linear_solve, gmres, bicgstab, the rule of a custom_jvp), put "
+            "jax.linearize(f, x)[1] in place of f."
         )
     given = operands[: len(operands) - operation.inputs]
     transpose: Pull | Push
