@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.errors import CheckpointError, DistgradError, WorkerLostError
+from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
@@ -116,16 +116,25 @@ def call_each(
 
 
 def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[[WorkerInfo, str], str]) -> NoReturn:
-    """Raise what has failed on a worker: an error of a checkpoint as it is, any other in these words."""
+    """Raise what has failed on a worker: an error of a checkpoint in its own words, any other in these."""
     if isinstance(failure, CheckpointError):
-        raise failure
+        text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
+        raise CheckpointError(text) from failure
     lost = _lost_in(failure)
     why = in_short(failure) if lost is None else current_worker().peers.lost.get(lost, in_short(failure))
     raise _in_type(in_words(worker, why), lost) from failure
 
 
 def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, DistgradError) else in_short(error)
+    """Return what the other callers are told of this one's error."""
+    text = str(error) if isinstance(error, DistgradError) else in_short(error)
+    return text if isinstance(error, DisagreementError) else _naming(current_worker().info, text)
+
+
+def _naming(worker: WorkerInfo, text: str) -> str:
+    """Return the text of a worker's error with the worker's name, unless it names one."""
+    is_named = any(str(one) in text for one in current_worker().directory.workers)
+    return text if is_named else f"{worker}: {text}"
 
 
 def _lost_in(error: BaseException) -> int | None:

@@ -705,6 +705,7 @@ def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
 
     jd.spawn(main, 3)
     assert sum("trees is a Odd, which cannot be saved" in one for one in said) == 3
+    assert sum(one.startswith("worker1 (rank 1): ") for one in said) == 3
     assert sum("have different trees" in one for one in said) == 3
     assert not list(tmp_path.iterdir())
 
