@@ -17,8 +17,8 @@ EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-sett
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
-# What each change must pass, in less than 20 minutes on two cores: every test once, those of worlds on three ranks; and
-# again elsewhere what depends on that. `make test-all`: every test in every world.
+# What each change must pass: every test once, those of worlds on three ranks, and again elsewhere what depends on that.
+# `make test-all`: every test in every world.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but of all of them three
 # ranks when worlds of threads have compiled most of what both run.
