@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -93,10 +93,11 @@ def stop(threads: Sequence[threading.Thread]) -> None:
     """
     deadline = time.monotonic() + STOP_SECONDS
     _stopped.update(threads)
-    while (running := [one for one in threads if one.is_alive()]) and time.monotonic() < deadline:
-        for one in running:  # again, if the exception came in a destructor, which ignores it
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one.ident or 0), ctypes.py_object(SystemExit))
-        join_soon(running, STOP_SLICE)
+    with _without_collections():  # what JAX does in these would ignore the exception, and print it
+        while (running := [one for one in threads if one.is_alive()]) and time.monotonic() < deadline:
+            for one in running:  # again, if the exception came in a destructor, which ignores it
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one.ident or 0), ctypes.py_object(SystemExit))
+            join_soon(running, STOP_SLICE)
 
 
 def frames() -> dict[int, FrameType]:
@@ -107,11 +108,17 @@ def frames() -> dict[int, FrameType]:
     """
     if not COLLECTS_ANYWHERE:
         return sys._current_frames()
+    with _without_collections():
+        return sys._current_frames()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
     with _looking:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield
         finally:
             if was_enabled:
                 gc.enable()
@@ -123,7 +130,7 @@ _looking = threading.Lock()
 
 
 def _go_on_in_child() -> None:
-    """Put right in a forked process what a thread that it does not have was about to do in ``frames``."""
+    """Put right in a forked process what a thread that it does not have was about to do without collections."""
     global _looking
     if _looking.locked():
         _looking = threading.Lock()

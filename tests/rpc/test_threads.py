@@ -253,4 +253,4 @@ def test_a_program_ends_as_it_says_while_its_workers_compute(program, status, la
     program = COMPUTING + program
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert ended.returncode == status
-    assert last in ended.stderr.splitlines()  # what stops a thread inside JAX's look for garbage is printed after it
+    assert ended.stderr.rstrip().endswith(last)
