@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
+from jdistgrad.autograd.callee.pullbacks import pays
 from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
@@ -69,7 +69,8 @@ class Apply(ServedFunction):
         fixed = tuple((content_of(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
-        program = self._compiled if self._pays(structure, fixed) else self._program
+        seen = self._compiled_for[structure, tuple(one is None for one in fixed)]
+        program = self._compiled if pays(seen, fixed) else self._program
         result, changed = program(structure, fixed)(parameters, {} if value is None else value, arrays)
         if changed:
             if not isinstance(state, StateOfCall):
@@ -77,13 +78,6 @@ class Apply(ServedFunction):
             before, tree = jax.tree.flatten(value)
             state.left = jax.tree.unflatten(tree, [changed.get(k, leaf) for k, leaf in enumerate(before)])
         return result
-
-    def _pays(self, structure: Any, fixed: Sequence[Any]) -> bool:
-        """Return whether to compile: not for ever new values of the same arguments."""
-        known = self._compiled_for[structure, tuple(one is None for one in fixed)]
-        if len(known) < STATICS_COMPILED:
-            known.add(fixed)
-        return fixed in known
 
     def _program(self, structure: Any, fixed: Sequence[Any]) -> Callable[..., Any]:
         def run(parameters: Any, state: Any, arrays: list[Any]) -> tuple[Any, dict[int, Any]]:

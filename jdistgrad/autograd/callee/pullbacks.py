@@ -229,13 +229,18 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
         kinds = tuple(map(_kind, leaves, handled_by_jit(function, *layout.tree)))
         programs = _programs_for(function)
         seen = programs.statics(function, tuple(kind for kind, _ in kinds))
-        if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
-            seen.add(kinds)
-        if kinds not in seen:
+        if not pays(seen, kinds):
             return None
     except TypeError:  # an argument that cannot be hashed, or a dict with keys that cannot be sorted
         return None
     return programs.compiled(function, structure, kinds, orders)
+
+
+def pays(seen: set[Hashable], arguments: Hashable) -> bool:
+    """Return whether to compile for non-array arguments: for the first that come, not for ever new ones."""
+    if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
+        seen.add(arguments)
+    return arguments in seen
 
 
 def _kind(leaf: Any, by_jit: str) -> tuple[Any, Any]:
