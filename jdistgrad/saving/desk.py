@@ -16,6 +16,7 @@ from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostErr
 from jdistgrad.rpc import api
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.polling import poll
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
 SECONDS = 300.0  # as long as a barrier waits
@@ -160,9 +161,17 @@ def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: fl
         try:
             with current_worker().watchdog.shows(what, others, spares_shutdown=workers is None):
                 return api.rpc_sync(at, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
-        except WorkerLostError:
-            if not (current_worker().survives and at in current_worker().peers.lost):
+        except WorkerLostError as error:
+            if not _does_without(at, error):
                 raise
+
+
+def _does_without(at: int, error: WorkerLostError) -> bool:
+    """Return whether a world goes on without the worker of a desk, which is lost if the error tells of it."""
+    worker = current_worker()
+    if worker.survives and error.worker == worker.directory.workers[at]:
+        poll(lambda: at in worker.peers.lost, world.TOLD_SECONDS)  # another thread is about to find out
+    return worker.survives and at in worker.peers.lost
 
 
 def _living() -> list[int]:

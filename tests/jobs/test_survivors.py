@@ -317,6 +317,39 @@ def test_survivors_save_and_restore_whoever_is_lost(surviving_job, tmp_path):
     job.expect("worker2 3 [3.0, 3.0] [0.0, 1.0]", "worker3 3 [3.0, 3.0] [0.0, 1.0, 2.0]")
 
 
+def test_survivors_save_while_one_is_about_to_learn_of_the_loss_of_the_worker_whose_desk_they_come_to(
+    surviving_job, tmp_path
+):
+    """The transport notices a death first; what is sent then fails, though the worker knows nothing of a loss."""
+    job = surviving_job(
+        3,
+        f"""
+        from jdistgrad.rpc.worker import current_worker
+
+        me = jd.init()
+        worker, tree = current_worker(), {{"w": jnp.ones(2)}}
+
+        def late(peer, why, lost=worker.lost):
+            time.sleep(0.5 if me.rank == 2 else 2)  # the other one would tell it
+            lost(peer, why)
+
+        worker.lost = late
+        jd.barrier()
+        if me.rank == 0:
+            die()
+        if me.rank == 1:
+            until(lambda: worker.peers.lost)
+        if me.rank == 2:
+            until(lambda: 0 in worker.transport._lost)
+            assert not worker.peers.lost
+        jd.save({str(tmp_path / "saved")!r}, 1, tree)
+        print(me.name, "saved")
+        jd.shutdown(timeout=20)
+        """,
+    )
+    job.expect("worker1 saved", "worker2 saved")
+
+
 def test_a_worker_that_dies_while_it_writes_or_reads_its_part_is_a_lost_worker_to_all_callers(surviving_job, tmp_path):
     """What is left can save and restore again."""
     job = surviving_job(
