@@ -7,6 +7,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
@@ -16,7 +17,7 @@ from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.rref import RRef, optax_looks_inside
+from jdistgrad.rpc.references.rref import HANDLE, RRef, optax_looks_inside
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
@@ -51,6 +52,7 @@ class RemoteGradient(Elsewhere):
 
         Raises:
           DifferentiationError: JAX traces the gradient (grad, vmap, jit ...): its parts come later, or are of a batch.
+            Or it was scaled or clipped, which has no effect on what is on the owner.
         """
         if self.scope is None:
             raise ContextError(
@@ -65,8 +67,9 @@ class RemoteGradient(Elsewhere):
             )
         worker = current_worker()
         worker.scopes.find(self.scope.id)
+        marks = tuple(np.asarray(self.marks).tolist()) if jnp.shape(self.marks) == HANDLE.shape else None
         with within(self.scope):
-            return worker.rpc_sync(self.owner, gradient_of, (self.rref.id,), {}, timeout)
+            return worker.rpc_sync(self.owner, gradient_of, (self.rref.id, str(self.rref), marks), {}, timeout)
 
     def __reduce__(self) -> Any:
         raise EncodingError(

@@ -120,6 +120,53 @@ def test_a_reference_gets_the_gradient_of_the_rule(big_world):
     assert_close(found, jax.grad(near)(-X))
 
 
+def weighted(value, x):
+    return jnp.sum(value * x)
+
+
+def weighted_on(k):
+    return lambda value, x: jd.rpc_sync(rank(k), weighted, args=(value, x))
+
+
+def through_a_rule(change):
+    """Return a call's function whose custom rule changes the gradient of a reference that the call has."""
+    ruled = jax.custom_vjp(weighted_on(2))
+
+    def backward(pull, cotangent):
+        of_value, of_x = pull(cotangent)
+        return jax.tree.map(change, of_value), of_x
+
+    ruled.defvjp(lambda value, x: jax.vjp(weighted_on(2), value, x), backward)
+    return ruled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: 0.5 * g, lambda g: -g, lambda g: g + g, lambda g: jnp.clip(g, -1.0, 1.0)],
+    ids=["halved", "negated", "doubled", "clipped"],
+)
+@on_worker0
+def test_what_a_rule_around_a_call_makes_of_the_gradient_of_a_reference_is_not_fetched(big_world, change):
+    # What the call contributed is on the owner, unchanged: it would be fetched as if there were no rule.
+    value = jd.remote(rank(1), jnp.negative, args=(X,))
+    with jd.context():
+        ruled, plain = jd.grad(through_a_rule(change))(value, X), jd.grad(weighted_on(1))(value, X)
+        for gradient in (ruled, jax.tree.map(change, plain)):
+            with pytest.raises(jd.DifferentiationError, match=r"is not what the calls contributed.*around to_here"):
+                gradient.to_here()
+        assert_close(plain.to_here(), 2 * X)
+
+
+@on_worker0
+def test_gradients_of_several_passes_that_are_added_are_fetched(big_world):
+    value, xs = jd.remote(rank(1), jnp.negative, args=(X,)), jnp.arange(12.0).reshape(4, 3)
+    batched = lambda value: jax.vmap(weighted_on(2), in_axes=(None, 0))(value, xs).sum()  # noqa: E731
+    with jd.context():
+        one, other = jd.grad(weighted_on(1))(value, X), jd.grad(batched)(value)
+        both = jax.tree.map(jnp.add, one, other)
+        assert_close([each.to_here() for each in (one, other, both)], [X + xs.sum(0)] * 3)
+
+
 def second_of_reference(call):
     def loss(value, x):
         inner = jax.grad(lambda x: sum_squares(call(2, mixed, x, value)))(x)

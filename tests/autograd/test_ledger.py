@@ -81,6 +81,24 @@ def test_batched_passes_get_their_own():
     assert numbers(ledger.take(NODE, marks(2), (4,)).result(0)) == [2]
 
 
+def test_a_gradient_that_is_read_is_a_sum_of_contributions_that_have_come():
+    ledger = Ledger()
+    for one in (part(1), part(2, lanes=(4,)), part(3)):
+        ledger.put(NODE, one)
+    for right in (marks(), marks(1), marks(3, 1), marks((2, 4)), marks(1, (2, 4), 3)):
+        assert ledger.may_be_sum(NODE, tuple(right))
+    for wrong in (marks((1, 2)), marks((1, 0.5)), marks((1, -1)), marks(2), marks(4), [1.0, *marks(1, 3)[1:]]):
+        assert not ledger.may_be_sum(NODE, tuple(wrong))
+
+
+def test_what_has_replaced_contributions_can_be_read_as_any_of_them():
+    ledger = Ledger()
+    ledger.put(NODE, part(1))
+    ledger.put(NODE, part(2))
+    ledger.write(NODE, [jnp.zeros(2)])
+    assert ledger.may_be_sum(NODE, tuple(marks(1)))
+
+
 def test_so_many_that_their_marks_are_not_exact_are_counted():
     ledger, many = Ledger(), EXACT + 2
     for number in range(many):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Marks, Target, total
+from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import unpickling
@@ -55,7 +55,7 @@ class Using(ServedFunction):
         except concurrent.futures.TimeoutError as error:
             raise DifferentiationError(
                 f"{self.label} has waited {seconds:g} s for contributions that {', '.join(self.values)} did not get. "
-                f"{SCALE}"
+                f"{AS_MADE}"
             ) from error
         return found
 
@@ -64,7 +64,8 @@ class Using(ServedFunction):
         found = list(map(summed, marks))
         for value, mine in zip(self.values, found, strict=True):
             if not all(part >= 0 and part == int(part) for part in mine):
-                raise DifferentiationError(f"{self.label}: this is not the gradient of {value} as it was made. {SCALE}")
+                why = f"{self.label}: this is not the gradient of {value} as it was made. {AS_MADE}"
+                raise DifferentiationError(why)
         missing = [value for value, mine in zip(self.values, found, strict=True) if not mine[0]]
         if missing:
             raise DifferentiationError(
@@ -75,11 +76,6 @@ class Using(ServedFunction):
             )
         return found
 
-
-SCALE = (
-    "A gradient of a reference can be neither scaled nor clipped, nor added to itself. Scale the loss, or let the "
-    "transformation do it: optax.chain(optax.scale(...), ...), DistributedOptimizer(max_global_norm=...)."
-)
 
 OWN.add(Using)
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.ledger import Contribution, Target, total
+from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
 
@@ -56,9 +57,17 @@ def take(
 
 
 @shown_as("the fetch of a reference's gradient")
-def gradient_of(identifier: int) -> Any:
-    """Return the gradient, in the current context, of a value owned here: zero where nothing was contributed."""
-    return gradient_tree(identifier, current_tape(lambda: "a gradient").gradient(identifier))
+def gradient_of(identifier: int, name: str, marks: Marks | None) -> Any:
+    """Return the gradient, in the current context, of a value owned here: zero where nothing was contributed.
+
+    Arguments:
+      name: the reference, in words.
+      marks: the sum of the marks of its contributions, if known: others may be there, too.
+    """
+    tape = current_tape(lambda: "a gradient")
+    if marks is not None and not tape.ledger.may_be_sum(Target(REFERENCE, identifier), marks):
+        raise DifferentiationError(f"the fetched gradient of {name} is not what the calls contributed. {AS_MADE}")
+    return gradient_tree(identifier, tape.gradient(identifier))
 
 
 def value_gradient(identifier: int) -> Any | None:

@@ -19,7 +19,13 @@ from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
+REPLACED = 0  # the number of what is written in place of contributions
 
+AS_MADE = (
+    "A gradient of a reference can be neither scaled nor clipped, nor added to itself. Scale the loss, or let the "
+    "transformation do it: optax.chain(optax.scale(...), ...), DistributedOptimizer(max_global_norm=...). Nor can the "
+    "rule of a jax.custom_vjp around a call change it: put the rule into the called function, or around to_here()."
+)
 
 EXACT = 4096  # the most contributions whose marks add up exactly in float32
 TRIED = 100_000  # the most marks that a search for a sum may try
@@ -177,11 +183,22 @@ class Ledger:
         with self._lock:
             return in_order([*self._kept.get(target, []), *self._found.get(target, [])])
 
+    def may_be_sum(self, target: Target, marks: Marks) -> bool:
+        """Return whether contributions that have come add up to these marks, as far as that can be told."""
+        with self._lock:
+            found = [*self._kept.get(target, []), *self._found.get(target, [])]
+            if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
+                return True
+        try:
+            return Waiting(marks, ()).among(found) is not None
+        except DifferentiationError:  # too many to be told apart
+            return True
+
     def write(self, target: Target, leaves: list[Any]) -> None:
         """Replace the contributions to a target by one gradient."""
         with self._lock:
             replaced = [mark(one.number) for one in self._found.pop(target, [])]
-            self._kept[target] = [Contribution(0, (), leaves)]
+            self._kept[target] = [Contribution(REPLACED, (), leaves)]
             for key in [key for key in self._used if key[0] == target]:
                 self._used[key] = self._kept[target]
             if replaced:
