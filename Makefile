@@ -18,7 +18,7 @@ demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
 # What each change must pass: every test once, those of worlds on three ranks, and again elsewhere what depends on that.
-# `make test-all`: every test in every world.
+# `make test-all`: every test in every world, and those that are marked as long.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
 # Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but of all of them three
 # ranks when worlds of threads have compiled most of what both run.
@@ -66,10 +66,10 @@ USERS_PATH := $(PYTHONPATH)
 $(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
 
 # Worlds of threads hand objects over, and have collectives of their own: what depends on that, unless EVERYWHERE.
-OF_THREADS := tests/rpc tests/wire tests/optim $(filter-out tests/rpc/% tests/optim/%,$(OF_NUMBERS) $(OF_COLLECTIVES))
+OF_THREADS := tests/rpc tests/wire $(filter-out tests/rpc/%,$(OF_NUMBERS) $(OF_COLLECTIVES))
 test-worlds: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest $(if $(EVERYWHERE),,$(addprefix --worlds-of ,$(OF_THREADS))) \
+	$(BIN)/python -m pytest $(if $(EVERYWHERE),,-m "not long" $(addprefix --worlds-of ,$(OF_THREADS))) \
 		--ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
 
 test-install: .venv/installed-test
@@ -89,7 +89,9 @@ test-jobs: .venv/installed-test
 
 # One and three ranks run everything.
 OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
-test-mpi-2 test-mpi-4: OF_RANKS := tests/data_parallel $(OF_NUMBERS)
+OF_STEPS := $(if $(EVERYWHERE),tests/data_parallel, \
+	tests/data_parallel/test_steps.py tests/data_parallel/test_training.py $(OF_COLLECTIVES))
+test-mpi-2 test-mpi-4: OF_RANKS := $(sort $(OF_STEPS) $(OF_NUMBERS))
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest $(OF_RANKS)
 

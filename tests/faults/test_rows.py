@@ -10,10 +10,15 @@ from faults.outcomes import HUNG, NAMED, PATIENCE, SURVIVED, WRONG, Outcome, cou
 from faults.rows import ROWS
 from faults.survivors import Struck
 
+OFTEN = "killed", "ending", "survived kills"
 NAMES_ONE = "prterun noticed that process rank 1 with PID 7 on node n exited on\nsignal 9 (Killed)."
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.short], ids=lambda row: row.name)
+def with_marks(row):
+    return pytest.param(row, id=row.name, marks=() if row.name in OFTEN else pytest.mark.long)
+
+
+@pytest.mark.parametrize("row", [with_marks(row) for row in ROWS.values() if row.short])
 def test_a_few_faults_of_each_row(row, monkeypatch):
     monkeypatch.setenv(PATIENCE, "10")
     outcomes = list(row.inject(row.short, 0))

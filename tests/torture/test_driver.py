@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "seeds", "features"), CASES.values(), ids=CASES)
 def test_programs_are_right(where, seeds, features, capsys):
     # The keys of ``CASES`` name the fault that each case has found.
