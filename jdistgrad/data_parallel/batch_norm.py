@@ -15,6 +15,9 @@ from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
 from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.data_parallel.collectives.base import require_collectives
+
+REMEDY = "A DataParallel has its own as an attribute: dp.collectives."
 
 
 def batch_statistics(
@@ -68,6 +71,10 @@ class SyncBatchNorm(nn.Module):
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
 
+    def __post_init__(self) -> None:
+        require_collectives("SyncBatchNorm", self.collectives, REMEDY)
+        super().__post_init__()
+
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:  # noqa: FBT001 as in flax
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
@@ -105,6 +112,7 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
             raise TypeError(
                 f"NnxSyncBatchNorm has no {refused[0]}: its features are the last axis, its ranks are given"
             )
+        require_collectives("NnxSyncBatchNorm", collectives, REMEDY)
         super().__init__(num_features, rngs=rngs, **settings)
         self.collectives = collectives
 
