@@ -57,6 +57,8 @@ def test_bits_that_compare_equal_are_told_apart(big_world, rank, size):
     dp.verify([np.nan, jnp.array([np.nan, -0.0])])
     with pytest.raises(DisagreementError, match=r"\['w'\]\[1\] is 0\.0 on rank 0, -0\.0 on rank 1"):
         dp.verify({"w": jnp.array([1.0, -0.0 if rank == 1 else 0.0])})
+    with pytest.raises(DisagreementError, match=r"\['rate'\]\[\] is 0\.1 on rank 0, 0\.1000000001 on rank 1"):
+        dp.verify({"rate": 0.1000000001 if rank == 1 else 0.1})  # Python's, equal in float32
 
 
 @pytest.mark.parametrize("number", [2**31 + 5, np.int64(2**40)], ids=["Python", "NumPy"])

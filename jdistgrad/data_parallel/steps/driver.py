@@ -86,8 +86,7 @@ class Driver:
         """Return the root's tree."""
         leaves, structure = jax.tree.flatten(tree)
         terms, memories = self._on_host(tree)
-        sent = list(map(host_arrays.with_all_digits, leaves, memories))
-        found = self._thread.run(self._reducer.broadcast, terms, sent, root)
+        found = self._thread.run(self._reducer.broadcast, terms, memories, root)
         return jax.tree.unflatten(structure, map(host_arrays.like, found, leaves))
 
     def verify(self, tree: Any) -> None:
@@ -99,10 +98,12 @@ class Driver:
         return self._thread.run(self._reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
-        described = describe_all(tree)
-        memories = [host_arrays.to_host(leaf) for leaf in jax.tree.leaves(tree)]
-        leaves = [leaf._replace(dtype=m.dtype) for leaf, m in zip(described, memories, strict=True)]
-        return self._rules.terms(tree)._replace(leaves=tuple(leaves)), memories
+        described, leaves = describe_all(tree), jax.tree.leaves(tree)
+        memories = list(map(host_arrays.to_host, leaves))
+        terms = self._rules.terms(tree)._replace(
+            leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
+        )
+        return terms, list(map(host_arrays.with_all_digits, leaves, memories))
 
     # Steps.
 
