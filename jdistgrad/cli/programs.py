@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -74,6 +75,9 @@ def check(arguments: Sequence[str]) -> None:
             raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
             raise no_module(rest[0])
+    elif re.fullmatch(r"python[\d.]*(\.exe)?", pathlib.Path(how).name):
+        program = " ".join(rest) or "script.py"
+        raise LauncherError(f"leave out {how!r}: every rank is run with {sys.executable}. jdistgrad run {program}")
     elif not pathlib.Path(how).is_file():
         hint = f". The module is run by -m: jdistgrad run -m {how}" if how.isidentifier() and find_spec(how) else ""
         raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}{hint}")
