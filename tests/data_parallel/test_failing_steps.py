@@ -177,7 +177,7 @@ def test_a_hook_that_fails_on_all_ranks_can_be_used_again(big_world, rank, size)
         np.testing.assert_allclose(dp.average(mine)["w"], np.full(2, (size + 1) / 2), rtol=1e-6)
 
 
-def failing_loss(fails):
+def failing_layer(fails):
     def checked(g):
         if fails:
             raise RuntimeError("the loss's own")
@@ -188,6 +188,11 @@ def failing_loss(fails):
         return w * 2
 
     layer.defvjp(lambda w: (w * 2, None), lambda _, g: (2 * jax.pure_callback(checked, g, g),))
+    return layer
+
+
+def failing_loss(fails):
+    layer = failing_layer(fails)
     return lambda params: sum(layer(w).sum() for w in params)
 
 
@@ -202,6 +207,50 @@ def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world,
     other.average(params)
     with pytest.raises(DisagreementError, match="come apart"):
         dp.average(params)
+
+
+def owing(fails_at=()):
+    """Return a hook that owes 1 more in each step, and sends that in the next. It fails at some buckets."""
+
+    def apply(bucket, owed, collectives):
+        averaged = collectives.allreduce((bucket.flat + owed) / bucket.divisor)
+        if bucket.index in fails_at:
+            raise KeyError("the hook's own")
+        return averaged, owed + 1
+
+    return hooks.Hook(lambda bucket: jnp.zeros(()), apply, "owing")
+
+
+@pytest.mark.host_memory  # over devices a hook is part of a program: it fails while that is traced
+@on_every_worker
+def test_a_hook_that_fails_on_all_ranks_owes_what_it_owed_before(big_world, rank, size):
+    fails_at, zeros = [], [jnp.zeros(3), jnp.zeros(2)]
+    dp = DataParallel(hook=owing(fails_at), bucket_cap_mb=1e-6)
+    for number in range(2):
+        found = [leaf[0] for leaf in dp.average(zeros)]
+        np.testing.assert_allclose(found, [number, number], rtol=1e-6)
+    fails_at.append(1)  # when bucket 0 has been reduced
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the hook's own"):
+            dp.average(zeros)
+    fails_at.clear()
+    np.testing.assert_allclose([leaf[0] for leaf in dp.average(zeros)], [2, 2], rtol=1e-6)
+
+
+@on_every_worker
+def test_a_hook_owes_what_it_owed_before_a_loss_that_fails_on_all_ranks(big_world, rank, size):
+    # Its backward pass fails when the first bucket is on its way already.
+    dp, params, zeros = (
+        DataParallel(hook=owing(), bucket_cap_mb=1e-6, overlap=True),
+        [jnp.ones(3)] * 2,
+        [jnp.zeros(3)] * 2,
+    )
+    dp.average(zeros)
+    layer = failing_layer(fails=True)
+    for _ in range(2):
+        with pytest.raises(Exception, match="the loss's own"):
+            dp.value_and_grad(lambda ws: layer(jnp.sin(ws[0])).sum() + ws[1].sum())(params)
+    np.testing.assert_allclose([leaf[0] for leaf in dp.average(zeros)], [1, 1], rtol=1e-6)
 
 
 @on_every_worker

@@ -181,3 +181,19 @@ def test_numbers_that_are_not_finite_do_not_end_a_join(big_world, rank, size):
                 params = {"w": params["w"] + dp.average(mine)["w"] * size}
         params = join.finish(params)
     np.testing.assert_allclose(params["w"], np.full(3, 1 + 3 * sum(range(size)) - 1), rtol=1e-6)
+
+
+@on_every_worker
+def test_ranks_that_have_joined_owe_what_they_owed_before_a_step_that_fails(big_world, rank, size):
+    # The second bucket of the step is not finite, when the first has been reduced.
+    dp, every = DataParallel(hook=hooks.int8(block=8), check_finite=True, bucket_cap_mb=1e-6), np.random.default_rng(0)
+    numbers, zeros = jnp.asarray(every.normal(size=(size, 8)), jnp.float32), [jnp.zeros(8)] * 2
+    with dp.join() as join:
+        found = [dp.average([numbers[rank]] * 2)]
+        if rank == size - 1:
+            with pytest.raises(NonFiniteError, match=f"on rank {rank} holds NaN"):
+                dp.average([jnp.full(8, jnp.nan), jnp.ones(8)])
+            found += [dp.average(zeros), dp.average(zeros)]
+        total = join.finish(jax.tree.map(lambda *leaves: sum(leaves), *found))
+    for leaf in total:
+        np.testing.assert_allclose(leaf, numbers.mean(axis=0), atol=1e-5)

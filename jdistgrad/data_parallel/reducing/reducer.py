@@ -329,6 +329,7 @@ class Reducer:
 
         A bucket that is not finite does not end the shadowing: the others raise the error, and may go on.
         """
+        handling: Handling | None = None
         while True:
             call = self._meet(self._roll(Act.SHADOW))
             if call.leader is None:
@@ -340,15 +341,22 @@ class Reducer:
                 self._share_plan(call, None, None)
             elif lead.act in (Act.REDUCE, Act.AVERAGE):
                 with self.telling(lead.step, lead.number):
-                    self._shadow_bucket(self.plans[lead.digest], lead.number, call)
+                    plan = self.plans[lead.digest]
+                    if handling is None or lead.number == 0:
+                        handling = self.default_handling(plan, Act.REDUCE)
+                        handling.remember()
+                    self._shadow_bucket(plan, lead.number, call, handling)
             elif lead.act is Act.USED:
                 self._share_used(np.zeros(lead.number, np.uint8))
-            elif lead.act is not Act.FAILED:  # after a failure, which the others raise, they may go on
+            elif lead.act is not Act.FAILED:
                 raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
+            elif handling is not None and handling.step == self.step:  # the others raise the error, and may go on
+                handling.put_back()
 
-    def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall) -> None:
+    def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall, handling: Handling) -> None:
         bucket = plan.buckets[number]
         if any(roll.fault for roll in call.rolls):
+            handling.put_back()
             return
         if self.rules.hook is None and not bucket.sparse:
             averaging.zeros(bucket, self.collectives, self._scratch)
@@ -356,4 +364,4 @@ class Reducer:
             reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(bucket, nothing, self.default_handling(plan, Act.REDUCE), call.divisor)
+            self._averaged(bucket, nothing, handling, call.divisor)

@@ -132,3 +132,15 @@ class Handling:
     clock: Clock = dataclasses.field(default_factory=Clock)
     act: Act = Act.REDUCE
     joining: Joining = Joining.NONE
+    _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
+
+    def remember(self) -> None:
+        """Remember the states, before the first bucket is reduced."""
+        self._before = dict(self.states)
+
+    def put_back(self) -> None:
+        """Put back the states of before the step, which has failed: no rank has an average of it."""
+        if self._before is not None:
+            self.states.clear()
+            self.states.update(self._before)
+            self._before = None

@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.steps.thread import Communication
-from jdistgrad.errors import CollectiveError, LeafError, NonFiniteError
+from jdistgrad.errors import CollectiveError, LeafError
 from jdistgrad.wire import pinned
 from jdistgrad.wire.interrupts import put_off_interrupt
 
@@ -77,7 +77,7 @@ class Reduction:
         self.found: Any = None  # by ``then``
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future[Any]] = []
-        self._failed, self._states = False, dict(handling.states)
+        self._failed = False
 
     @functools.cached_property
     def _launching(self) -> Launching:
@@ -144,7 +144,11 @@ class Reduction:
 
     def abandon(self) -> None:
         """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
-        self._thread.submit(self._reducer.abandon, self.handling.step, len(self._launched))
+        self._thread.submit(self._abandon, len(self._launched))
+
+    def _abandon(self, launched: int) -> None:
+        self.handling.put_back()
+        self._reducer.abandon(self.handling.step, launched)
 
     def end(self) -> None:
         """Let the others end the step, also if this rank does not wait for it."""
@@ -203,12 +207,12 @@ class Reduction:
     def _average(self, number: int, gradients: list[Any], *, overwrite: bool | None = None) -> list[Any]:
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
+        if number == 0:
+            self.handling.remember()
         handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
         try:
             return self._reducer.average(self._plan, number, gradients, handling)
-        except BaseException as error:
+        except BaseException:
             self._failed = True
-            if isinstance(error, NonFiniteError):  # on every rank: nobody has the averages of the buckets before
-                self.handling.states.clear()
-                self.handling.states.update(self._states)
+            self.handling.put_back()
             raise
