@@ -31,7 +31,8 @@ def average_gradients(
     """Return an optax transformation that averages gradients over all ranks, to be chained with others.
 
     Every rank must call ``init`` and ``update``, in the same order. Works in ``jit``, on a mesh inside ``shard_map``,
-    and eagerly. On a mesh, the state of a hook differs from device to device: its ``shard_map`` spec must say so.
+    and eagerly. After an update that has failed on some ranks only, call ``init`` again, on every rank; the state from
+    before may go on. On a mesh, the state of a hook differs from device to device: its ``shard_map`` spec must say so.
 
     Arguments:
       collectives: the ranks that average; default all workers of this world.
@@ -48,12 +49,12 @@ def average_gradients(
         require_collectives("average_gradients", collectives, remedy)
     rules = Rules(bucket_cap_mb, hook=hook)
 
-    def group() -> tuple[Collectives, Driver | None]:
+    def group(*, anew: bool = False) -> tuple[Collectives, Driver | None]:
         all_ = shared() if collectives is None else collectives
-        return all_, shared_driver(all_, rules) if isinstance(all_, HostCollectives) else None
+        return all_, shared_driver(all_, rules, anew=anew) if isinstance(all_, HostCollectives) else None
 
     def init(params: Any) -> AverageGradientsState:
-        all_, driver = group()
+        all_, driver = group(anew=True)
         return AverageGradientsState(CompiledAverage(all_, rules, driver).initial_states(params))
 
     def update(

@@ -13,6 +13,7 @@ from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.errors import DisagreementError
 from jdistgrad.optim.averaging import average_gradients, keep_unused
 from jdistgrad.optim.local_sgd import local_sgd
 from jdistgrad.optim.sharding import shard_state
@@ -78,6 +79,31 @@ def test_average_gradients_under_inject_hyperparams(big_world, rank, size):
         updates, state = jax.jit(tx.update)(gradients, state, params)
         np.testing.assert_allclose(updates["w"], np.full(4, -rate * (size + 1) / 2), rtol=1e-2)
         assert updates["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["at once", "after an error on every rank"])
+@pytest.mark.parametrize("make", [average_gradients, functools.partial(local_sgd, optax.identity(), every=1)])
+@on_every_worker
+def test_init_ends_what_a_failure_on_one_rank_has_begun(big_world, make, told, rank, size):
+    # A new transformation would not: all with the same settings share what has come apart.
+    fails = [True] if rank == 1 else []
+
+    def apply(bucket, state, collectives):
+        if fails:
+            raise KeyError(fails.pop())
+        return collectives.allreduce(bucket.flat / bucket.divisor), state + 1
+
+    tx, params = make(hook=hooks.Hook(lambda bucket: jnp.zeros(()), apply, "failing")), {"w": jnp.zeros(4)}
+    state, gradients = tx.init(params), {"w": jnp.full(4, rank + 1.0)}
+    with pytest.raises(KeyError if rank == 1 else DisagreementError):
+        tx.update(gradients, state, params)
+    if told:
+        with pytest.raises(DisagreementError, match="call init again, on every rank"):
+            tx.update(gradients, state, params)
+    tx.init(params)
+    for _ in range(2):
+        updates, _ = tx.update(gradients, state, params)
+        np.testing.assert_allclose(updates["w"], np.full(4, (size + 1) / 2), rtol=1e-6)
 
 
 @EITHER_WAY

@@ -154,6 +154,7 @@ def _come_apart(how: str, rank: int) -> DisagreementError:
     return DisagreementError(
         f"the ranks have come apart: {how}. Nothing of it was reduced. Every rank must take the same steps on the same "
         "trees of gradients, under no_sync too; ranks with fewer inputs need DataParallel.join(), on every rank, with "
-        "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank.",
+        "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank; for "
+        "average_gradients and local_sgd, call init again, on every rank.",
         rank=rank,
     )

@@ -78,6 +78,14 @@ class Reducer:
             self.broken = copy.copy(error)  # without the traceback, whose frames may hold references to this
             raise
 
+    @property
+    def refuses(self) -> bool:
+        """Return whether the next meeting fails, as far as this rank knows: the ranks have come apart, or will find so.
+
+        Where the step of all ranks has failed it would not, but all say so then.
+        """
+        return self.broken is not None or bool(self._announced)
+
     @contextlib.contextmanager
     def telling(self, step: int, bucket: int) -> Iterator[None]:
         """Announce a failure of this rank alone to the others, which would wait for it."""

@@ -76,6 +76,12 @@ class Driver:
         return self._reducer.votes
 
     @property
+    def refuses(self) -> bool:
+        """Return whether there will be no more steps, as far as this rank knows."""
+        self._thread.finish()
+        return self._reducer.refuses
+
+    @property
     def joining(self) -> bool:
         """True in a ``join`` block that has not ended for all ranks."""
         return self._reducer.joining is not Joining.NONE

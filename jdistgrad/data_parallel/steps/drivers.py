@@ -23,11 +23,15 @@ Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
 _of_no_world = Drivers()
 
 
-def shared_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting."""
+def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = False) -> Driver:
+    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting.
+
+    Arguments:
+      anew: if the ranks have come apart in its steps, begin with another one.
+    """
     worker = collectives.keeper()
     drivers: Drivers = _of_no_world if worker is None else worker.kept.setdefault("drivers", Drivers())
     found = drivers.setdefault(collectives, {})
-    if rules.settings not in found:
+    if rules.settings not in found or (anew and found[rules.settings].refuses):
         found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
     return found[rules.settings]
