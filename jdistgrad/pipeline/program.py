@@ -81,15 +81,18 @@ class Program:
         return next((index for index in self._parts if self._rank(index) == here), None)
 
     def _kept_parts(self) -> dict[int, RRef[Any]]:
-        """Return the parts on other workers: functions that came with each step would be compiled in each step."""
-        here = current_worker().world, current_worker().rank
-        if here not in self._kept:
-            others = [(index, part) for index, part in self._parts.items() if index != self._own]
+        """Return the parts on other workers: functions that came with each step would be compiled in each step.
+
+        Those that could not come are sent again: a worker may have had a stage's function not yet.
+        """
+        own, kept = self._own, self._kept.setdefault((current_worker().world, current_worker().rank), {})
+        missing = [
+            index for index in self._parts if index != own and (index not in kept or _could_not_come(kept[index]))
+        ]
+        if missing:
             with within(None):  # they outlive the context of the step that needs them first
-                self._kept[here] = {
-                    index: remote(self._rank(index), Keep(), (part,), {}, None) for index, part in others
-                }
-        return self._kept[here]
+                kept |= {index: remote(self._rank(index), Keep(), (self._parts[index],), {}, None) for index in missing}
+        return kept.copy()
 
     def run(self, brought: Brought, timeout: float | None) -> tuple[Done, Report]:
         """Run the program in the current context; return what the last stage's worker has answered, and a report.
@@ -102,7 +105,8 @@ class Program:
         own, share, futures = self._own, Share(next_message(), next_place()), dict[int, Future]()
         done, arguments = dict[int, Done](), tuple[Any, ...]()
         try:
-            for index, part in self._kept_parts().items():
+            kept = self._kept_parts()
+            for index, part in kept.items():
                 arguments = part.id, brought.to(self._parts[index])
                 futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, limit)
             if own is not None:
@@ -136,6 +140,11 @@ class Program:
             else:
                 found = asked[index].result() if failed is None else f"no answer within {ANSWER_SECONDS:g} s"
             add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
+
+
+def _could_not_come(part: RRef[Any]) -> bool:
+    come = part.creation()
+    return come.done() and come.exception() is not None
 
 
 def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:

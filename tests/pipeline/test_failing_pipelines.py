@@ -16,6 +16,7 @@ from helpers.worlds import needs_pickling, on_worker0, wait_until_nobody_takes_p
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.errors import FunctionError
 from jdistgrad.pipeline.stages import Recording
 from jdistgrad.schedules.schedule import Action, Kind
 from jdistgrad.wire.polling import poll
@@ -230,6 +231,35 @@ def test_shapes_that_do_not_fit_the_next_stage(world):
     with pytest.raises(TypeError, match="dot_general") as raised, jd.context():
         pipeline_of([multiply] * 3, refs).step(X, targets=Y)
     assert "In 1F0: stage 1, microbatch 0, forward" in notes(raised)
+
+
+def set_here(name, function):
+    """Define a function of this module's, as a script comes to it; or take it away."""
+    if function is None:
+        del globals()[name]
+    else:
+        globals()[name] = function
+
+
+def comes_late(params, x):
+    return multiply(params, x)
+
+
+@needs_pickling
+@on_worker0
+def test_a_stage_that_its_worker_has_not_come_to_can_be_tried_again(wire_world):
+    refs, last = refs_on_all(), min(jd.world_size(), 3) - 1
+    pipeline = pipeline_of([comes_late] * 3, refs)
+    jd.rpc_sync(last, set_here, args=("comes_late", None))
+    try:
+        for _ in range(2):
+            with pytest.raises(FunctionError, match="may not have come to them yet"), jd.context():
+                pipeline.step(X, targets=Y)
+    finally:
+        jd.rpc_sync(last, set_here, args=("comes_late", multiply))
+    with jd.context():
+        loss = pipeline.step(X, targets=Y)
+    assert float(loss) == pytest.approx(np.tanh(np.tanh(np.tanh(1.0))), rel=1e-6)
 
 
 def batch(rows):
