@@ -151,8 +151,8 @@ class DataParallel(Corrected):
     def used(self) -> Any:
         """The tree of the last average, with False for each leaf that no rank's loss depends on.
 
-        Steps under ``no_sync`` since the previous average count too. None without ``find_unused_parameters``, which
-        compiled steps refuse.
+        Steps under ``no_sync`` since the previous average count too, also if that ended because gradients were not
+        finite. None without ``find_unused_parameters``, which compiled steps refuse.
         """
         return self._driver.used if self._driver else None
 

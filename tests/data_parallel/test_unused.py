@@ -10,6 +10,7 @@ from helpers.worlds import on_every_worker
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.steps.driver import Usage
+from jdistgrad.errors import NonFiniteError
 from jdistgrad.optim.averaging import average_gradients, keep_unused
 from jdistgrad.optim.sharding import shard_state
 
@@ -151,9 +152,20 @@ def test_averages_and_slices_leave_unused_parameters_alone(big_world, rank, size
 NAMES = ("both", "left", "none", "right")
 
 
+def ones():
+    return {name: jnp.ones(()) for name in NAMES}
+
+
 def stepping(dp, which):
     step = dp.value_and_grad(lambda p, x: branches(p, x, which))
-    return lambda: step({name: jnp.ones(()) for name in NAMES}, jnp.ones(()))[1]
+    return lambda: step(ones(), jnp.ones(()))[1]
+
+
+def unreadable(params):
+    def read():
+        raise RuntimeError("no data")
+
+    return params["none"] * jax.pure_callback(read, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def used(*names):
@@ -185,6 +197,27 @@ def test_steps_without_sync_count_for_the_next_average(big_world, rank, size):
     dp.average({"another": jnp.ones(3)})
     assert dp.used == {"another": True}
     assert dp.statistics().unused == ()
+
+
+@on_every_worker
+def test_steps_without_sync_of_which_nothing_comes_do_not_count(big_world, rank, size):
+    # Neither one that fails, nor those whose sum is not finite on some rank.
+    dp = DataParallel(find_unused_parameters=True, check_finite=True)
+    left, right = stepping(dp, "left"), stepping(dp, "right")
+    with dp.no_sync():
+        total = right()
+        with pytest.raises(Exception, match="no data"):
+            dp.value_and_grad(unreadable)(ones())
+    if rank == 1:
+        total = jax.tree.map(lambda leaf: leaf * jnp.nan, total)
+    with pytest.raises(NonFiniteError, match="on rank 1"):
+        dp.average(total)
+    with dp.no_sync():
+        with pytest.raises(Exception, match="no data"):
+            dp.value_and_grad(unreadable)(ones())
+        total = left()
+    dp.average(total)
+    assert dp.used == used("both", "left")
 
 
 @on_every_worker

@@ -33,7 +33,7 @@ from jdistgrad.data_parallel.steps.program import LossProgram, Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.data_parallel.steps.trace import Trace, readiness
-from jdistgrad.errors import CollectiveError, WorkerLostError
+from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.wire.interrupts import put_off_interrupt
 
@@ -160,7 +160,8 @@ class Driver:
         def begin() -> Reduction:
             return self._begin(program.plan, then=self._sharing(program.structure, program.used))
 
-        results, averaged, reduction = self._whole(compute, begin)
+        with self._forgetting_usage(program.structure):
+            results, averaged, reduction = self._whole(compute, begin)
         return results, self._end(program.plan, program.structure, averaged, reduction)
 
     def _whole(
@@ -211,9 +212,10 @@ class Driver:
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
-        if self._rules.find_unused_parameters:
+        results: tuple[Any, Any] = programs.local(*args, **kwargs)
+        if self._rules.find_unused_parameters:  # and the step has not failed
             self._usage.note(*programs.usage(args, kwargs))
-        return programs.local(*args, **kwargs)
+        return results
 
     def average(self, gradients: Any) -> Any:
         """Return the average of a tree of gradients, which is not overwritten."""
@@ -241,7 +243,8 @@ class Driver:
         def compute(reduction: Reduction) -> None:
             reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
 
-        _, averaged, reduction = self._whole(compute, lambda: begin(then=then))
+        with self._forgetting_usage(structure):
+            _, averaged, reduction = self._whole(compute, lambda: begin(then=then))
         return self._end(plan, structure, averaged, reduction), reduction.handling
 
     def reduction(self, like: Any) -> Reduction:
@@ -284,6 +287,15 @@ class Driver:
             return Shared(group, self._reducer.share_used(self._usage.take(structure, used)))
 
         return share
+
+    @contextlib.contextmanager
+    def _forgetting_usage(self, structure: Any) -> Iterator[None]:
+        """Open a block that averages. If that is not finite, nothing comes of the steps without averaging before."""
+        try:
+            yield
+        except NonFiniteError:
+            self._usage.take(structure)
+            raise
 
     def _note(self, plan: BucketPlan, structure: Any, clock: Clock, shared: Shared | None) -> None:
         """Update ``used`` and ``statistics`` after a step."""

@@ -275,7 +275,8 @@ class DeviceDriver(Driver):
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:
-            self._reducer.require_finite(plan, np.asarray(results.pop()))
+            with self._forgetting_usage(step.structure):
+                self._reducer.require_finite(plan, np.asarray(results.pop()))
         count, kept = len(plan.terms.leaves), len(results) - len(states)
         handling.states.update(enumerate(jax.tree.unflatten(tree, results[kept:])))
         share = self._sharing(step.structure, step.used if used is None else used)
