@@ -1,9 +1,13 @@
 """MPI processes as engines of a notebook."""
 
+import asyncio
 import importlib.util
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.cli import launch
+from jdistgrad.cli.leash import leashed
 from jdistgrad.errors import LauncherError
 
 STARTED_WITHIN = 120.0  # seconds
@@ -13,7 +17,7 @@ class MpiEngines:
     """Processes under mpirun on this machine, driven from a notebook by ipyparallel.
 
     Cells that begin with ``%%px`` run on all of them, once each has called ``jd.init()`` as a worker. Needs
-    ``pip install ipyparallel``.
+    ``pip install ipyparallel``. They end with the kernel, also when it is killed.
 
     Arguments:
       n: the number of processes.
@@ -26,11 +30,13 @@ class MpiEngines:
         if importlib.util.find_spec("ipyparallel") is None:
             raise LauncherError("MpiEngines drives processes through ipyparallel: pip install ipyparallel")
         import ipyparallel  # type: ignore[import-untyped]
+        from ipyparallel.cluster.launcher import ipcontroller_cmd_argv  # type: ignore[import-untyped]
         from traitlets.config import Config
 
         config: Any = Config()
-        config.MPILauncher.mpi_cmd = launch.mpirun(n)[:-2]  # ipyparallel adds the number of ranks
+        config.MPILauncher.mpi_cmd = _ends_with_kernel(launch.mpirun(n)[:-2])  # ipyparallel adds the number of ranks
         config.MPILauncher.mpi_args = []
+        config.LocalControllerLauncher.controller_cmd = _ends_with_kernel(ipcontroller_cmd_argv)
         self._cluster = ipyparallel.Cluster(n=n, engines="mpi", config=config, log_level=40)
         self._cluster.start_cluster_sync()
         try:
@@ -60,3 +66,20 @@ class MpiEngines:
 
     def __repr__(self) -> str:
         return f"MpiEngines({len(self)})"
+
+
+def _ends_with_kernel(command: Sequence[str]) -> list[str]:
+    """Return the command line for a program that ends with this process, where the thread that starts it stays.
+
+    Where a loop runs, as in a notebook, ipyparallel starts programs on a thread of its own, which stays.
+    """
+    stays = threading.current_thread() is threading.main_thread() or _a_loop_runs()
+    return leashed(command) if stays else list(command)
+
+
+def _a_loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.cli import arrivals, copier, leash
+from jdistgrad.cli import arrivals, copier
 from jdistgrad.cli.job_input import job_input
+from jdistgrad.cli.leash import leashed
 from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError
@@ -252,10 +253,9 @@ def attend(
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
-    leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
     with (
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
-        subprocess.Popen(leashed, env={SESSIONS: files, **env}, **options) as job,
+        subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
         passing_on(job) as told_to_end,
         beside(job),
     ):

@@ -8,8 +8,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+def leashed(command: Sequence[str]) -> list[str]:
+    """Return a command line for a program that ends when this process does, or the thread that starts the program."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main(starter: str, *command: str) -> None:

@@ -4,6 +4,7 @@ import pathlib
 
 import nbclient
 import nbformat
+import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -58,6 +59,17 @@ def test_engines_that_are_not_there_are_an_error(kernel):
     answer = run(client, "%%px --noblock\n1 + 1")
     assert answer["status"] == "error"
     assert "Client cannot be used" in answer["evalue"]
+
+
+def test_engines_end_with_a_kernel_that_is_killed(kernel):
+    manager, client = kernel
+    (process,) = (one for one in psutil.Process().children() if manager.connection_file in one.cmdline())
+    assert run(client, "import jdistgrad as jd; engines = jd.MpiEngines(2)", timeout=150)["status"] == "ok"
+    assert run(client, "%px import jdistgrad as jd; me = jd.init()", timeout=60)["status"] == "ok"
+    started = process.children(recursive=True)
+    manager.shutdown_kernel(now=True)
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert not left
 
 
 def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
