@@ -145,6 +145,33 @@ class Stepped(nn.Module):
         return nn.Dense(3)(x) * step
 
 
+slope = 1.0
+
+
+class Sloped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return slope * nn.Dense(2)(x)
+
+
+def change_slope(value):
+    global slope
+    slope = value
+    jax.clear_caches()
+
+
+@on_worker0
+def test_what_a_module_uses_may_change_when_caches_are_cleared(world):
+    (params,) = Sloped().init(jax.random.key(3), X)["params"].values()
+    plain = jax.value_and_grad(lambda p: squares(lambda x: nn.Dense(2).apply({"params": p}, x), X))(params)
+    for value in (1.0, 3.0):
+        jd.rpc_sync(last(), change_slope, args=(value,))
+        with jd.context():
+            loss, gradient = jd.value_and_grad(squares)(RemoteModule(last(), Sloped(), (X,), rng=3), X)
+            (found,) = gradient.parameters.to_here().values()
+        assert_close((loss, found), jax.tree.map(lambda one, factor=value**2: factor * one, plain))
+
+
 def test_arguments_that_keep_changing_are_not_compiled_for():
     """The number of a step would have the module compiled in each step."""
     apply = linen.LinenApply(linen.blueprint_of(Stepped()), stateful=False)
