@@ -283,8 +283,9 @@ def bind_process(worker: Resident) -> None:
 
 
 def unbind(worker: Resident) -> None:
-    """Unbind this thread and the process from a worker that has left its world."""
+    """Unbind this thread and the process from a worker that has left its world, with all of its scopes."""
     global _of_process
+    _scope.set(None)  # a block of it may end later, or never: in a notebook one may be open across cells
     if _bound.get() is worker:
         _bound.set(None)
     if _of_process is worker:

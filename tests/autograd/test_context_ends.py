@@ -151,6 +151,18 @@ STEPS = {
 }
 
 
+def test_a_context_ends_with_its_world_also_when_its_block_does_not():
+    """In a notebook a block may be entered in one cell, to be left in a later one."""
+    block = jd.context()
+    with jd.local_workers(2):
+        block.__enter__()
+    with jd.local_workers(2):
+        with jd.context():
+            assert_close(jd.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X), 2 * X)
+        block.__exit__(None, None, None)
+        assert_close(jd.rpc_sync(1, square, args=(X,)), X**2)
+
+
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("array", [jnp.array, np.array], ids=["jax", "numpy"])
 @on_worker0
