@@ -39,17 +39,17 @@ class Differentiated:
     result: Any
     pullbacks: list[Any]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of the differentiable results
-    compiled: bool
+    compiled: "Compiled | None"
     state: Any = None  # that the run started from, if the function changes state
 
     def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
         """Return the cotangents of an order's operands, given those of the live results; others are zero."""
-        pull = _compiled_pull if self.compiled else _pull
+        pull = _pull if self.compiled is None else self.compiled.pull
         return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
 
     def push(self, order: int, tangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
         """Return the tangents of all differentiable results, given those of an order's operands."""
-        push = _compiled_push if self.compiled else _push
+        push = _push if self.compiled is None else self.compiled.push
         return list(push(self.pullbacks[order], tangents, self.shapes, maps))
 
 
@@ -82,7 +82,7 @@ def differentiate(
             state.left = left
     found, _ = differentiable_arrays(result)
     shapes = tuple((one.shape, one.dtype) for one in found)
-    return Differentiated(result, pullbacks, shapes, compiled is not None, None if state is None else state.value)
+    return Differentiated(result, pullbacks, shapes, compiled, None if state is None else state.value)
 
 
 def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: Orders) -> tuple[Any, Any, list[Any]]:
@@ -129,10 +129,6 @@ def _mapped(function: Any, maps: tuple[Map, ...]) -> Any:
     return function
 
 
-_compiled_pull = functools.partial(jax.jit, static_argnums=(1, 3, 4))(_pull)
-_compiled_push = functools.partial(jax.jit, static_argnums=(2, 3))(_push)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Outputs:
@@ -159,7 +155,11 @@ class Outputs:
 
 
 class Compiled:
-    """A function compiled together with its pullbacks, for one structure of arguments."""
+    """A function compiled together with its pullbacks, for one structure of arguments.
+
+    ``pull`` and ``push`` are ``_pull`` and ``_push`` of these pullbacks, compiled: JAX keeps what it has compiled for a
+    function as long as that function.
+    """
 
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
         self._structure, self._kinds = structure, kinds
@@ -173,7 +173,14 @@ class Compiled:
             _, pullbacks, (result, left) = differentiated(primal, variables, orders)
             return Outputs.of((result, left, pullbacks), [*variables, *constants])
 
+        def pull(*arguments: Any) -> Any:
+            return _pull(*arguments)
+
+        def push(*arguments: Any) -> Any:
+            return _push(*arguments)
+
         self._forward = jax.jit(forward)
+        self.pull, self.push = jax.jit(pull, static_argnums=(1, 3, 4)), jax.jit(push, static_argnums=(2, 3))
 
     def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any, list[Any]]:
         """Return the function's result, the state that it leaves (None: the same), and its pullbacks."""
