@@ -46,6 +46,27 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
     np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
 
 
+def average_with_a_new_one(rank, timeout):
+    return float(DataParallel(timeout=timeout).average({"w": jnp.full(2, float(rank))})["w"][0])
+
+
+@pytest.mark.world(3)
+@on_every_worker
+def test_a_rank_that_has_made_fewer_objects_makes_the_missing_one_or_opens_a_new_world(big_world, rank, size):
+    """Its program has failed before: then the k-th objects of the ranks are not made at the same time."""
+    all_ = jd.collectives.of_this_world()
+    for first in (1, 0):  # rank 0 lacks the first one
+        if rank >= first:
+            with pytest.raises(jd.MissingRanksError, match=r"made fewer DataParallel objects .* in a new world"):
+                average_with_a_new_one(rank, 0.5)
+        all_.barrier()
+    if rank == 0:
+        with contextlib.suppress(jd.MissingRanksError):  # where ranks are processes, it waits for the others at once
+            DataParallel(timeout=0.5)
+    all_.barrier()
+    assert average_with_a_new_one(rank, 20) == (size - 1) / 2
+
+
 _made = {}
 
 

@@ -10,6 +10,11 @@ from jdistgrad.wire.interrupts import SteadyCondition
 
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
 
+FEWER = (
+    "A rank that has made fewer DataParallel objects or collectives, as its program has failed before, meets the "
+    "others again in a new world."
+)
+
 
 class Letter(NamedTuple):
     words: str
@@ -114,7 +119,8 @@ def missing_ranks(
     where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
     return MissingRanksError(
         f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
-        f"steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout.{told}",
+        "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout. "
+        f"{FEWER}{told}",
         missing=missing,
         seconds=seconds,
     )
@@ -124,7 +130,7 @@ def waits_no_longer(what: str, rank: int, seconds: float) -> MissingRanksError:
     """Make the error for a rank that all have come too late for. ``seconds``: how long this one would have waited."""
     return MissingRanksError(
         f"{what}: rank {rank} waits no longer, since not all ranks came in time. Every rank must take the same steps; "
-        "slow ones need a longer timeout, on every rank.",
+        f"slow ones need a longer timeout, on every rank. {FEWER}",
         missing=[rank],
         seconds=seconds,
     )
