@@ -36,6 +36,7 @@ class MpiEngines:
         config: Any = Config()
         config.MPILauncher.mpi_cmd = _ends_with_kernel(launch.mpirun(n)[:-2])  # ipyparallel adds the number of ranks
         config.MPILauncher.mpi_args = []
+        config.MPILauncher.environment = launch.environment(n)
         config.LocalControllerLauncher.controller_cmd = _ends_with_kernel(ipcontroller_cmd_argv)
         self._cluster = ipyparallel.Cluster(n=n, engines="mpi", config=config, log_level=40)
         self._cluster.start_cluster_sync()

@@ -35,6 +35,9 @@ END_SECONDS = 0.2  # for all threads together: those that have nothing to do end
 STOP_SLICE = 0.05
 STOP_SECONDS = 5.0  # for all threads together: each goes on until its step in compiled code is done
 
+POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
+OWN_POOL = "JDISTGRAD_POOL"  # the same number, where the size is for the workers of one process, and not the user's
+
 Inbox = queue.SimpleQueue[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 

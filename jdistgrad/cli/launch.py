@@ -21,7 +21,7 @@ from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError
 from jdistgrad.observe import chrome
-from jdistgrad.threads import usable_cores
+from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 from jdistgrad.wire import launcher_env
 
 RANKS_PER_CORE = 32
@@ -162,7 +162,7 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
     return {
         "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_btl_sm_eager_limit": str(EAGER_BYTES),
-        "NPROC": str(max(1, cores // n)),
+        POOL: str(max(1, cores // n)),
         "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
@@ -189,7 +189,10 @@ def keep_compiled(folder: str) -> None:
 def environment(n: int) -> dict[str, str]:
     """Return the environment in which to start a job of ``n`` ranks."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
-    return surroundings(n, len(usable_cores())) | shown | os.environ
+    given = dict(os.environ)
+    if POOL in given and given.get(OWN_POOL) == given[POOL]:  # a notebook has started this, whose workers are threads
+        del given[POOL]
+    return surroundings(n, len(usable_cores())) | shown | given
 
 
 def run(

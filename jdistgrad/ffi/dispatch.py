@@ -21,10 +21,9 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import backends_are_initialized
-from jdistgrad.threads import started, usable_cores
+from jdistgrad.threads import OWN_POOL, POOL, started, usable_cores
 
 OPTION = "jax_cpu_enable_async_dispatch"
-POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
 PATIENCE = 2.0  # seconds
 THREADS = 32  # this many slow down products of large matrices by 3 % on two cores
 
@@ -39,8 +38,8 @@ def run_programs_where_they_are_called() -> None:
 
 def provide_threads() -> None:
     """Make XLA's pool large enough for local worlds, unless JAX has opened its devices or the user has set the size."""
-    if not backends_are_initialized():
-        os.environ.setdefault(POOL, str(max(THREADS, len(usable_cores()))))
+    if not backends_are_initialized() and POOL not in os.environ:
+        os.environ[POOL] = os.environ[OWN_POOL] = str(max(THREADS, len(usable_cores())))
 
 
 def finish_programs() -> None:

@@ -55,6 +55,13 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert launch.environment(2)["OMPI_MCA_btl"] == "self,tcp"
 
 
+def test_the_threads_for_the_workers_of_one_process_are_not_for_the_ranks_that_it_starts(monkeypatch):
+    # As a notebook does by `!jdistgrad run`, which inherits the notebook's environment.
+    monkeypatch.delenv("NPROC", raising=False)
+    code = "import jax, jdistgrad; from jdistgrad.cli import launch; print(launch.environment(1000)['NPROC'])"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout == "1\n"
+
+
 def test_ranks_of_one_machine_look_for_no_network_under_libfabric(monkeypatch):
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
     assert launch.environment(3)["OMPI_MCA_btl"] == "^ofi"

@@ -8,6 +8,9 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from jdistgrad.cli import launch
+from jdistgrad.threads import usable_cores
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Jupyter's own code
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -27,6 +30,7 @@ def own_settings(monkeypatch, tmp_path):
     """Keep Jupyter's files in the test's folder, since the machine may have no home folder."""
     for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.delenv("NPROC", raising=False)  # this process has set it for itself
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -61,11 +65,13 @@ def test_engines_that_are_not_there_are_an_error(kernel):
     assert "Client cannot be used" in answer["evalue"]
 
 
-def test_engines_end_with_a_kernel_that_is_killed(kernel):
+def test_engines_share_the_cores_and_end_with_a_kernel_that_is_killed(kernel):
     manager, client = kernel
     (process,) = (one for one in psutil.Process().children() if manager.connection_file in one.cmdline())
     assert run(client, "import jdistgrad as jd; engines = jd.MpiEngines(2)", timeout=150)["status"] == "ok"
     assert run(client, "%px import jdistgrad as jd; me = jd.init()", timeout=60)["status"] == "ok"
+    share = launch.surroundings(2, len(usable_cores()))["NPROC"]
+    assert run(client, f"%px import os; assert os.environ['NPROC'] == '{share}'")["status"] == "ok"
     started = process.children(recursive=True)
     manager.shutdown_kernel(now=True)
     _, left = psutil.wait_procs(started, timeout=60)
