@@ -124,8 +124,8 @@ def surviving(mpirun: str) -> list[str]:
 
 def check_size(n: int, cores: int) -> None:
     """Raise LauncherError if this machine should not start a job of ``n`` ranks."""
-    if n < 1:
-        raise LauncherError(f"a job has at least one rank, not {n}")
+    if not isinstance(n, int) or n < 1:
+        raise LauncherError(f"a job has at least one rank, not {n!r}")
     if n > RANKS_PER_CORE * cores:
         raise LauncherError(
             f"{n} ranks are too many for the {cores} cores here: each is a process with a JAX of its own. Up to "

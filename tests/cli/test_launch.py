@@ -41,6 +41,12 @@ def test_a_job_stays_on_this_machine_in_an_allocation_of_one_task_on_each_of_two
     assert capfd.readouterr().out.count("here") == 3
 
 
+@pytest.mark.parametrize("n", ["2", 2.5, None, 0])
+def test_what_is_no_number_of_ranks_is_refused(n):
+    with pytest.raises(LauncherError, match=f"at least one rank, not {n!r}"):
+        launch.mpirun(n)
+
+
 @pytest.mark.parametrize(("n", "cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (4, 2, "1")])
 def test_ranks_share_the_cores(n, cores, threads):
     assert launch.surroundings(n, cores)["NPROC"] == threads
