@@ -297,6 +297,30 @@ def test_a_callback_that_runs_for_long_is_named_with_its_call(big_world):
     big_world.run(main)
 
 
+def in_threads(function, count):
+    """Call a function in threads that belong to this worker; return what they return."""
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        calls = [threads.submit(contextvars.copy_context().run, function) for _ in range(count)]
+        return [call.result(30) for call in calls]
+
+
+def test_several_threads_of_a_worker_may_call_shutdown(world):
+    """All return when the world is closed, also those whose worker conducts the end."""
+
+    def main():
+        jd.init()
+        together = threading.Barrier(3)
+
+        def leave():
+            together.wait(20)
+            with contextlib.suppress(jd.NotInitializedError):  # of one that comes late
+                assert jd.shutdown() == []
+
+        in_threads(leave, 3)
+
+    world.run(main)
+
+
 def test_a_callback_cannot_wait_for_its_own_end(big_world):
     def main():
         if jd.init().rank == 1:

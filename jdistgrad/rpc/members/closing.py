@@ -5,10 +5,12 @@ tells the others to close. So there each worker passes the word on to all, and l
 worker that is told to close is never alone with that, and nobody takes the exit of another for its death.
 """
 
+import contextlib
 import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 
 from jdistgrad import errors
 from jdistgrad.rpc.calls.callbacks import CALL, ON_LOST, Callbacks
@@ -21,6 +23,7 @@ from jdistgrad.rpc.members.termination import Report, Survey
 from jdistgrad.rpc.members.waiting import Patience, describe
 from jdistgrad.rpc.references.releasing import Releasing
 from jdistgrad.rpc.serving.being_served import BeingServed, Serving
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.polling import poll
 
@@ -53,6 +56,7 @@ class Closing:
         self._mailbox, self._caller, self._callbacks = mailbox, caller, callbacks
         self._peers, self._losses = peers, losses
         self._releasing, self._being_served = releasing, being_served
+        self._turn = threading.Lock()
         self._wants_to_close = False
         self._told_to_close = threading.Event()
         self._gone: set[int] = set()  # after this worker was told to close: who has been told too, or has ended
@@ -81,6 +85,32 @@ class Closing:
     def waited(self, now: float) -> float | None:
         """Return how long this worker has been in ``shutdown``, or None."""
         return self._patience.waited(now) if self._wants_to_close else None
+
+    @contextlib.contextmanager
+    def turn(self, timeout: float) -> Iterator[None]:
+        """Let the threads of this worker that call ``shutdown`` do so one after another.
+
+        Raises:
+          CallTimeoutError: another thread was still in it after ``timeout`` seconds.
+        """
+        deadline, mine = time.monotonic() + timeout, False
+        try:
+            while not mine:
+                with put_off_interrupt():  # which would leave the lock to nobody
+                    mine = self._turn.acquire(timeout=LOOK_SECONDS)
+                if not mine and time.monotonic() >= deadline:
+                    raise self._other_thread(timeout)
+            yield
+        finally:
+            if mine:
+                self._turn.release()
+
+    def _other_thread(self, timeout: float) -> errors.CallTimeoutError:
+        return errors.CallTimeoutError(
+            f"shutdown of {self._mailbox.info}: waited {timeout:g} s for another thread of this worker, which is in "
+            "shutdown, too. Call it in one thread; shutdown(graceful=False) leaves without waiting.",
+            seconds=timeout,
+        )
 
     def run(self, timeout: float, *, only_serves: bool = False) -> None:
         """Return when the world is quiet, together with all other workers.

@@ -1,11 +1,13 @@
 """Opening and closing worlds: under mpirun, as threads of one process, in a notebook."""
 
 import contextvars
+import functools
 import gc
 import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import errors
@@ -136,6 +138,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers
     that wait for this one.
 
+    If several threads of a worker call it, the first of them closes the world, and the others return with it.
+
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
     leaves without waiting: the other workers may wait for calls that this worker did not make.
 
@@ -161,15 +165,20 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if failed is not None:
         worker.process.report(failed)
         graceful = False
-    if graceful:
-        refuse_to_wait_for_itself(worker)
-    seconds = checked_timeout(timeout) if graceful and timeout is not None else float("inf")
+    if not graceful:
+        return _leave(worker, functools.partial(worker.peers.leave, why_it_leaves(failed)), graceful=False)
+    refuse_to_wait_for_itself(worker)
+    seconds = float("inf") if timeout is None else checked_timeout(timeout)
+    with worker.closing.turn(seconds):
+        ended = worker.closed and worker.closing.told  # by another thread's shutdown
+        return [] if ended else _leave(worker, functools.partial(worker.closing.run, seconds), graceful=True)
+
+
+def _leave(worker: Worker, tell_others: Callable[[], None], *, graceful: bool) -> list[str]:
+    """Close a worker when the others have been told. Returns what its tables still held."""
     try:
         _collect_garbage()  # drops references that are caught in cycles
-        if graceful:
-            worker.closing.run(seconds)
-        else:
-            worker.peers.leave(why_it_leaves(failed))
+        tell_others()
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
