@@ -321,6 +321,29 @@ def test_several_threads_of_a_worker_may_call_shutdown(world):
     world.run(main)
 
 
+def test_a_thread_may_end_the_shutdown_that_another_one_waits_in(big_world):
+    def main():
+        if jd.init().rank:
+            with pytest.raises(jd.WorkerLostError, match=r"it left with shutdown\(graceful=False\)"):
+                jd.shutdown()
+            return
+        worker, go_on = current_worker(), threading.Event()
+
+        def leave():
+            assert poll(lambda: worker.closing.wanted, 20)
+            jd.shutdown(graceful=False)
+            go_on.set()
+
+        jd.rpc_async(0, go_on.wait, args=(30,))
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(leave,))
+        thread.start()
+        with pytest.raises(jd.WorldClosedError, match="another thread has left the world meanwhile"):
+            jd.shutdown()
+        thread.join()
+
+    big_world.run(main)
+
+
 def test_a_callback_cannot_wait_for_its_own_end(big_world):
     def main():
         if jd.init().rank == 1:

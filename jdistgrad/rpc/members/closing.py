@@ -123,6 +123,7 @@ class Closing:
           CallTimeoutError: the world was not quiet within ``timeout`` seconds; the message names the workers that it
             waited for. The world stays open.
           WorkerLostError: a worker was lost.
+          WorldClosedError: another thread of this worker has left the world without waiting.
         """
         self._check(math.inf, timeout)
         now = time.monotonic()
@@ -219,6 +220,11 @@ class Closing:
             raise mailbox.failure
         if lost and not mailbox.survives:
             raise errors.WorkerLostError(f"shutdown of {mailbox.info}: " + "; ".join(lost.values()))
+        if mailbox.closed:
+            raise errors.WorldClosedError(
+                f"shutdown of {mailbox.info}: another thread has left the world meanwhile, with "
+                "shutdown(graceful=False)"
+            )
         if time.monotonic() >= deadline:
             raise self._too_late(timeout)
 

@@ -157,6 +157,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
+      WorldClosedError: another thread of this worker has called ``shutdown(graceful=False)`` meanwhile.
       WorldError: a function that another worker has called, or a callback of a call or of ``on_lost``, called this:
         ``shutdown`` would wait for that function to return.
     """
@@ -182,6 +183,8 @@ def _leave(worker: Worker, tell_others: Callable[[], None], *, graceful: bool) -
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
+        if worker.closed:  # another thread has told the others why
+            raise
         try:
             worker.peers.leave(f"its shutdown failed: {spelled(error)}")
         finally:
