@@ -211,7 +211,7 @@ def test_the_pullbacks_compiled_for_a_jitted_function_go_with_it():
     gc.collect()
     kept = len(programs())
     gradient_and_tangent()
-    assert poll(lambda: gc.collect() and len(programs()) == kept, 10)
+    assert poll(lambda: [gc.collect()] and len(programs()) <= kept, 10)
 
 
 def test_a_function_that_wraps_a_jitted_one_has_programs_of_its_own():
