@@ -324,25 +324,31 @@ def test_survivors_save_while_one_is_about_to_learn_of_the_loss_of_the_worker_wh
     job = surviving_job(
         3,
         f"""
+        import pathlib
         from jdistgrad.rpc.worker import current_worker
 
         me = jd.init()
         worker, tree = current_worker(), {{"w": jnp.ones(2)}}
+        folder = pathlib.Path({str(tmp_path)!r})
+        saving = folder / "saving"
 
         def late(peer, why, lost=worker.lost):
-            time.sleep(0.5 if me.rank == 2 else 2)  # the other one would tell it
+            until(saving.exists)
+            time.sleep(0.3 if me.rank == 2 else 1)  # the other one would tell it
             lost(peer, why)
 
         worker.lost = late
-        jd.barrier()
+        (folder / f"ready{{me.rank}}").touch()
         if me.rank == 0:
+            until(lambda: len([*folder.glob("ready*")]) == 3)
             die()
         if me.rank == 1:
             until(lambda: worker.peers.lost)
         if me.rank == 2:
             until(lambda: 0 in worker.transport._lost)
             assert not worker.peers.lost
-        jd.save({str(tmp_path / "saved")!r}, 1, tree)
+            saving.touch()
+        jd.save(folder / "saved", 1, tree)
         print(me.name, "saved")
         jd.shutdown(timeout=20)
         """,
