@@ -173,8 +173,11 @@ class Closing:
         ):
             try:
                 self._mailbox.post(peer, Message(kind, self._mailbox.rank, self._round))
-            except errors.WorkerLostError:
+            except errors.WorldClosedError:
                 self._check(math.inf, math.inf)  # its error gives the reason
+                raise
+            except errors.WorkerLostError:
+                self._check(math.inf, math.inf)  # the same
                 if self._mailbox.survives:
                     continue
                 if kind is not Kind.SURVEY or self._mailbox.rank == self.conductor:
