@@ -17,8 +17,6 @@ from flax.linen.dtypes import canonicalize_dtype
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.base import require_collectives
 
-REMEDY = "A DataParallel has its own as an attribute: dp.collectives."
-
 
 def batch_statistics(
     x: jax.Array, collectives: Collectives, axes: Sequence[int] | None = None
@@ -72,7 +70,7 @@ class SyncBatchNorm(nn.Module):
     force_float32_reductions: bool = True
 
     def __post_init__(self) -> None:
-        require_collectives("SyncBatchNorm", self.collectives, REMEDY)
+        require_collectives("SyncBatchNorm", self.collectives)
         super().__post_init__()
 
     @nn.compact  # type: ignore[untyped-decorator]
@@ -112,7 +110,7 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
             raise TypeError(
                 f"NnxSyncBatchNorm has no {refused[0]}: its features are the last axis, its ranks are given"
             )
-        require_collectives("NnxSyncBatchNorm", collectives, REMEDY)
+        require_collectives("NnxSyncBatchNorm", collectives)
         super().__init__(num_features, rngs=rngs, **settings)
         self.collectives = collectives
 

@@ -151,9 +151,7 @@ def on_parameters(
 
 def _group(collectives: Collectives | None) -> Group:
     if collectives is not None:
-        require_collectives(
-            "a sharded state", collectives, "A DataParallel has its own as an attribute: dp.collectives."
-        )
+        require_collectives("a sharded state", collectives)
     return lambda: shared() if collectives is None else collectives
 
 

@@ -300,7 +300,10 @@ def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[j
 _extreme.defvjp(_extreme_forward, _extreme_backward)
 
 
-def require_collectives(what: str, given: Any, remedy: str) -> None:
+OF_PARALLEL = "A DataParallel has its own as an attribute: dp.collectives."
+
+
+def require_collectives(what: str, given: Any, remedy: str = OF_PARALLEL) -> None:
     """Raise TypeError if what a user has given is no group of ranks."""
     if not isinstance(given, Collectives):
         raise TypeError(
