@@ -1,8 +1,8 @@
 """Contexts: they gather gradients on every worker that a computation reaches, until their block ends."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.graph.graph import Graph, gather
@@ -16,6 +16,8 @@ from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope, closed_error
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.ids import spell
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Context(Corrected):
@@ -73,21 +75,49 @@ class Context(Corrected):
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
 
 
-@contextlib.contextmanager
-def context() -> Iterator[Context]:
+class ContextBlock:
+    """What ``context()`` returns: it opens a context where its block begins, and closes it where the block ends."""
+
+    def __init__(self) -> None:
+        self._opening, self._entered = _opening(), False
+
+    def __enter__(self) -> Context:
+        if self._entered:
+            raise ContextError(
+                "what jdistgrad.context() returns is for one block, and has had one. "
+                "Write `with jdistgrad.context() as ctx:` for each block."
+            )
+        self._entered = True
+        return self._opening.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._opening.__exit__(*error)
+
+    def __call__(self, function: F) -> F:
+        """Return the function with a context of its own for each call."""
+        return self._opening(function)
+
+
+def context() -> ContextBlock:
     """Open a context, in which the block's derivatives of remote calls gather their gradients.
 
     Every worker that takes part creates its own part of the context on the first message that names the context, and
     releases that part when the block ends, normally or by an exception.
 
     Raises:
-      ContextError: this thread is already in a context.
+      ContextError: this thread is already in a context, or the block has been used (by a second ``with``).
 
     Example:
       >>> with jd.context() as ctx:
       ...     loss, grads = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, head)
       ...     optimizer.step(ctx)
     """
+    return ContextBlock()
+
+
+@contextlib.contextmanager
+def _opening() -> Iterator[Context]:
+    """Open the context of a block that the program has written."""
     outer = current_scope()
     if outer is not None:
         raise ContextError(
@@ -130,7 +160,10 @@ def find_context(which: Any) -> Context:
         return Context(worker, worker.scopes.find(which.id))
     if isinstance(which, int):
         return Context(worker, worker.scopes.find(which))
-    raise TypeError(f"expected a context (or its id), not a {type(which).__name__}: {which!r}")
+    raise TypeError(
+        f"expected a context, which `with jdistgrad.context() as ctx:` gives, or its id, not a {type(which).__name__}: "
+        f"{which!r}"
+    )
 
 
 def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:

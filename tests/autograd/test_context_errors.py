@@ -5,6 +5,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers.data import assert_close
 from helpers.programs import X, loss, square, still_differentiates
@@ -53,6 +54,36 @@ def test_a_context_this_worker_never_heard_of(big_world):
         with pytest.raises(TypeError, match="expected a context"):
             use("0:1")
     still_differentiates()
+
+
+@on_worker0
+def test_a_second_block_needs_a_context_of_its_own(world):
+    once = jd.context()
+    with once as ctx:
+        still_differentiates()
+    with pytest.raises(jd.ContextError, match=r"for one block.*`with jdistgrad.context\(\) as ctx:` for each"), once:
+        pass
+    assert ctx.closed
+    still_differentiates()
+
+
+@on_worker0
+def test_a_context_without_a_block_is_told_how_to_open_one(world):
+    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [jd.remote(rank(1), make)])
+    for use in (jd.get_gradients, optimizer.step, lambda unopened: jd.backward(unopened, loss, X)):
+        with pytest.raises(TypeError, match=r"a context, which `with jdistgrad.context\(\) as ctx:` gives"):
+            use(jd.context())
+    still_differentiates()
+
+
+@on_worker0
+def test_a_decorated_function_has_a_context_for_each_call(world):
+    @jd.context()
+    def gradient(x):
+        return jax.grad(loss)(x)
+
+    for _ in range(2):
+        assert_close(gradient(X), 2 * X)
 
 
 @on_worker0
