@@ -91,6 +91,8 @@ MISTAKES = {
         jd.DataParallel(model)
         jd.DataParallel(bucket_cap_mb=0)
         dp.module
+        dp.allreduce(x)
+        dp.all_reduce(x)
         dp.value_and_grad(loss_fn)(jnp.arange(3))
         dp.average({"w": x, "step": 3})
     """,

@@ -76,6 +76,11 @@ class DataParallel(Corrected):
         "module": "the model is a function; dp.value_and_grad(loss) takes its loss",
         "parameters": "parameters are a pytree of yours; dp.broadcast(params) makes them the same on all ranks",
         "register_comm_hook": "DataParallel(hook=...) takes a hook of jd.hooks",
+        "all_reduce": "its collectives have allreduce: dp.collectives.allreduce",
+        "all_gather": "its collectives have allgather: dp.collectives.allgather",
+    } | {
+        name: f"its collectives have it: dp.collectives.{name}"
+        for name in ("allreduce", "allgather", "barrier", "rank", "size")
     }
 
     def __init__(
