@@ -44,7 +44,8 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(mpi_job, wrap):
 @COMPILED
 def test_a_rank_that_shuts_down_while_others_average(mpi_job, wrap):
     job = mpi_job(3, PROGRAM.format(timeout=300, wrap=wrap, act="break"))
-    job.expect("begun", "worker1 (rank 1) will not come, it is in jdistgrad.shutdown(), at program.py:16", status=None)
+    told = "worker1 (rank 1) will not come, it is in jdistgrad.shutdown(), at program.py:16"
+    job.expect("begun", told, "ranks with fewer batches need DataParallel.join()", status=None)
 
 
 @COMPILED

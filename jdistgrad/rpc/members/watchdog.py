@@ -26,6 +26,10 @@ from jdistgrad.rpc.serving.being_served import BeingServed
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
+FEWER_STEPS = (
+    "Every rank must take part in the same steps and collectives before its shutdown(); ranks with fewer batches need "
+    "DataParallel.join()"
+)
 ONLY_SERVES = (
     "has no program, and only serves calls. Let all workers call the collective, also this one: jd.rpc_all(workers, "
     "function_with_the_collective)"
@@ -292,7 +296,7 @@ class Watchdog:
         there = any(one.entry == entry for one in shared)
         closing, only_serves = self._closing.wanted and not self._serves_users(), self._closing.only_serves
         place = "jdistgrad.local_workers(), without a program" if only_serves else where(self._mailbox.home)
-        doing = ONLY_SERVES if only_serves else f"is in jdistgrad.shutdown(), at {place}"
+        doing = ONLY_SERVES if only_serves else f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
         return Location(there, closing, doing, place, awaits)
 
     def _meetings_of_program(self, peer: int | None = None) -> frozenset[CollectiveEntry]:
