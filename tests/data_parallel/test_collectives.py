@@ -54,6 +54,15 @@ def test_integers_of_less_than_a_byte(world, dtype, rank, size):
             np.testing.assert_array_equal(np.asarray(got).astype("int32"), np.broadcast_to(around, got.shape))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@on_every_worker
+def test_sums_of_integers_wrap_around_as_in_jax(world, dtype, rank, size):
+    c, held = of_this_world(), jnp.iinfo(dtype)
+    own = [jnp.full(100, held.max if r < 2 else held.min + r, dtype) for r in range(size)]  # long enough for vectors
+    for run in (c.allreduce, jax.jit(c.allreduce)):
+        np.testing.assert_array_equal(run(own[rank]), jnp.stack(own).sum(axis=0, dtype=dtype))
+
+
 @on_every_worker
 def test_references_are_not_reduced_as_the_numbers_that_stand_for_them(world, rank, size):
     c, tree = of_this_world(), {"t": jd.RRef(jnp.ones(size)), "x": jnp.ones(size)}

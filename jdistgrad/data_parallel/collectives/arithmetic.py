@@ -25,10 +25,17 @@ def allreduce(comm: Any, memory: np.ndarray, op: str, chunk: int) -> None:
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
     if flat.dtype.num < EXTENSIONS_FROM and flat.dtype.char in MPI._typedict:
-        loses_nan = flat.dtype.kind == "f" and op != "sum"  # MPI's maximum of NaN depends on the rank that holds it
-        return flat, MPI._typedict[flat.dtype.char], _custom_op(flat.dtype, op) if loses_nan else _OPS[op]
+        operation = _OPS[op] if _fits_mpi(flat.dtype, op) else _custom_op(flat.dtype, op)
+        return flat, MPI._typedict[flat.dtype.char], operation
     carrier, kind = _CARRIERS[flat.dtype.itemsize]
     return flat.view(carrier), kind, _custom_op(flat.dtype, op)
+
+
+def _fits_mpi(dtype: np.dtype, op: str) -> bool:
+    """Return whether MPI's own operation gives NumPy's results."""
+    if op == "sum":
+        return dtype.kind not in "iu" or dtype.itemsize > 2  # Open MPI's sums of small integers stop at the largest
+    return dtype.kind != "f"  # MPI's maximum of NaN depends on the rank that holds it
 
 
 @functools.cache
@@ -37,7 +44,7 @@ def _custom_op(dtype: np.dtype, op: str) -> Any:
 
     Sending 16-bit floats as they are takes half the bytes of sending 32 bits, but rounds after each addition.
     """
-    combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 else dtype
+    combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 and dtype.kind not in "iu" else dtype
 
     def run(theirs: Any, ours: Any, _: Any) -> None:
         a, b = np.frombuffer(theirs, dtype), np.frombuffer(ours, dtype)

@@ -69,7 +69,7 @@ class WithMpi4jax(MPI):
         if self.size == 1 and not isinstance(how, Route):
             return x.reshape(shape)
         x = self._after_meeting(x)
-        flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype))
+        flat = x.reshape(self.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype, name))
         step = max(1, CHUNK // (flat.dtype.itemsize * (self.size if name in ("allgather", "alltoall") else 1)))
         pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
         found = [self._run(name, piece, how) for piece in pieces]
@@ -149,8 +149,10 @@ def _in_order() -> Any:
     return effect
 
 
-def _carrier(dtype: Any) -> Any:
-    """Return the dtype that carries another exactly through mpi4jax."""
+def _carrier(dtype: Any, name: str) -> Any:
+    """Return the dtype that carries another exactly through an operation of mpi4jax."""
+    if name == "sum" and jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize <= 2:
+        return jnp.int32  # MPI's sums of small integers stop at the largest instead of wrapping around
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
     return jnp.int8 if jnp.dtype(dtype) == jnp.bool else carrier(dtype)
