@@ -3,6 +3,7 @@
 The first of them, the leader, asks owners and the other callers for their parts.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
@@ -21,11 +23,16 @@ from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving.desk import meet
+from jdistgrad.saving.desk import Coming
 from jdistgrad.saving.marks import PerWorker
 from jdistgrad.saving.places import Leaf, leaves_of, replaced, require_different
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 
 _numbers = itertools.count()
+
+LEFT = "checkpoints' callers that have left"
+
+Ends = Callable[[dict[int, Any]], bool]
 
 
 @dataclasses.dataclass
@@ -44,6 +51,8 @@ class Job:
     optimizers: Any
     callers: list[int]
     meetings: int = 0
+    _coming: Coming | None = None  # to the last meeting
+    _ends: Ends = lambda told: False
 
     def __post_init__(self) -> None:
         self.rank = current_worker().rank
@@ -64,13 +73,18 @@ class Job:
         return replaced(self.trees, self.number, self.count, iter(found))
 
     def from_leader(self, ask: Callable[[], Any]) -> Any:
-        """Return what the leader finds, on every caller."""
-        return self.agree(ask if self.leads else lambda: None, everybody=True)[self.leader]
+        """Return what the leader finds, on every caller. If that is None, the job has come to its end."""
+        acting = ask if self.leads else lambda: None
+        found = self.agree(acting, everybody=True, ends=lambda told: told[self.leader][1] is None)
+        return found[self.leader]
 
-    def agree(self, act: Callable[[], Any], *, everybody: bool = False) -> Any:
+    def agree(self, act: Callable[[], Any], *, everybody: bool = False, ends: Ends = lambda told: False) -> Any:
         """Act, and return the result when all callers have acted; or everybody's results, by rank.
 
         If one of the callers fails, all raise its error.
+
+        Arguments:
+          ends: whether the job has come to its end when all callers have said this.
         """
         error, result = None, None
         try:
@@ -78,14 +92,27 @@ class Job:
         except Exception as failed:
             error = failed
         said = None if error is None else (_in_words(error), _lost_in(error)), result if everybody else None
-        self.meetings += 1
-        told = meet(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
+        told = self._part(said, ends).wait()
         if error is not None:
             raise error
         for failure, _ in told.values():
             if failure is not None:
                 raise _in_type(*failure)
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
+
+    def _part(self, said: Any, ends: Ends = lambda told: False) -> Coming:
+        """Return the way to the next meeting of the callers."""
+        with put_off_interrupt():
+            self.meetings += 1
+            self._coming = Coming(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
+            self._ends = ends
+            return self._coming
+
+    def leave(self, failure: str) -> None:
+        """Say at the next part that this caller has left, unless the others know that it failed, or the job is over."""
+        told = {} if self._coming is None else self._coming.wait(shown=False)
+        if not self._ends(told) and all(failed is None for failed, _ in told.values()):
+            self._part(((failure, None), None)).wait(shown=False)
 
 
 def call_each(
@@ -163,7 +190,77 @@ def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | No
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
     with within(None):  # the calls belong to no context that may be open
-        yield Job(what, trees, optimizers, sorted(meet(what, None, chosen)))
+        first, job = _first_meeting(what, chosen), None
+        try:
+            job = Job(what, trees, optimizers, sorted(first.wait()))
+            yield job
+        except BaseException as error:
+            _leave_beside(what, first, job, error)
+            raise
+
+
+class _Left:
+    """What callers on this worker have left that signals have ended.
+
+    Attributes:
+      first: the meetings in which others may still be waited for, by name: the same call goes on with them.
+      telling: done when the others have been told.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[str, Coming] = {}
+        self.telling: set[concurrent.futures.Future[None]] = set()
+
+
+def _left() -> _Left:
+    left = world.kept(LEFT)
+    if left is None:
+        left = current_worker().kept.setdefault(LEFT, _Left())
+    return left
+
+
+def _first_meeting(what: str, workers: Sequence[int] | None) -> Coming:
+    """Return the way to the meeting in which the callers come together, after the others have left the last one."""
+    left = _left()
+    known = left.first.pop(what, None)
+    if known is not None:
+        return known
+    for one in list(left.telling):
+        one.result()
+    return Coming(what, None, workers)
+
+
+def _leave_beside(what: str, first: Coming, job: Job | None, error: BaseException) -> None:
+    """Tell the other callers of an error, on another thread: they may be busy, and a signal ends this one's wait.
+
+    If some may not have come yet, the same call of this worker may come first.
+    """
+    worker = current_worker()
+    if worker.closed or worker.failure is not None or (job is None and isinstance(error, DistgradError)):
+        return  # the others know
+    name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    failure = f"{what}: {name} has ended it on {worker.info}. Call it again on every worker."
+    left, told = _left(), InterruptibleFuture[None]()
+
+    def leave() -> None:
+        try:
+            callers = sorted(first.wait(shown=False))
+            left.telling.add(told)  # before it is found out whether the same call has come first
+            if job is not None or left.first.pop(what, None) is first:
+                with within(None):
+                    (job or Job(what, None, None, callers)).leave(failure)
+        except DistgradError:  # the others are told of it, or lost
+            left.first.pop(what, None)
+        finally:
+            left.telling.discard(told)
+            told.set_result(None)
+
+    with put_off_interrupt():
+        if job is None:
+            left.first[what] = first
+        else:
+            left.telling.add(told)
+        worker.run(worker.work.counted(leave))
 
 
 def _check_optimizers(what: str, optimizers: Any) -> None:

@@ -69,7 +69,7 @@ def save(
     with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         try:
             plans = job.agree(lambda: plan_of(job, hold=True), everybody=True)
-            job.agree(lambda: write(job, plans, folder, number, keep) if job.leads else None)
+            job.agree(lambda: write(job, plans, folder, number, keep) if job.leads else None, ends=lambda told: True)
         finally:
             release(job)
 
@@ -115,7 +115,7 @@ def restore(
             return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
         plans = job.agree(lambda: plan_of(job), everybody=True)
         saved, prepared, found = job.agree(lambda: read(job, plans, found_at))
-        job.agree(lambda: put_back(prepared))
+        job.agree(lambda: put_back(prepared), ends=lambda told: True)
         return saved, job.trees_of(found)
 
 

@@ -6,6 +6,7 @@ others come to, keeps the lists: the first that is not lost.
 """
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import api
 from jdistgrad.rpc.functions import shown_as
+from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import poll
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
@@ -138,32 +141,60 @@ class Desk:
                 one.told = meeting.told
 
 
-def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
-    """Wait for the other workers that do this together; return what each of them says, by rank.
-
-    So it is a barrier with values, among workers that need not be known beforehand.
+class Coming:
+    """A worker's way to a meeting, which another thread may go on with if a signal ends this one's wait.
 
     Arguments:
       what: the name of the meeting, the same on all of them.
       said: what this worker says.
       workers: the ranks of those that come; default all that have not called ``shutdown``, and are not lost.
+    """
+
+    def __init__(self, what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS):
+        self._what, self._said, self._workers, self._seconds = what, said, workers, seconds
+        self._asked: CallFuture[Said] | None = None
+        self._desk = -1
+
+    def wait(self, *, shown: bool = True) -> Said:
+        """Wait for the other workers; return what each of them says, by rank.
+
+        Arguments:
+          shown: whether this worker's program waits in the meeting, and the others may be told so.
+        """
+        me = current_worker().rank
+        if self._workers is not None and set(self._workers) == {me}:
+            return {me: self._said}
+        while True:
+            others = _living() if self._workers is None else self._workers
+            shows = current_worker().watchdog.shows(self._what, others, spares_shutdown=self._workers is None)
+            try:
+                with shows if shown else contextlib.nullcontext():
+                    return self._call().result()
+            except WorkerLostError as error:
+                if not _does_without(self._desk, error):
+                    raise
+                self._asked = None
+
+    def _call(self) -> CallFuture[Said]:
+        with put_off_interrupt():  # or the desk might be called twice
+            if self._asked is None:
+                self._desk = _living()[0]
+                call = self._what, current_worker().rank, self._workers, self._said, self._seconds
+                self._asked = current_worker().rpc_async(self._desk, _arrived, call, {}, self._seconds + SLACK)
+            return self._asked
+
+
+def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
+    """Wait for the other workers that do this together; return what each of them says, by rank.
+
+    So it is a barrier with values, among workers that need not be known beforehand.
 
     Raises:
       WorkerLostError: some worker is lost that has to come, or gives no sign of life.
       MissingRanksError: some worker neither came nor called ``shutdown``.
       DisagreementError: some worker is in another meeting instead.
     """
-    me = current_worker().rank
-    if workers is not None and set(workers) == {me}:
-        return {me: said}
-    while True:
-        at, others = _living()[0], _living() if workers is None else workers
-        try:
-            with current_worker().watchdog.shows(what, others, spares_shutdown=workers is None):
-                return api.rpc_sync(at, _arrived, (what, me, workers, said, seconds), timeout=seconds + SLACK)
-        except WorkerLostError as error:
-            if not _does_without(at, error):
-                raise
+    return Coming(what, said, workers, seconds).wait()
 
 
 def _does_without(at: int, error: WorkerLostError) -> bool:

@@ -74,7 +74,10 @@ class HeldWork:
     identifier: None = None  # of no reference
 
     def take(self) -> tuple[Part, dict[str, Any]]:
-        return world.kept(self.held_as)[self.part], {}
+        held = world.kept(self.held_as)
+        if held is None:
+            raise CheckpointError(f"save: {current_worker().info} has left it before it wrote its part. Save again.")
+        return held[self.part], {}
 
 
 Work = ValueWork | OptimizerWork | HeldWork
