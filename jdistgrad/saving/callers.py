@@ -23,7 +23,7 @@ from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving.desk import Coming
+from jdistgrad.saving.desk import Arrival
 from jdistgrad.saving.marks import PerWorker
 from jdistgrad.saving.places import Leaf, leaves_of, replaced, require_different
 from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
@@ -51,7 +51,7 @@ class Job:
     optimizers: Any
     callers: list[int]
     meetings: int = 0
-    _coming: Coming | None = None  # to the last meeting
+    _arrival: Arrival | None = None  # at the last meeting
     _ends: Ends = lambda told: False
 
     def __post_init__(self) -> None:
@@ -100,17 +100,17 @@ class Job:
                 raise _in_type(*failure)
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
 
-    def _part(self, said: Any, ends: Ends = lambda told: False) -> Coming:
-        """Return the way to the next meeting of the callers."""
+    def _part(self, said: Any, ends: Ends = lambda told: False) -> Arrival:
+        """Return the arrival at the next meeting of the callers."""
         with put_off_interrupt():
             self.meetings += 1
-            self._coming = Coming(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
+            self._arrival = Arrival(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
             self._ends = ends
-            return self._coming
+            return self._arrival
 
     def leave(self, failure: str) -> None:
         """Say at the next part that this caller has left, unless the others know that it failed, or the job is over."""
-        told = {} if self._coming is None else self._coming.wait(shown=False)
+        told = {} if self._arrival is None else self._arrival.wait(shown=False)
         if not self._ends(told) and all(failed is None for failed, _ in told.values()):
             self._part(((failure, None), None)).wait(shown=False)
 
@@ -208,7 +208,7 @@ class _Left:
     """
 
     def __init__(self) -> None:
-        self.first: dict[str, Coming] = {}
+        self.first: dict[str, Arrival] = {}
         self.telling: set[concurrent.futures.Future[None]] = set()
 
 
@@ -219,18 +219,18 @@ def _left() -> _Left:
     return left
 
 
-def _first_meeting(what: str, workers: Sequence[int] | None) -> Coming:
-    """Return the way to the meeting in which the callers come together, after the others have left the last one."""
+def _first_meeting(what: str, workers: Sequence[int] | None) -> Arrival:
+    """Return the arrival at the meeting in which the callers come together, after the others have left the last one."""
     left = _left()
     known = left.first.pop(what, None)
     if known is not None:
         return known
     for one in list(left.telling):
         one.result()
-    return Coming(what, None, workers)
+    return Arrival(what, None, workers)
 
 
-def _leave_beside(what: str, first: Coming, job: Job | None, error: BaseException) -> None:
+def _leave_beside(what: str, first: Arrival, job: Job | None, error: BaseException) -> None:
     """Tell the other callers of an error, on another thread: they may be busy, and a signal ends this one's wait.
 
     If some may not have come yet, the same call of this worker may come first.

@@ -141,8 +141,10 @@ class Desk:
                 one.told = meeting.told
 
 
-class Coming:
-    """A worker's way to a meeting, which another thread may go on with if a signal ends this one's wait.
+class Arrival:
+    """A worker's arrival at a meeting. If a signal ends its wait there, another thread may go on with the wait.
+
+    A meeting is a barrier with values, among workers that need not be known beforehand.
 
     Arguments:
       what: the name of the meeting, the same on all of them.
@@ -160,6 +162,11 @@ class Coming:
 
         Arguments:
           shown: whether this worker's program waits in the meeting, and the others may be told so.
+
+        Raises:
+          WorkerLostError: some worker is lost that has to come, or gives no sign of life.
+          MissingRanksError: some worker neither came nor called ``shutdown``.
+          DisagreementError: some worker is in another meeting instead.
         """
         me = current_worker().rank
         if self._workers is not None and set(self._workers) == {me}:
@@ -182,19 +189,6 @@ class Coming:
                 call = self._what, current_worker().rank, self._workers, self._said, self._seconds
                 self._asked = current_worker().rpc_async(self._desk, _arrived, call, {}, self._seconds + SLACK)
             return self._asked
-
-
-def meet(what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS) -> Said:
-    """Wait for the other workers that do this together; return what each of them says, by rank.
-
-    So it is a barrier with values, among workers that need not be known beforehand.
-
-    Raises:
-      WorkerLostError: some worker is lost that has to come, or gives no sign of life.
-      MissingRanksError: some worker neither came nor called ``shutdown``.
-      DisagreementError: some worker is in another meeting instead.
-    """
-    return Coming(what, said, workers, seconds).wait()
 
 
 def _does_without(at: int, error: WorkerLostError) -> bool:

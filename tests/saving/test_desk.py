@@ -13,7 +13,7 @@ from jdistgrad.observe.wait_report import render
 from jdistgrad.rpc.flight import snapshots
 from jdistgrad.rpc.places import calls_package
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving.desk import Desk, hold, meet
+from jdistgrad.saving.desk import Arrival, Desk, hold
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
@@ -34,7 +34,7 @@ def test_a_meeting_ends_with_its_world():
             assert waits.wait(60)
             raise RuntimeError("boom")
         waits.set()
-        meet("a meeting", None, [0, 1, 2], float("inf"))
+        Arrival("a meeting", None, [0, 1, 2], float("inf")).wait()
 
     with pytest.raises(RuntimeError, match="boom"):
         jd.spawn(main, 3)
@@ -52,7 +52,7 @@ def test_one_that_has_shut_down_is_not_awaited():
         said = ""
         if me.rank != 1:
             try:
-                meet("a meeting", None, [0, 1, 2], float("inf"))
+                Arrival("a meeting", None, [0, 1, 2], float("inf")).wait()
             except jd.MissingRanksError as error:
                 said = str(error)
             both_were_told.wait()
@@ -83,7 +83,7 @@ def test_the_report_of_waits_names_who_does_not_come_and_no_call_of_the_meeting(
             process = {"label": "process", "rank": None, "pid": 1, "host": "node", "cause": "a test"}
             told = render("a job", [{**process, "workers": shown(), "threads": [], "events": []}], [])
         if me.rank != 3:
-            meet("a meeting", None)
+            Arrival("a meeting", None).wait()
         jd.shutdown()
         return told if me.rank == 2 else None
 
@@ -101,7 +101,7 @@ def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout(
         dp = jd.DataParallel(timeout=300)
         x = dp.average(jnp.ones(3))
         if me.rank == 1:
-            meet("a meeting", None)
+            Arrival("a meeting", None).wait()
         else:
             with pytest.raises(jd.WorkerLostError, match=told):
                 dp.average(x)
@@ -134,7 +134,7 @@ def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(meet("a meeting", jd.rank(), [1, 2], 60.0).items())
+    return sorted(Arrival("a meeting", jd.rank(), [1, 2], 60.0).wait().items())
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
