@@ -9,6 +9,7 @@ from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import ContextError
+from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
@@ -29,6 +30,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._over: dict[tuple[int, int], concurrent.futures.Future[None]] = {}
+        self._averaged: dict[int, list[DataParallel]] = {}  # by step
+        self._failed: set[int] = set()
         self._lock, self.giving_up = threading.Lock(), threading.Lock()
         self.closed = False
 
@@ -46,6 +49,22 @@ class Turns:
             if not found.done():
                 found.set_result(None)
 
+    def averaged(self, step: int, by: DataParallel) -> None:
+        """Note that a stage has averaged in a step, which may have failed meanwhile."""
+        with self._lock:
+            self._averaged.setdefault(step, []).append(by)
+            has_failed = step in self._failed
+        if has_failed:
+            self.fail(step)
+
+    def fail(self, step: int) -> None:
+        """Let the replicas' next step fail: they have averaged with a step that has failed since, and do not know."""
+        with self._lock:
+            self._failed.add(step)
+            averaged = self._averaged.pop(step, [])
+        for one in averaged:
+            one.abandon()
+
     def close(self) -> None:
         with self._lock:
             self.closed = True
@@ -55,6 +74,13 @@ class Turns:
 
     def give_up(self, error: BaseException) -> None:
         """Do nothing: the shares fail by themselves."""
+
+
+def fail(step: int) -> None:
+    """Let the next step of this worker's replicas fail, as far as they have averaged with this one."""
+    scope = current_scope()
+    if scope is not None:
+        scope.content(Turns).fail(step)
 
 
 class Averages:
@@ -92,7 +118,9 @@ class Averages:
                 if self._turns.closed:
                     self._give_up(stage)
                     raise ContextError("the context was closed before the stage's turn to average came")
-                promise.set_result(self._of_stages[stage].average(gradients))
+                averages = self._of_stages[stage].average(gradients)
+                self._turns.averaged(self._step, self._of_stages[stage])
+                promise.set_result(averages)
             except BaseException as error:
                 promise.set_exception(error)
             finally:

@@ -8,7 +8,8 @@ from typing import Any
 
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.errors import CallTimeoutError, ScheduleError, WorkerLostError
+from jdistgrad.errors import CallTimeoutError, DistgradError, ScheduleError, WorkerLostError
+from jdistgrad.pipeline.averages import fail
 from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of, trained_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
@@ -115,11 +116,14 @@ class Program:
             _wait_for_all(worker, futures)
             done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
-            if isinstance(error, CallTimeoutError | WorkerLostError):
-                self._add_who_does_what(error, worker, share.step, futures)
-            worker.releasing.close_scope(scope.id)
-            futures.clear()  # they hold the error, whose traceback holds this frame
-            arguments = ()
+            try:
+                if isinstance(error, CallTimeoutError | WorkerLostError):
+                    self._add_who_does_what(error, worker, share.step, futures)
+                self._tell_replicas(worker, share.step)
+            finally:
+                worker.releasing.close_scope(scope.id)
+                futures.clear()  # they hold the error, whose traceback holds this frame
+                arguments = ()
             raise
         seconds = time.monotonic() - start
         ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
@@ -140,6 +144,14 @@ class Program:
             else:
                 found = asked[index].result() if failed is None else f"no answer within {ANSWER_SECONDS:g} s"
             add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
+
+    def _tell_replicas(self, worker: Worker, step: int) -> None:
+        """Let the next step of replicas fail that have averaged with this one, which has failed since."""
+        asked = list[Future]()
+        for index in [index for index, part in self._parts.items() if part.averages]:
+            with contextlib.suppress(DistgradError):  # of them, the step has its own error
+                asked.append(worker.rpc_async(self._rank(index), fail, (step,), {}, ANSWER_SECONDS))
+        concurrent.futures.wait(asked)
 
 
 def _could_not_come(part: RRef[Any]) -> bool:

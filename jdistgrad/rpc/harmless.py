@@ -129,6 +129,7 @@ OWN = (
     "jdistgrad.events",
     "jdistgrad.modules",
     "jdistgrad.optim",
+    "jdistgrad.pipeline.averages",
     "jdistgrad.pipeline.batches",
     "jdistgrad.pipeline.pipeline",
     "jdistgrad.pipeline.plans",

@@ -618,6 +618,48 @@ def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank,
         pipeline.step(x, targets=y)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def odd_after_average(rank, params, x):
+    """A layer whose backward pass fails, for an odd number of rows, once another stage has averaged."""
+    return layer(params, x)
+
+
+def _refuse_odd(rank, given, g):
+    if len(g) % 2:
+        assert _averaged[rank].wait(20)
+        raise RuntimeError("an odd number of rows")
+    return jax.vjp(layer, *given)[1](g)
+
+
+odd_after_average.defvjp(lambda rank, params, x: (layer(params, x), (params, x)), _refuse_odd)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@on_every_worker
+def test_a_step_that_fails_in_one_replica_after_its_average_is_told_to_the_others_in_the_next(
+    big_world, workers, rank, size
+):
+    """They have taken a step that this one has not. ``workers``: of the schedule, in one share or in two."""
+    refs, average = references(2, [rank, rank]), jd.remote(rank, noting, args=(list(range(size)),))
+    stages = [
+        (functools.partial(odd_after_average, rank), refs[0]),
+        pp.Stage(layer, refs[1], average=average),
+    ]
+    schedule = pp.interleaved(1, 1, 2) if workers == 1 else pp.gpipe(2, 1)
+    pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=[rank] * workers)
+    x, y = (np.ones((4, width), "float32") for width in (WIDTHS[0], WIDTHS[2]))
+    stepped(pipeline, refs, x, targets=y)
+    _averaged[rank].clear()
+    if rank == 1:
+        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+            pipeline.step(x[:3], targets=y[:3])
+    else:
+        stepped(pipeline, refs, x, targets=y)
+    told = "have come apart" if rank == 1 else "rank 1 has failed"
+    with jd.context(), pytest.raises(DisagreementError, match=told):
+        pipeline.step(x, targets=y)
+
+
 @on_every_worker
 def test_an_apply_that_fails_in_one_replica_is_its_own_affair(big_world, rank, size):
     """Nothing is averaged in it, so the others' next step has no other to be paired with."""
