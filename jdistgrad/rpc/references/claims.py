@@ -2,10 +2,12 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.references.weights import Weight
+
+T = TypeVar("T")
 
 Drop = tuple[int, int, Weight]  # owner, id, weight
 
@@ -59,6 +63,13 @@ class StandIn:
 
     def value(self) -> Any:
         return self.layout.fill([_zeros(one) for one in self.shapes])
+
+
+def emptied(queue: collections.deque[T]) -> Iterator[T]:
+    """Take all that is in a queue, which other threads may empty at the same time."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
 
 
 class Claim:
@@ -135,8 +146,7 @@ class ClaimTable:
     def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
         """Return the weights dropped since the last call, by owner."""
         home: dict[int, list[tuple[int, Weight]]] = {}
-        while self._drops:
-            owner, identifier, weight = self._drops.popleft()
+        for owner, identifier, weight in emptied(self._drops):
             home.setdefault(owner, []).append((identifier, weight))
         return home
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from jdistgrad import errors
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.references.claims import emptied
 from jdistgrad.rpc.references.table import References
 from jdistgrad.rpc.scopes import Scope, ScopeTable
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -56,8 +57,8 @@ class Releasing:
                 self._tell_news()
 
     def _tell_news(self) -> None:
-        while self._abandoned:
-            self.close_scope(self._abandoned.popleft())
+        for identifier in emptied(self._abandoned):
+            self.close_scope(identifier)
         here, references = self._mailbox.rank, self._references
         dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
         gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in references.to_forget().items()]

@@ -10,7 +10,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key
+from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key, emptied
 from jdistgrad.rpc.references.in_messages import claims_of, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
 from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
@@ -195,8 +195,7 @@ class References:
     def to_forget(self) -> dict[int, list[int]]:
         """Return the references that other workers may forget since the last call, by worker."""
         forget: dict[int, list[int]] = {}
-        while self._to_forget:
-            peer, identifier = self._to_forget.popleft()
+        for peer, identifier in emptied(self._to_forget):
             forget.setdefault(peer, []).append(identifier)
         return forget
 
