@@ -76,7 +76,7 @@ class Turns:
         """Do nothing: the shares fail by themselves."""
 
 
-def fail(step: int) -> None:
+def tell_replicas(step: int) -> None:
     """Let the next step of this worker's replicas fail, as far as they have averaged with this one."""
     scope = current_scope()
     if scope is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from jdistgrad.autograd.tape.links import next_message
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.errors import CallTimeoutError, DistgradError, ScheduleError, WorkerLostError
-from jdistgrad.pipeline.averages import fail
+from jdistgrad.pipeline.averages import tell_replicas
 from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of, trained_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
@@ -150,7 +150,7 @@ class Program:
         asked = list[Future]()
         for index in [index for index, part in self._parts.items() if part.averages]:
             with contextlib.suppress(DistgradError):  # of them, the step has its own error
-                asked.append(worker.rpc_async(self._rank(index), fail, (step,), {}, ANSWER_SECONDS))
+                asked.append(worker.rpc_async(self._rank(index), tell_replicas, (step,), {}, ANSWER_SECONDS))
         concurrent.futures.wait(asked)
 
 

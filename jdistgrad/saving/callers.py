@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import jax
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
@@ -213,9 +212,7 @@ class _Left:
 
 
 def _left() -> _Left:
-    left = world.kept(LEFT)
-    if left is None:
-        left = current_worker().kept.setdefault(LEFT, _Left())
+    left: _Left = current_worker().kept.setdefault(LEFT, _Left())
     return left
 
 
