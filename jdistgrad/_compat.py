@@ -1,9 +1,12 @@
 """The only module that may use JAX internals: each use with its reason, and its replacement where JAX has one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, util, xla_bridge
+from jax._src import ad_checkpoint, ad_util, config, core, dispatch, util, xla_bridge
+from jax._src.interpreters import batching, partial_eval
+from jax._src.lax.control_flow import conditionals
 
 # Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
@@ -123,3 +126,37 @@ def forget_failed_effects() -> None:
             except jax.errors.JaxRuntimeError:
                 tokens.clear()
                 return
+
+
+def lowered(closed: Any) -> Any:
+    """Return a closed jaxpr without types that are defined with ``jax.experimental.hijax``, which it may have."""
+    return partial_eval.lower_jaxpr2(closed) if closed.jaxpr.is_high else closed
+
+
+def complete_high_types(lower: Callable[[Any], Any], raise_: Callable[[Any, Any], Any]) -> None:
+    """Let primitives of JAX 0.10 to 0.12 take and return values of types that are defined with ``hijax``.
+
+    Arguments:
+      lower: returns the array in such a value; ``raise_`` returns the value of a type, given its array. JAX may be
+        tracing both.
+    """
+    stop: Any = ad_util.stop_gradient_p
+    stop.is_high, stop.to_lojax = (lambda kind, **_: kind.is_high), (lambda value: value)
+    remat: Any = ad_checkpoint.remat_p
+    checkpointed = remat.to_lojax
+    choose = batching.fancy_primitive_batchers[conditionals.cond_p]
+
+    def checkpointed_and_raised(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
+        results = checkpointed(*args, jaxpr=jaxpr, **params)
+        types = [variable.aval for variable in jaxpr.outvars]
+        return [raise_(kind, one) if kind.is_high else one for kind, one in zip(types, results, strict=True)]
+
+    def chosen_lowered(axis: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+        """Choose for each element of a batch: JAX broadcasts what all elements share, and selects."""
+        lowered_args = [lower(one) if core.typeof(one).is_high else one for one in args]
+        results, dims = choose(axis, lowered_args, dims, branches=tuple(map(lowered, branches)), **params)
+        types = branches[0].out_avals
+        return [raise_(kind, one) if kind.is_high else one for kind, one in zip(types, results, strict=True)], dims
+
+    remat.to_lojax = checkpointed_and_raised
+    batching.fancy_primitive_batchers[conditionals.cond_p] = chosen_lowered

@@ -50,6 +50,7 @@ from jdistgrad.errors import (
 from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
+from jdistgrad.modules.on_owners import get as get, tree_map as tree_map
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
 from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import Context, find_context, some_context
 from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.autograd.values.holes import has_gradient, is_array, split
@@ -17,9 +18,9 @@ from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.rref import HANDLE, RRef, optax_looks_inside
+from jdistgrad.rpc.references.handles import HANDLE, NO_MARKS, marks_of, renewed
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
-from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
 
@@ -31,12 +32,17 @@ A = TypeVar("A")
 class RemoteGradient(Elsewhere):
     """The gradient of a reference's value. It stays with the value, on its owner; ``to_here`` fetches a copy.
 
-    To JAX a RemoteGradient is a pytree with one leaf: the sum of the marks of its contributions.
+    To JAX a RemoteGradient is a pytree with one leaf, as a reference is.
     """
 
-    def __init__(self, rref: RRef[Any], marks: Any, scope: Scope | None, lease: Any = None):
-        self.rref, self.marks = rref, marks
+    def __init__(self, rref: RRef[Any], handle: Any, scope: Scope | None, lease: Any = None):
+        self.rref, self.handle = rref, handle
         self.scope, self.lease = scope, lease
+
+    @property
+    def marks(self) -> Any:
+        """Return the sum of the marks of the contributions."""
+        return marks_of(self.handle)
 
     @property
     def parts(self) -> Any:
@@ -54,22 +60,29 @@ class RemoteGradient(Elsewhere):
           DifferentiationError: JAX traces the gradient (grad, vmap, jit ...): its parts come later, or are of a batch.
             Or it was scaled or clipped, which has no effect on what is on the owner.
         """
+        with within(self.checked_scope()):
+            return current_worker().rpc_sync(self.owner, gradient_of, self.identified(), {}, timeout)
+
+    def identified(self) -> tuple[int, str, Any]:
+        """Return the arguments with which the owner finds the gradient: see ``gradient_of``."""
+        marks = tuple(np.asarray(self.marks).tolist()) if jnp.shape(self.marks) == NO_MARKS.shape else None
+        return self.rref.id, str(self.rref), marks
+
+    def checked_scope(self) -> Scope:
+        """Return the scope to fetch the gradient in. Raises if it cannot be fetched here and now."""
         if self.scope is None:
             raise ContextError(
                 f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`, or in a "
                 "function that is staged. Such a function returns the gradient, and its caller fetches it."
             )
-        if is_traced(self.marks):
+        if not trace_state_clean():
             raise DifferentiationError(
                 f"the {self} was fetched inside a function that JAX traces (grad, vmap, jax.jit, jd.jit, scan ...): it "
                 "would be zero, a sum over the batch, or without a derivative. Return the gradient from the traced "
                 "function and fetch it outside, or differentiate a copy of the value, rref.to_here()."
             )
-        worker = current_worker()
-        worker.scopes.find(self.scope.id)
-        marks = tuple(np.asarray(self.marks).tolist()) if jnp.shape(self.marks) == HANDLE.shape else None
-        with within(self.scope):
-            return worker.rpc_sync(self.owner, gradient_of, (self.rref.id, str(self.rref), marks), {}, timeout)
+        current_worker().scopes.find(self.scope.id)
+        return self.scope
 
     def __reduce__(self) -> Any:
         raise EncodingError(
@@ -82,17 +95,11 @@ class RemoteGradient(Elsewhere):
 
 
 def _unflatten(reference: Any, children: Any) -> RemoteGradient:
-    return RemoteGradient(jax.tree.unflatten(reference, (0.0,)), children[0], current_scope())
+    return RemoteGradient(jax.tree.unflatten(reference, (HANDLE,)), renewed(children[0]), current_scope())
 
 
 def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
-    if optax_looks_inside(2):  # it would take the marks for the gradient
-        raise TypeError(
-            f"optax cannot work on the {gradient}, only on a copy of it, gradient.to_here(). jd.DistributedOptimizer("
-            "tx, [reference]) runs an optax transformation where the gradient is, and clips by the norm over all "
-            "owners (max_global_norm)."
-        )
-    return (gradient.marks,), jax.tree.structure(gradient.rref)
+    return (gradient.handle,), jax.tree.structure(gradient.rref)
 
 
 jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
@@ -305,7 +312,7 @@ def _scalar(root: Any) -> Any:
 
 
 def _with_remote(gradients: Any, lease: Any) -> Any:
-    """Wrap references among gradients as RemoteGradients: JAX returns them with the marks as their handle."""
+    """Wrap references among gradients as RemoteGradients: JAX returns them with the gradient's handle."""
 
     def convert(leaf: Any) -> Any:
         return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf

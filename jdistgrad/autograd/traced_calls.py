@@ -8,13 +8,14 @@ from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
 from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.values.holes import is_array, leaves_of, split
+from jdistgrad.autograd.values.holes import is_array, operands_of, split
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.references.claims import StandIn
+from jdistgrad.rpc.references.handles import with_marks
 from jdistgrad.rpc.references.rref import RRef, staged_reference
 from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
@@ -41,29 +42,29 @@ class TracedCalls:
         arguments, operands = split((args, kwargs))
         staged = traced_hook.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
-        handle, token = rules.call(operation)(*operands)
+        marks, token = rules.call(operation)(*operands)
         if operation.made:  # the call has already run: its reference is known
-            return RRef._of(operation.made.pop(), handle)
-        return staged_reference(peer.rank, results, handle, token)
+            return RRef._of(operation.made.pop(), with_marks(marks))
+        return staged_reference(peer.rank, results, with_marks(marks), token)
 
     def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
-        children, structure = leaves_of(rref)
+        operands, structure = operands_of(rref)
         key: Any = rref._claim.key
         results = Results() if rref.token is None else key.results
         if isinstance(rref._claim, StandIn):
             results.learn((rref._claim.layout, rref._claim.shapes))
         token = as_token(rref.id) if rref.token is None else None
         operation = Fetch(structure, results, timeout)
-        return results.rebuild(rules.fetch(operation, rref.owner.rank, token)(*children))
+        return results.rebuild(rules.fetch(operation, rref.owner.rank, token)(*operands))
 
     def own(self, value: Any) -> RRef[Any]:
         worker = current_worker()
         layout, operands = split(value, is_array)
         claim = worker.references.claim_new(worker.rank)
         rule = rules.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
-        (handle,) = rule(*operands)
+        (marks,) = rule(*operands)
         claim.add(WHOLE)
-        return RRef._of(claim, handle)
+        return RRef._of(claim, with_marks(marks))
 
 
 def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:

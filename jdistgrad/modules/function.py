@@ -93,10 +93,15 @@ class RemoteFunction(Corrected):
         """Return the same function with other parameters: restored ones, or the parameters of another worker."""
         return self.tree_unflatten((self.apply, self.timeout), (parameters, self.state))
 
+    @property
+    def references(self) -> dict[str, RRef[Any]]:
+        """The references to everything the owner keeps: ``{"parameters", "state"}``."""
+        found = {"parameters": self.parameters}
+        return found if self.state is None else found | {"state": self.state}
+
     def variables(self, timeout: float | None = None) -> dict[str, Any]:
         """Return a copy of everything the owner keeps, as a tree that can be saved: ``{"parameters", "state"}``."""
-        found = {"parameters": self.parameters.to_here(timeout)}
-        return found if self.state is None else found | {"state": self.state.to_here(timeout)}
+        return {name: reference.to_here(timeout) for name, reference in self.references.items()}
 
     def restore(self, variables: Mapping[str, Any], timeout: float | None = None) -> None:
         """Put back on the owner what ``variables`` returned. The references stay, so optimizers of them go on.
@@ -104,10 +109,8 @@ class RemoteFunction(Corrected):
         Raises:
           ValueError: the variables have another structure, or other shapes or dtypes; nothing was changed.
         """
-        references = {"parameters": by_reference(self.parameters)}
-        if self.state is not None:
-            references["state"] = by_reference(self.state)
-        api.rpc_sync(self.owner, put_back, (references, references_kept(dict(variables))), timeout=timeout)
+        given = references_kept(dict(variables))
+        api.rpc_sync(self.owner, put_back, (by_reference(self.references), given), timeout=timeout)
 
     def _arguments(self, args: Args) -> tuple[Any, ...]:
         if self.state is None:

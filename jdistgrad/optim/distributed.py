@@ -24,7 +24,8 @@ from jdistgrad.optim.averaging import with_extra_arguments
 from jdistgrad.rpc import api
 from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references.rref import HANDLE, RRef, by_reference, references_kept
+from jdistgrad.rpc.references.handles import NO_MARKS
+from jdistgrad.rpc.references.rref import RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -299,12 +300,12 @@ def _by_reference(gradients: Any) -> dict[int, list[RemoteGradient]]:
                 f"optimizer.step takes a context or RemoteGradients, as value_and_grad returns for references, not "
                 f"{leaf!r:.60}. Gradients of local arrays are for optax: tx.update(gradients, state)."
             )
-        if jnp.shape(leaf.marks) != HANDLE.shape:
+        if jnp.shape(leaf.marks) != NO_MARKS.shape:
             raise DifferentiationError(
                 f"optimizer.step: the {leaf} is a batch of gradients, made in jax.vmap. Differentiate a function that "
                 "is mapped inside, so that each reference has one gradient."
             )
-        if not any(leaf.marks is one.marks for one in found[leaf.rref.id]):
+        if not any(leaf.handle is one.handle for one in found[leaf.rref.id]):
             found[leaf.rref.id].append(leaf)
     return found
 

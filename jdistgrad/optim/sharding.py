@@ -4,7 +4,7 @@ Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of 
 that slice's update, then all ranks gather the updates. The state has the parameters' tree, so masks by path work as
 without sharding. Guarantee: the same updates as without sharding, for optimizers that treat each element by itself
 (sgd, momentum, adam, rmsprop, weight decay). Weakness: transformations that look at whole leaves or their shapes (lars,
-adafactor, clipping by norm) see slices; put them in front of the sharded part.
+adafactor, clipping by norm) would see slices: ``init`` tries a transformation on a small tree, and refuses these.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import shared
 from jdistgrad.optim.averaging import with_extra_arguments
+from jdistgrad.optim.elementwise import require_elementwise
 
 Group = Callable[[], Collectives]
 
@@ -33,7 +34,9 @@ def shard_state(
     collectives: Collectives | None = None,
     *,
     average: bool = False,
+    max_global_norm: float | None = None,
     bucket_cap_mb: float | None = None,
+    try_first: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer whose state is divided among the ranks.
 
@@ -47,7 +50,13 @@ def shard_state(
       average: average the gradients, too: ``update`` gets this rank's own, those of ``jax.value_and_grad``. Each rank
         then gets the averages of its slices only, so a step sends 2 (n-1)/n of the gradients' bytes (ZeRO stage 2), as
         a step without sharding does. Otherwise ``update`` gets averages, and the gathering of updates comes on top.
+      max_global_norm: scale the (averaged) gradients down so that their norm, over all parameters, is at most this, as
+        ``optax.clip_by_global_norm`` does.
       bucket_cap_mb: how many MiB of gradients and updates travel together; default 25, and 1 for the first bucket.
+      try_first: whether ``init`` tries ``tx`` on a small tree, to see that it treats each element by itself.
+
+    Raises:
+      ValueError: (``init``) the transformation does something else to a slice of a parameter than to the whole.
 
     Example:
       >>> tx = shard_state(optax.adam(1e-3), average=True)
@@ -58,12 +67,16 @@ def shard_state(
     inner, limits, group = with_extra_arguments(tx), _limits(bucket_cap_mb), _group(collectives)
 
     def init(params: Any) -> Any:
+        if try_first:
+            require_elementwise(inner, params)
         return inner.init(_slices(params, group()))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         all_ = group()
         mine = None if params is None else _slices(params, all_)
         own = _averaged_slices(updates, all_, limits) if average else _slices(updates, all_)
+        if max_global_norm is not None:
+            own = _clipped(own, all_.allreduce(_sum_of_squares(own)), max_global_norm)
         slices, state = inner.update(own, state, mine, **extra)
         return _gathered(slices, updates, all_, limits), state
 
@@ -176,6 +189,18 @@ def _parts(leaf: Any, size: int) -> jax.Array:
     flat = jnp.ravel(leaf)
     length = -(-flat.size // size)
     return jnp.pad(flat, (0, length * size - flat.size)).reshape(size, length)
+
+
+@jax.jit
+def _sum_of_squares(slices: Any) -> Any:
+    return optax.tree.norm(slices, squared=True)
+
+
+@jax.jit
+def _clipped(slices: Any, squares: Any, most: float) -> Any:
+    """Return slices scaled down to a norm over all ranks, for which they have added up the squares."""
+    norm = jnp.sqrt(squares)
+    return jax.tree.map(lambda leaf: jnp.where(norm < most, leaf, (leaf / norm.astype(leaf.dtype)) * most), slices)
 
 
 def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any:

@@ -1,6 +1,7 @@
 """Functions with custom rules that are not their derivatives: every order must be what JAX computes in one process."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -150,10 +151,10 @@ def test_what_a_rule_around_a_call_makes_of_the_gradient_of_a_reference_is_not_f
     # What the call contributed is on the owner, unchanged: it would be fetched as if there were no rule.
     value = jd.remote(rank(1), jnp.negative, args=(X,))
     with jd.context():
-        ruled, plain = jd.grad(through_a_rule(change))(value, X), jd.grad(weighted_on(1))(value, X)
-        for gradient in (ruled, jax.tree.map(change, plain)):
-            with pytest.raises(jd.DifferentiationError, match=r"is not what the calls contributed.*around to_here"):
-                gradient.to_here()
+        plain = jd.grad(weighted_on(1))(value, X)
+        for made in (lambda: jd.grad(through_a_rule(change))(value, X), lambda: jax.tree.map(change, plain)):
+            with pytest.raises(TypeError, match="leaf of a reference"):
+                made()
         assert_close(plain.to_here(), 2 * X)
 
 
@@ -163,7 +164,7 @@ def test_gradients_of_several_passes_that_are_added_are_fetched(big_world):
     batched = lambda value: jax.vmap(weighted_on(2), in_axes=(None, 0))(value, xs).sum()  # noqa: E731
     with jd.context():
         one, other = jd.grad(weighted_on(1))(value, X), jd.grad(batched)(value)
-        both = jax.tree.map(jnp.add, one, other)
+        both = jax.tree.map(operator.add, one, other)
         assert_close([each.to_here() for each in (one, other, both)], [X + xs.sum(0)] * 3)
 
 

@@ -229,14 +229,13 @@ def test_second_derivatives_in_shard_map(big_world, body):
     assert_close(found, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("body", [of_both, of_what_is_the_same])
 @on_worker0
-def test_references_in_shard_map(big_world, body, typed):
+def test_references_in_shard_map(big_world, body):
     rref = jd.remote(rank(1), jnp.asarray, args=(SAME,))
     expected = jax.jit(jax.grad(mapped(body, serial, layer)))(SAME, X)
     for program in (body, lambda call, function, p, x: body(call, function, p.to_here(), x)):
-        step = jax.value_and_grad(mapped(program, sync, layer, typed=typed))
+        step = jax.value_and_grad(mapped(program, sync, layer))
         for compiled in (jax.jit, jd.jit):
             with jd.context() as ctx:
                 jax.block_until_ready(compiled(step)(rref, X))
@@ -244,15 +243,14 @@ def test_references_in_shard_map(big_world, body, typed):
             assert_close(of_parameters, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("typed", [True, False])
 @on_worker0
-def test_a_reference_in_shard_map_over_one_of_two_axes(big_world, typed):
+def test_a_reference_in_shard_map_over_one_of_two_axes(big_world):
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh, rows = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=kinds), PartitionSpec("rows")
 
     def loss(p, x, call=sync):
         each = functools.partial(call, 1, layer, p)
-        y = jax.shard_map(each, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"rows"}, check_vma=typed)(x)
+        y = jax.shard_map(each, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"rows"})(x)
         return (jnp.sin(y) * x).sum()
 
     rref = jd.remote(rank(1), jnp.asarray, args=(X[:4],))
@@ -261,3 +259,10 @@ def test_a_reference_in_shard_map_over_one_of_two_axes(big_world, typed):
         jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(rref, x))
         found = jd.rpc_sync(rank(1), gradient_here, args=(ctx.id, jd.by_reference(rref)))
     assert_close(found, jax.jit(jax.grad(lambda p: loss(p, x, serial)))(X[:4]))
+
+
+@on_worker0
+def test_the_gradient_of_a_reference_in_shard_map_without_types_of_axes_is_refused(big_world):
+    rref, step = jd.remote(rank(1), jnp.asarray, args=(SAME,)), jax.grad(mapped(of_both, sync, layer, typed=False))
+    with jd.context(), pytest.raises(jd.DifferentiationError, match="check_vma"):
+        jax.jit(step)(rref, X)

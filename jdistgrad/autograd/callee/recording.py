@@ -22,7 +22,8 @@ from jdistgrad.autograd.values.holes import Layout, split
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.rref import HANDLE, ByReference, RRef
+from jdistgrad.rpc.references.handles import NO_MARKS
+from jdistgrad.rpc.references.rref import ByReference, RRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Recording:
         else:
             owned, self._derived = function.owned(), arguments.differentiate(inner)
             owned.value.set_result(self._derived.result)
-            self._derived.result, self.result = None, HANDLE
+            self._derived.result, self.result = None, NO_MARKS
         self.state = self._derived.state
 
     def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
@@ -149,8 +150,8 @@ class Recording:
         if self._published is None:
             return self._pull(pulled, pulled.live, cotangents, pulled.maps)
         marks = np.asarray(cotangents[0])
-        lanes = marks.shape[: marks.ndim - HANDLE.ndim]
-        first = marks.reshape(-1, *HANDLE.shape)[0].tolist()
+        lanes = marks.shape[: marks.ndim - NO_MARKS.ndim]
+        first = marks.reshape(-1, *NO_MARKS.shape)[0].tolist()
         taken = tape.ledger.take(Target(REFERENCE, self._published), first, lanes).result()
         sums = as_jax(total(taken, lanes))
         live = tuple(k for k, one in enumerate(sums) if one is not None)
@@ -172,7 +173,7 @@ class Recording:
         lanes = tuple(one.size for one in reversed(maps))
         gradients: dict[RRef[Any], list[Any]] = {}
         wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
-        marks = np.full((*lanes, *HANDLE.shape), mark(pulled.number), HANDLE.dtype)
+        marks = np.full((*lanes, *NO_MARKS.shape), mark(pulled.number), NO_MARKS.dtype)
         found = [self._found(reference, part, marks, gradients) for reference, part in wanted]
         for reference, leaves in gradients.items():
             contribution = Contribution(pulled.number, lanes, leaves, next_place())

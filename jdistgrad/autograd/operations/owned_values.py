@@ -17,12 +17,13 @@ from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take,
 from jdistgrad.autograd.tape.ledger import Contribution, mark
 from jdistgrad.autograd.tape.program_order import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
-from jdistgrad.autograd.values.holes import Layout
+from jdistgrad.autograd.values.holes import Layout, reference_of
 from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done, nothing_more
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.references.claims import Claim
-from jdistgrad.rpc.references.rref import HANDLE, by_reference
+from jdistgrad.rpc.references.handles import NO_MARKS
+from jdistgrad.rpc.references.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
@@ -42,7 +43,7 @@ class _Unbatched:
 
 @dataclasses.dataclass(eq=False)
 class Fetch(_Unbatched):
-    """A fetch of a reference's value. Operands: the reference's leaves. Outputs: the arrays of the value."""
+    """A fetch of a reference's value. Operands: what stands for the reference. Outputs: the arrays of the value."""
 
     reference: Any  # the reference's tree structure
     results: Results
@@ -53,7 +54,7 @@ class Fetch(_Unbatched):
         return "a fetch of a reference's value"
 
     def start(self, operands: Sequence[Any]) -> Started:
-        rref = jax.tree.unflatten(self.reference, operands)
+        rref = reference_of(self.reference, operands)
         self._note(rref._claim)
 
         def finish(value: Any) -> list[Any]:
@@ -69,7 +70,7 @@ class Fetch(_Unbatched):
 
     def request(self, operands: Sequence[Any]) -> Request | None:
         """Return the fetch as a Request, if the value is known to exist and to hold nothing but arrays; else None."""
-        claim = jax.tree.unflatten(self.reference, operands)._claim
+        claim = reference_of(self.reference, operands)._claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
@@ -82,7 +83,7 @@ class Fetch(_Unbatched):
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
-            rref = jax.tree.unflatten(self.reference, operands)
+            rref = reference_of(self.reference, [NO_MARKS, *operands[1:]])
             args = (by_reference(rref),)
             self.results.learn(current_worker().rpc_sync(rref.owner, value_layout, args, {}, self.timeout))
         return self.results.shapes
@@ -98,7 +99,7 @@ class Publish(_Unbatched):
     def start(self, operands: Sequence[Any]) -> Started:
         owned = current_worker().references.announce(self.id)
         owned.value.set_result(self.value.fill(operands))
-        return done([HANDLE])
+        return done([NO_MARKS])
 
     def shapes(self, operands: Shapes) -> Shapes:
         raise DifferentiationError(
@@ -148,11 +149,11 @@ class Put:
         return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
 
     def _known(self, contribution: Contribution) -> list[Any]:
-        marks = np.full((*self.lanes, *HANDLE.shape), mark(contribution.number), HANDLE.dtype)
+        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(contribution.number), NO_MARKS.dtype)
         return [marks, as_token(contribution.number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [jax.ShapeDtypeStruct((*self.lanes, *HANDLE.shape), HANDLE.dtype), TOKEN_SHAPE]
+        return [jax.ShapeDtypeStruct((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype), TOKEN_SHAPE]
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands
@@ -182,7 +183,7 @@ class Take:
 
     def start(self, operands: Sequence[Any]) -> Started:
         (identifier,), taken = from_token(operands[1]), next_number()
-        marks, *others = map(tuple, np.reshape(operands[0], (-1, *HANDLE.shape)).tolist())
+        marks, *others = map(tuple, np.reshape(operands[0], (-1, *NO_MARKS.shape)).tolist())
         if any(one != marks for one in others):  # contributions count for all lanes: the owner would wait for ever
             raise DifferentiationError(
                 f"no derivative is known {self} row by row, as jax.jacrev asks of a function that returns the "

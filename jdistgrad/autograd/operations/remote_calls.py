@@ -18,13 +18,13 @@ from jdistgrad.autograd.tape.tape import current_tape, replaying_number
 from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.rref import HANDLE
+from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
-HANDLE_SHAPE = jax.ShapeDtypeStruct(HANDLE.shape, HANDLE.dtype)
+MARKS_SHAPE = jax.ShapeDtypeStruct(NO_MARKS.shape, NO_MARKS.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,7 +50,7 @@ class CallRemote(Call):
         else:
             self.made.append(claim)
         function: Any = Publishing(self.function, claim.id)
-        known = [HANDLE, as_token(claim.id)]
+        known = [NO_MARKS, as_token(claim.id)]
         if self.orders:
             function, tag = self.recorded(function)
             known = [as_token(*tag, claim.id), *known]
@@ -60,13 +60,13 @@ class CallRemote(Call):
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
-        return [*([REMOTE_TAG] if self.orders else []), HANDLE_SHAPE, TOKEN_SHAPE]
+        return [*([REMOTE_TAG] if self.orders else []), MARKS_SHAPE, TOKEN_SHAPE]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
 
     def tangent_shapes(self) -> Shapes:
-        return [HANDLE_SHAPE]
+        return [MARKS_SHAPE]
 
     def pullback(self, live: tuple[int, ...]) -> Any:
         return PullbackAtOwner(self.function, self.leaves())

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jdistgrad._compat import trace_context, trace_state_clean
+from jdistgrad._compat import lowered, trace_context, trace_state_clean
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
@@ -18,9 +18,10 @@ from jdistgrad.autograd.operations.uses import Use, kept
 from jdistgrad.autograd.staged.bundles import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
-from jdistgrad.autograd.values.holes import is_array
+from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.references.handles import Handle, is_handle
 from jdistgrad.rpc.worker import Worker, find_worker
 
 P = ParamSpec("P")
@@ -70,7 +71,7 @@ class StagedFunction(Generic[P, T]):
         if not trace_state_clean():
             return self._fun(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        result: T = self._step(leaves, structure).run(leaves)
+        result: T = self._step(leaves, structure).run(_lowered(leaves))
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -109,10 +110,11 @@ class Step:
             found, self._result = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
             for path, leaf in found:
                 _check_result(fun, path, leaf)
+            self._handles = {k: jax.typeof(leaf) for k, (_, leaf) in enumerate(found) if is_handle(leaf)}
             return [leaf for _, leaf in found]
 
         with kept() as self._uses:
-            traced = jax.make_jaxpr(flat)(*leaves)
+            traced = lowered(jax.make_jaxpr(flat)(*leaves))
         self.plan = cut(traced, [one for one, _ in self._uses])
         self._prepared = Prepared.of(self.plan)
         self._takes_gradients = _has_gradients(jax.tree.unflatten(structure, leaves))
@@ -128,6 +130,7 @@ class Step:
         return worker is None or worker.closed
 
     def run(self, leaves: Sequence[Any]) -> Any:
+        """Return the function's result, given the leaves of its arguments, with marks in place of handles."""
         with some_context(needed=self._records) as lease:
             if lease is not None and self._takes_gradients:
                 raise ContextError(
@@ -135,12 +138,14 @@ class Step:
                     "made in. Open a context around both: with jd.context()."
                 )
             outputs = Run(self._prepared, leaves).outputs()
+            for k, kind in self._handles.items():
+                outputs[k] = kind.raise_val(outputs[k])
             return hold(jax.tree.unflatten(self._result, outputs), lease)
 
 
 def _check_result(fun: Callable[..., Any], path: tuple[Any, ...], leaf: Any) -> None:
     """Raise TypeError for a result that JAX cannot trace: it would name neither the function nor the place."""
-    if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex) and not hasattr(leaf, "__jax_array__"):
+    if not is_handle(leaf) and not can_be_traced(leaf):
         where = f" at {jax.tree_util.keystr(path)}" if path else ""
         raise TypeError(
             f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}{where}: {leaf!r:.60}. Results must be "
@@ -162,6 +167,10 @@ def _needs_context(operation: Any) -> bool:
     return isinstance(operation, CallRemote | Use) or (isinstance(operation, Call) and bool(operation.orders))
 
 
+def _lowered(leaves: Sequence[Any]) -> list[Any]:
+    return [leaf.marks if isinstance(leaf, Handle) else leaf for leaf in leaves]
+
+
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # random keys have no weak type
@@ -169,6 +178,8 @@ def _kind(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)
+    if isinstance(leaf, Handle):
+        return type(leaf), np.shape(leaf.marks)
     raise TypeError(
         f"jdistgrad.jit: an argument (or a leaf of one) is a {type(leaf).__name__}: {leaf!r:.60}. Arguments must be "
         "arrays, numbers, RRefs and containers of them; close over anything else."

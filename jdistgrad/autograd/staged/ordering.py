@@ -17,7 +17,7 @@ from jdistgrad.autograd.operations.owned_values import Fetch
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.primitive import wire_p
-from jdistgrad.rpc.references.rref import HANDLE
+from jdistgrad.rpc.references.handles import NO_MARKS
 
 ADDITIONS = {"add", "add_any"}
 
@@ -129,5 +129,5 @@ def require_gradients(equations: Iterable[Equation]) -> None:
     """Raise DifferentiationError for a use of a gradient that is known to be zero."""
     for equation in equations:
         if isinstance(equation.operation, Use):
-            known = [atom.value if isinstance(atom, Constant) else np.ones(HANDLE.shape) for atom in equation.inputs]
+            known = [atom.value if isinstance(atom, Constant) else np.ones(NO_MARKS.shape) for atom in equation.inputs]
             equation.operation.marks(known)

@@ -10,7 +10,8 @@ import numpy as np
 
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.rref import HANDLE, ByReference, RRef
+from jdistgrad.rpc.references.handles import marks_of, with_marks
+from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
 
 
@@ -33,7 +34,7 @@ class KeyHole(Hole):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReferenceHole:
-    """A place for a reference, whose leaves are operands. ``wraps`` counts the ByReference wrappers around it.
+    """A place for a reference, for which operands stand. ``wraps`` counts the ByReference wrappers around it.
 
     ``kept`` is the claim that keeps the value alive for backward passes. It is None in staged code, which JAX keeps for
     ever: there the hole has only the reference's key.
@@ -49,7 +50,7 @@ class ReferenceHole:
 
     def refill(self, operands: Iterator[Any]) -> Any:
         children = [next(operands) for _ in range(self.structure.num_leaves)]
-        filled = jax.tree.unflatten(self.structure, children)
+        filled = reference_of(self.structure, children)
         for _ in range(self.wraps):
             filled = ByReference(filled)
         return filled
@@ -57,7 +58,7 @@ class ReferenceHole:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownReference(ReferenceHole):
-    """A reference that is known, by its key and its handle. It needs no operands."""
+    """A reference that is known, by its key and its marks. It needs no operands."""
 
     children: Sequence[Any] = ()
     width: ClassVar[int] = 0
@@ -150,7 +151,7 @@ class Layout:
             if not isinstance(reference, RRef):
                 return leaf
             claims.append(reference._claim)
-            children, structure = jax.tree.flatten(reference)
+            children, structure = operands_of(reference)
             return KnownReference(structure, wraps, None, children)
 
         return Layout(trees.map_leaves(release, self.tree), self.positions), claims
@@ -212,23 +213,23 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
 def _dig(leaf: Any) -> tuple[Any, list[Any]]:
     reference, wraps = _unwrapped(leaf)
     if isinstance(reference, RRef):
-        children, structure = leaves_of(reference)
+        children, structure = operands_of(reference)
         return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
     if is_key(leaf):
         return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
     return Hole(), [leaf]
 
 
-def leaves_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
-    """Return a reference's leaves and its tree structure. Raises DifferentiationError if JAX maps over it."""
-    children, structure = jax.tree.flatten(reference)
-    if np.ndim(children[0]) < HANDLE.ndim:
-        raise DifferentiationError(
-            f"{reference} is mapped over, by jax.vmap, scan or jax.lax.map: to them a reference is one value without a "
-            "batch dimension. Give vmap in_axes=None for it, and let loops close over it. To map over the first "
-            "dimension of the value, do that in the called function, or map over a copy, rref.to_here()."
-        )
-    return children, structure
+def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
+    """Return what stands for a reference among operands: its marks, and its token if it has one; and its structure."""
+    (handle, *token), structure = jax.tree.flatten(reference)
+    return [marks_of(handle), *token], structure
+
+
+def reference_of(structure: Any, operands: Sequence[Any]) -> Any:
+    """Return the reference for which operands stand."""
+    marks, *token = operands
+    return jax.tree.unflatten(structure, [with_marks(marks), *token])
 
 
 def _unwrapped(leaf: Any) -> tuple[Any, int]:

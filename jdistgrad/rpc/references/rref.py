@@ -1,7 +1,6 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +18,11 @@ from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import in_messages
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
+from jdistgrad.rpc.references.handles import HANDLE, Handle, is_gradient, renewed
 from jdistgrad.rpc.references.table import References
 from jdistgrad.wire import ids
 
 T = TypeVar("T")
-
-HANDLE = np.zeros(5, np.float32)  # its cotangent: the number of contributions, and four numbers that identify them
 
 
 class ByReference:
@@ -68,8 +66,8 @@ class RRef(Elsewhere, Generic[T]):
     As an argument of a remote call it arrives as its *value*, fetched from the owner if need be; ``by_reference``
     sends the reference itself. The value lives as long as any worker holds a reference to it.
 
-    To JAX, a reference is a pytree with one leaf of a few numbers that stands for the value, so that derivatives can be
-    taken with respect to the reference.
+    To JAX, a reference is a pytree with one leaf that stands for the value, so that derivatives can be taken with
+    respect to the reference. The leaf is no number: computing with it is an error.
 
     Arguments:
       value: the value to refer to; it stays on this worker.
@@ -171,6 +169,11 @@ class RRef(Elsewhere, Generic[T]):
 
     def _home(self, what: str) -> Mailbox:
         """Return the mailbox of the worker that this code runs on. Raises if it is not in the reference's world."""
+        if not isinstance(self.handle, Handle | jax.core.Tracer):
+            raise TypeError(
+                f"{what}: a function (of jax.tree.map, for example) has put {self.handle!r:.60} in place of the leaf "
+                f"of {self}. jd.tree_map(f, reference) maps over the value."
+            )
         mailbox, world = find_mailbox(), self._claim.key.world
         if mailbox is None or world not in (None, mailbox.world):
             again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
@@ -179,24 +182,17 @@ class RRef(Elsewhere, Generic[T]):
         return mailbox
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future[Any]:
-        """Return a future of the value."""
-        self._refuse_cotangent()
+        """Return a future of the value. Raises DifferentiationError if this is a gradient by plain ``jax.grad``."""
+        if is_gradient(self.handle):
+            raise DifferentiationError(
+                f"{self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use jd.grad or "
+                "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
+            )
         if isinstance(self._claim, StandIn):
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             future.set_result(self._claim.value())
             return future
         return self._home("fetching").part(References).fetch(self._claim, timeout)
-
-    def _refuse_cotangent(self) -> None:
-        """Raise if this is a gradient by plain ``jax.grad``: its handle counts contributions, and it has no value."""
-        handle = self.handle
-        if handle is HANDLE or not isinstance(handle, jax.Array | np.ndarray) or isinstance(handle, jax.core.Tracer):
-            return
-        if handle.shape == HANDLE.shape and handle[0] != 0:
-            raise DifferentiationError(
-                f"{self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use jd.grad or "
-                "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
-            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
@@ -232,29 +228,11 @@ def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
     return children, rref._claim.key
 
 
-def _refuse_optax(handle: Any) -> None:
-    """Raise if optax maps over a reference: it would treat the numbers that stand for the value as parameters."""
-    if isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer) and optax_looks_inside(3):
-        raise TypeError(
-            "optax cannot work on a reference, only on the value. jd.DistributedOptimizer(tx, [reference]) runs an "
-            "optax transformation where the value is; optax itself takes a copy of the value, reference.to_here()."
-        )
-
-
-def optax_looks_inside(depth: int) -> bool:
-    """Return whether the frame of this depth, or the first above it that is not JAX's, is one of optax."""
-    frame = sys._getframe(depth)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("jax."):
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).startswith("optax.")
-
-
 def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
-    _refuse_optax(children[0])
     mailbox = find_mailbox()
-    handle, token = children[0], (children[1] if isinstance(key, RuntimeKey) else None)
+    handle, token = renewed(children[0]), (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
         (identifier,) = ids.from_token(token)
         key, token = Key(identifier, key.owner, "" if mailbox is None else mailbox.world), None

@@ -1,0 +1,115 @@
+"""Trees of references: fetch their values, or compute with them on their owners."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.gradients import RemoteGradient
+from jdistgrad.autograd.tape.contributions import gradient_of
+from jdistgrad.modules.function import RemoteFunction
+from jdistgrad.rpc import api
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.references.rref import RRef, by_reference
+
+
+def get(tree: Any, *, timeout: float | None = None) -> Any:
+    """Return a tree with copies of values in place of references, as ``jax.device_get`` does for arrays on devices.
+
+    A gradient of a reference becomes the gradient of its value, and a ``RemoteModule`` or ``RemoteFunction`` what its
+    ``variables()`` returns. Each owner is asked once, all at the same time. Other leaves stay as they are. A derivative
+    goes through to the values of references.
+
+    Arguments:
+      tree: any pytree, or a single reference.
+      timeout: seconds to wait; default the world's.
+
+    Example:
+      >>> params = jd.get({"encoder": enc, "decoder": dec})
+    """
+    apart = jax.tree.map(lambda node: node.references if _is_function(node) else node, tree, is_leaf=_is_unit)
+    leaves, structure = jax.tree.flatten(apart, is_leaf=_is_reference)
+    if not trace_state_clean():
+        fetched = [leaf.to_here(timeout) if _is_reference(leaf) else leaf for leaf in leaves]
+        return jax.tree.unflatten(structure, fetched)
+    asked: dict[tuple[int, Any], list[int]] = collections.defaultdict(list)
+    scopes = [leaf.checked_scope() for leaf in leaves if isinstance(leaf, RemoteGradient)]
+    for k, leaf in enumerate(leaves):
+        if _is_reference(leaf):
+            scope = leaf.scope if isinstance(leaf, RemoteGradient) else next(iter(scopes), None)
+            asked[leaf.owner.rank, scope].append(k)
+    answers = []
+    for (owner, scope), numbers in asked.items():
+        wanted = [
+            leaves[k].identified() if isinstance(leaves[k], RemoteGradient) else by_reference(leaves[k])
+            for k in numbers
+        ]
+        with within(scope):
+            answers.append((numbers, api.rpc_async(owner, _values, (wanted,), timeout=timeout)))
+    for numbers, answer in answers:
+        for k, value in zip(numbers, answer.result(), strict=True):
+            leaves[k] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Map over the values of references as ``jax.tree.map`` does, where they are, and return new references.
+
+    ``f`` gets the arrays of the values. The tree decides where: each of its references is mapped by its owner, all at
+    the same time, and what stands there in the other trees (references to values anywhere, gradients of references,
+    arrays) is sent to that owner. Leaves of the tree that are no references are mapped here. The result has the tree's
+    structure, with a new reference for each: ``jd.get`` fetches their values. It can be differentiated.
+
+    Arguments:
+      f: a function as for ``rpc_sync``, of as many arguments as there are trees.
+      tree: a pytree of references, modules and arrays, or a single one.
+      rest: trees of the same structure.
+
+    Example:
+      >>> target = jd.tree_map(jnp.copy, [enc, dec])                              # a target network
+      >>> target = jd.tree_map(lambda t, p: 0.9 * t + 0.1 * p, target, [enc, dec])  # a moving average
+      >>> decay = sum(jd.get(jd.tree_map(lambda p: jnp.sum(p**2), [enc, dec])))     # weight decay
+    """
+    if not callable(f):
+        raise TypeError(
+            f"tree_map takes a function and trees: tree_map(jnp.copy, params). It was given {f!r:.60} first."
+        )
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_reference)
+    others = zip(*(structure.flatten_up_to(one) for one in rest), strict=True) if rest else [()] * len(leaves)
+    return jax.tree.unflatten(structure, [_mapped(f, leaf, mine) for leaf, mine in zip(leaves, others, strict=True)])
+
+
+def _mapped(f: Callable[..., Any], leaf: Any, others: Sequence[Any]) -> Any:
+    if not _is_reference(leaf):
+        return jax.tree.map(f, leaf, *get(list(others)))
+    arguments = jax.tree.map(_with_gradients_there, (leaf, *others), is_leaf=_is_reference)
+    return api.remote(leaf.owner, jax.tree.map, (f, *arguments))
+
+
+def _with_gradients_there(leaf: Any) -> Any:
+    """Return a reference to a gradient's value in place of a gradient."""
+    if not isinstance(leaf, RemoteGradient):
+        return leaf
+    with within(leaf.checked_scope()):
+        return api.remote(leaf.owner, gradient_of, leaf.identified())
+
+
+def _values(wanted: Sequence[Any]) -> list[Any]:
+    """Return the values of references, and the gradients that are so identified; runs on their owner."""
+    return [one.to_here() if isinstance(one, RRef) else gradient_of(*one) for one in wanted]
+
+
+def _is_reference(node: Any) -> bool:
+    return isinstance(node, RRef | RemoteGradient)
+
+
+def _is_function(node: Any) -> bool:
+    return isinstance(node, RemoteFunction) and isinstance(node.parameters, RRef)
+
+
+def _is_unit(node: Any) -> bool:
+    return _is_reference(node) or _is_function(node)
