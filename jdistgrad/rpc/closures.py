@@ -17,7 +17,7 @@ import numpy as np
 
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.named import import_path, refuse
-from jdistgrad.rpc.programs import refusal
+from jdistgrad.rpc.programs import imported, refusal
 from jdistgrad.rpc.unpickling import refused, require_texts
 
 Place = tuple[str, int, int]  # of code in its module: qualified name, line, and checksum
@@ -85,8 +85,7 @@ def make(module: str, place: Place, cells: int) -> types.FunctionType:
     name = place[0].partition(".")[0]  # what is inside cannot be found by its own name
     if refusal(module, name) is not None:
         raise refused(module, name)
-    if module not in sys.modules:
-        __import__(module)
+    imported(module)
     code = code_at(module, place)
     if code is None:
         raise FunctionError(

@@ -1,6 +1,5 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -153,9 +152,7 @@ def described(module: str | None, qualname: str) -> str:
 
 def lookup(module: str, qualname: str) -> Any:
     """Return the object a module holds under a dotted name. Raises ImportError or AttributeError if there is none."""
-    if module not in sys.modules:
-        __import__(module)
-    found = sys.modules[module]
+    found = programs.imported(module)
     for part in qualname.split("."):
         found = getattr(found, part)
     return found

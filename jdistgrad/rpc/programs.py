@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from typing import Any
 
 from jdistgrad.rpc import harmless
 
@@ -17,6 +18,15 @@ KNOWN_LIMIT = 4096
 
 _registered: frozenset[str] = frozenset()
 _known: dict[tuple[str, str], str | None] = {}  # refusals by module and name: each message asks for several
+
+
+def imported(module: str) -> Any:
+    """Return a module; import it if need be. Waits while another thread is importing it.
+
+    A module is in ``sys.modules`` as soon as its import has begun: only ``__import__`` looks whether it has ended.
+    """
+    __import__(module)
+    return sys.modules[module]
 
 
 def register(module: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.harmless import OPERATORS, is_special, is_standard, spelled
 from jdistgrad.rpc.packages import is_known_type
-from jdistgrad.rpc.programs import is_own, refusal
+from jdistgrad.rpc.programs import imported, is_own, refusal
 
 DATA = BaseException, enum.Enum, tuple  # classes whose objects only hold data, in any module
 CHANGEABLE = dict, list, set, bytearray  # a message could change them for the whole process
@@ -53,7 +53,7 @@ def find(module: str, name: str) -> Any:
       ImportError, AttributeError: there is none.
     """
     require_texts(module, name)
-    function = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+    function = vars(imported(module)).get(name) if module in sys.modules else None
     if type(function) is types.FunctionType and function.__module__ == module and refusal(module, name) is None:
         found: Any = function  # nearly always: the checks below would take a microsecond more
     else:
@@ -135,10 +135,8 @@ def refused(module: str, name: str) -> FunctionError:
 
 
 def _held(module: str, name: str) -> Any:
-    if module not in sys.modules:
-        __import__(module)
     first, *rest = name.split(".")
-    found = getattr(sys.modules[module], first)
+    found = getattr(imported(module), first)
     for part in rest:
         if isinstance(found, types.ModuleType):
             raise refused(module, name)
