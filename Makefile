@@ -135,8 +135,10 @@ lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/mypy tests/typing/user_code.py && $(BIN)/basedpyright
 
+# ROUNDS=1: jobs of each kind; a quarter of an hour. The exit status is 1 if some rows are missing, which are named.
+ROUNDS ?= 5
 bench: .venv/installed-bench
-	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/table.py --rounds $(ROUNDS)
 
 # On a machine with NVIDIA GPUs, with a GPU build of JAX in .venv. Elsewhere it only shows that it runs.
 bench-gpu: .venv/installed

@@ -7,7 +7,7 @@ PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 
 import os
 
-from measure import compare, microseconds, milliseconds, options, per_second, row, take_turns, title
+from measure import compare, ended, microseconds, milliseconds, options, per_second, row, section, take_turns
 
 BOUND = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
@@ -33,9 +33,10 @@ def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else []), "mpi"]
     ways = (None, "jdistgrad run -n 2", ""), (BOUND, "plain mpirun -n 2: each rank bound to one core", ", bound")
     for flags, how, mark in ways:
-        title(f"{how}; medians of {chosen.rounds} jobs each, in turn")
-        table(take_turns("calls", names, chosen.rounds, flags), mark)
+        with section(f"{how}; medians of {chosen.rounds} jobs each, in turn"):
+            table(take_turns("calls", names, chosen.rounds, flags), mark)
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

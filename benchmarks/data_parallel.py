@@ -10,7 +10,7 @@ import statistics
 
 import jax
 import numpy as np
-from measure import JOBS, compare, median, milliseconds, options, ratio, row, run_job, take_turns, title
+from measure import JOBS, compare, ended, median, milliseconds, options, ratio, row, run_job, section, take_turns
 
 from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
 
@@ -76,11 +76,14 @@ def curves():
 
 def main(chosen):
     names = ["jdistgrad", "alone", "mpi", *(["torch"] if chosen.torch else [])]
-    title(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    table(take_turns("data_parallel", names, chosen.rounds))
-    sharding(take_turns("sharding", ["jdistgrad"], chosen.rounds)["jdistgrad"])
-    curves()
+    with section(f"data parallelism, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn"):
+        table(take_turns("data_parallel", names, chosen.rounds))
+    with section(f"optimizers that average or share their state; medians of {chosen.rounds} jobs"):
+        sharding(take_turns("sharding", ["jdistgrad"], chosen.rounds)["jdistgrad"])
+    with section("the example of data-parallel training, on 1 to 4 ranks, on a mesh and in a local world"):
+        curves()
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

@@ -9,7 +9,7 @@ gradients are averaged leaf by leaf or, faster over gloo, as one array.
 import statistics
 
 from data_parallel import MODELS, VARIANTS
-from measure import compare, milliseconds, options, ratio, row, take_turns, title
+from measure import compare, ended, milliseconds, options, ratio, row, section, take_turns
 
 
 def table(found):
@@ -28,12 +28,13 @@ def table(found):
 
 
 def main(chosen):
-    title(f"steps over devices, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    found = take_turns("devices", ["jdistgrad"], chosen.rounds)
-    if chosen.torch:
-        found |= take_turns("data_parallel", ["torch"], chosen.rounds)
-    table(found)
+    with section(f"steps over devices, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn"):
+        found = take_turns("devices", ["jdistgrad"], chosen.rounds)
+        if chosen.torch:
+            found |= take_turns("data_parallel", ["torch"], chosen.rounds)
+        table(found)
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

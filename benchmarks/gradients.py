@@ -7,7 +7,7 @@ PyTorch (2.13) is optional: without PyTorch, its columns stay empty.
 
 import statistics
 
-from measure import compare, microseconds, milliseconds, options, row, take_turns, title
+from measure import compare, ended, microseconds, milliseconds, options, row, section, take_turns
 
 
 def table(found):
@@ -43,9 +43,10 @@ def table(found):
 
 def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
-    title(f"gradients, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    table(take_turns("gradients", names, chosen.rounds))
+    with section(f"gradients, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn"):
+        table(take_turns("gradients", names, chosen.rounds))
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

@@ -6,14 +6,13 @@ python benchmarks/local.py            # make bench
 import statistics
 
 import jax.numpy as jnp
-from measure import median, options, row, title
+from measure import ended, median, options, row, section
 
 import jdistgrad as jd
 
 
 def main(chosen):
-    title("calls in a local world")
-    with jd.local_workers(2):
+    with section("calls in a local world"), jd.local_workers(2):
         for name, n in (("4 B", 1), ("64 MiB", 16 << 20)):
             array = jnp.ones(n, jnp.float32)
             medians = [median(lambda array=array: jd.rpc_sync(1, lambda x: x, args=(array,)), 1000) for _ in range(9)]
@@ -24,3 +23,4 @@ def main(chosen):
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

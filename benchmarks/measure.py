@@ -7,6 +7,7 @@ the ratios of neighboring jobs: if the machine's speed drifts, it drifts for bot
 
 import argparse
 import collections
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.cli import launch
@@ -24,6 +25,13 @@ ROWS: list["Row"] = []  # of all tables this process has printed
 JOBS = pathlib.Path(__file__).parent / "jobs"
 IN_FLIGHT = 32
 MARK = "measured: "
+SHORT = "--short" in os.environ.get("JDISTGRAD_BENCH", "")
+FAILED: list[str] = []  # sections whose rows are missing
+
+
+def few(count: int, least: int = 2) -> int:
+    """Return a number of calls, or a size; in a short run, which only shows that the benchmark works, a small one."""
+    return min(count, least) if SHORT else count
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -34,9 +42,9 @@ def seconds(function: Callable[[], object]) -> float:
 
 def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> float:
     """Return the median time of a call."""
-    for _ in range(min(warm_up, calls)):
+    for _ in range(min(few(warm_up), calls)):
         function()
-    return statistics.median(seconds(function) for _ in range(calls))
+    return statistics.median(seconds(function) for _ in range(few(calls)))
 
 
 def in_turn(
@@ -48,7 +56,7 @@ def in_turn(
       together: returns when all ranks have called it. Without it a call would also measure how late
         another rank is, where the call before it waits for no other rank.
     """
-    for _ in range(warm_up):
+    for _ in range(few(warm_up)):
         for function in functions:
             function()
 
@@ -56,7 +64,7 @@ def in_turn(
         together()
         return seconds(function)
 
-    rounds = [[timed(function) for function in functions] for _ in range(calls)]
+    rounds = [[timed(function) for function in functions] for _ in range(few(calls))]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
@@ -65,7 +73,7 @@ def pipelined(start: Callable[[], object], finish: Callable[[object], object], c
 
     def run() -> None:
         waiting: collections.deque = collections.deque()
-        for _ in range(calls):
+        for _ in range(few(calls)):
             if len(waiting) == IN_FLIGHT:
                 finish(waiting.popleft())
             waiting.append(start())
@@ -79,6 +87,10 @@ def pipelined(start: Callable[[], object], finish: Callable[[object], object], c
 def report(**figures: Any) -> None:
     """Print a job's measurements for the program that started the job."""
     print(MARK + json.dumps(figures), flush=True)
+
+
+class JobError(RuntimeError):
+    """A job has failed, or reported nothing."""
 
 
 def run_job(script: str, *, n: int = 2, flags: list[str] | None = None, survive: bool = False) -> dict[str, Any]:
@@ -98,7 +110,7 @@ def run_job(script: str, *, n: int = 2, flags: list[str] | None = None, survive:
         if line.startswith(MARK):
             found.update(json.loads(line.removeprefix(MARK)))
     if done.returncode or not found:
-        sys.exit(f"{script} failed ({done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise JobError(f"{script} failed ({done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return found
 
 
@@ -155,9 +167,22 @@ def row(*columns: str) -> None:
     print(f"{what:<54} {ours:>12} {other:>22} {compared:>7}   {target}", flush=True)
 
 
-def title(text: str) -> None:
+@contextlib.contextmanager
+def section(text: str) -> Iterator[None]:
+    """Open a block that prints rows under a title. If one of its jobs fails, the other sections go on."""
     print(f"\n{text}", flush=True)
     row("", "jdistgrad", "the other", "ratio", "target")
+    try:
+        yield
+    except JobError as error:
+        FAILED.append(text)
+        print(f"FAILED: {error}", file=sys.stderr, flush=True)
+
+
+def ended() -> None:
+    """End the program: with an error if sections have failed, which it names."""
+    if FAILED:
+        sys.exit("\n".join(["", "these sections failed, so their rows are missing:", *(f"  {one}" for one in FAILED)]))
 
 
 def options(text: str | None) -> argparse.Namespace:

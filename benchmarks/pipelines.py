@@ -10,14 +10,15 @@ import statistics
 from measure import (
     JOBS,
     compare,
+    ended,
     microseconds,
     milliseconds,
     options,
     row,
     run_job,
     seconds,
+    section,
     take_turns,
-    title,
 )
 
 from jdistgrad import pipeline as pp
@@ -113,20 +114,21 @@ def two_shards(found):
 
 def main(chosen):
     names = ["jdistgrad", *(["torch"] if chosen.torch else [])]
-    title("plans of pipelines, one process")
-    plans()
-    halves(chosen.rounds)
-    title(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn")
-    table(take_turns("pipelines", names, chosen.rounds))
-    title(f"pipelines as one compiled program, jdistgrad run -n 2; medians of {chosen.rounds} jobs")
-    compiled(chosen.rounds)
-    title("a network in two shards and a master, 3 ranks")
-    two_shards(take_turns("two_shards", names, chosen.rounds, n=3))
-    title(f"stages that compute; medians of {chosen.rounds} jobs")
-    computing(chosen.rounds)
-    title(f"pipelines of more ranks than cores; medians of {chosen.rounds} jobs")
-    more_ranks(chosen.rounds)
+    with section("plans of pipelines, one process"):
+        plans()
+        halves(chosen.rounds)
+    with section(f"pipelines, jdistgrad run -n 2; medians of {chosen.rounds} jobs each, in turn"):
+        table(take_turns("pipelines", names, chosen.rounds))
+    with section(f"pipelines as one compiled program, jdistgrad run -n 2; medians of {chosen.rounds} jobs"):
+        compiled(chosen.rounds)
+    with section("a network in two shards and a master, 3 ranks"):
+        two_shards(take_turns("two_shards", names, chosen.rounds, n=3))
+    with section(f"stages that compute; medians of {chosen.rounds} jobs"):
+        computing(chosen.rounds)
+    with section(f"pipelines of more ranks than cores; medians of {chosen.rounds} jobs"):
+        more_ranks(chosen.rounds)
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

@@ -5,7 +5,7 @@ python benchmarks/surviving.py            # make bench
 
 import statistics
 
-from measure import JOBS, compare, microseconds, milliseconds, options, per_second, row, run_job, title
+from measure import JOBS, compare, ended, microseconds, milliseconds, options, per_second, row, run_job, section
 
 WHAT = {
     "numpy": ("a call, 4 bytes, NumPy", microseconds, "<= 1.02"),
@@ -31,17 +31,24 @@ def parts(rounds):
         row(what, unit(on), f"without {unit(off)}", f"{statistics.median(ratios):.3f}", "<= 1.02")
 
 
-def main(chosen):
-    title(f"jdistgrad run --survive -n 2, against jobs without; medians of {chosen.rounds} jobs each, in turn")
+def whole(rounds):
+    """Print what jobs with and without --survive take."""
     found = {survive: {key: [] for key in WHAT} for survive in (False, True)}
-    for _ in range(chosen.rounds):
+    for _ in range(rounds):
         for survive, figures in found.items():
             for key, value in run_job(str(JOBS / "surviving_jdistgrad.py"), survive=survive).items():
                 figures[key].append(value)
     for key, (what, unit, target) in WHAT.items():
         compare(what, unit, found[True][key], "without", found[False][key], target)
-    parts(chosen.rounds)
+
+
+def main(chosen):
+    with section(f"jdistgrad run --survive -n 2, against jobs without; medians of {chosen.rounds} jobs each, in turn"):
+        whole(chosen.rounds)
+    with section("what makes the difference, switched on and off within one job"):
+        parts(chosen.rounds)
 
 
 if __name__ == "__main__":
     main(options(__doc__))
+    ended()

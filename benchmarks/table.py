@@ -19,7 +19,7 @@ import gradients
 import local
 import pipelines
 import surviving
-from measure import ROWS, Row, options
+from measure import ROWS, Row, ended, options
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build" / "benchmarks"
 WIDTH = "{:<54} {:>12} {:>22} {:>7}   {}"
@@ -69,6 +69,7 @@ def main() -> None:
     else:
         plot(shares(ROWS), FOLDER / "table.svg")
         print(FOLDER / "table.svg")
+    ended()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import jax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import ROWS, microseconds, milliseconds, options, ratio, row, run_job, title
+from measure import ROWS, ended, microseconds, milliseconds, options, ratio, row, run_job, section
 
 from jdistgrad.rpc.devices import visible_gpus
 
@@ -77,13 +77,17 @@ def main():
     chosen = options(__doc__)
     gpus = len(visible_gpus())
     where = f"{gpus} GPUs" if gpus else "CPU devices: these figures mean nothing"
-    title(f"{where}; jax {jax.__version__}, Python {platform.python_version()}; medians of {chosen.rounds} jobs")
-    alone(repeated("alone", 1, chosen.rounds))
-    pair(repeated("pair", 2, chosen.rounds))
+    about = f"{where}; jax {jax.__version__}, Python {platform.python_version()}; medians of {chosen.rounds} jobs"
+    with section(f"one rank, {about}"):
+        alone(repeated("alone", 1, chosen.rounds))
+    with section(f"two ranks, {about}"):
+        pair(repeated("pair", 2, chosen.rounds))
     if gpus != 1:
         ranks = gpus or 2
-        spanning(repeated("spanning", ranks, chosen.rounds), ranks)
+        with section(f"{ranks} ranks over devices, {about}"):
+            spanning(repeated("spanning", ranks, chosen.rounds), ranks)
     print(f"{len(ROWS)} rows")
+    ended()
 
 
 if __name__ == "__main__":

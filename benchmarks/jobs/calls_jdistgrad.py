@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import median, pipelined, report
+from measure import SHORT, few, median, pipelined, report
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
 
-CALLS = 100_000
+CALLS = 50 * few(2000)
 
 
 def echo(x):
@@ -79,9 +79,9 @@ def measure():
         rate_jax=in_flight(jnp.ones(1, jnp.float32)),
         large=round_trip(jnp.ones(16 << 20, jnp.float32), 15),
     )
-    if "--long" in os.environ.get("JDISTGRAD_BENCH", ""):
+    if SHORT or "--long" in os.environ.get("JDISTGRAD_BENCH", ""):
         grown, left = growth()
-        report(idle=idle_share(5), growth=grown, owned=left)
+        report(idle=idle_share(0.1 * few(50)), growth=grown, owned=left)
 
 
 def main():

@@ -12,13 +12,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import data_parallel
 import data_parallel_mesh
 import jax
-from measure import report
+from measure import few, report
 
 import jdistgrad as jd
 
 
 def main():
-    jax.config.update("jax_num_cpu_devices", data_parallel_mesh.RANKS)
+    jax.config.update("jax_num_cpu_devices", data_parallel_mesh.DEVICES)
+    data_parallel.STEPS = few(data_parallel.STEPS)
     me = jd.init()
     found = {"losses": data_parallel.train()}
     size = jd.world_size()

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import in_turn, report
+from measure import few, in_turn, report
 
 import jdistgrad as jd
 
@@ -28,6 +28,8 @@ def normal(*shape):
 
 
 def mlp(layers, width, batch=64):
+    layers, width = few(layers), few(width, 8)
+
     def loss(params, x):
         for layer in params:
             x = jax.nn.relu(x @ layer["w"] + layer["b"])
@@ -47,7 +49,7 @@ def attend(layer, x, heads=4):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
 
 
-def transformer(layers=4, width=256, length=128, batch=8):
+def transformer(layers=few(4, 1), width=few(256, 8), length=few(128, 4), batch=8):  # noqa: B008
     def loss(params, x):
         for layer in params:
             x = x + attend(layer, norm(layer["before"], x))
@@ -89,7 +91,7 @@ def reductions(params):
     """Measure averages of the same gradients in buckets and one by one, in place and into new arrays."""
     both = jd.DataParallel(), jd.DataParallel(bucket_cap_mb=1e-6)
     leaves = jax.tree.leaves(params)
-    rounds = [[overwriting(dp, leaves) for dp in both] for _ in range(23)][3:]
+    rounds = [[overwriting(dp, leaves) for dp in both] for _ in range(3 + few(20))][3:]
     found = [float(np.median(times)) for times in zip(*rounds, strict=True)]
     found += in_turn([lambda dp=dp: dp.average(params) for dp in both], 20, MPI.COMM_WORLD.Barrier)
     return dict(zip(("buckets", "one_by_one", "buckets_anew", "one_by_one_anew"), found, strict=True))
@@ -105,9 +107,9 @@ def asking():
 
 def large(leaves):
     """Measure an average of 64 MiB of gradients in so many leaves."""
-    like = [jnp.zeros(64 * MIB // 4 // leaves)] * leaves
+    like = [jnp.zeros(few(64 * MIB, MIB) // 4 // leaves)] * leaves
     dp = jd.DataParallel(bucket_cap_mb=64)
-    return float(np.median([overwriting(dp, like) for _ in range(8)][2:]))
+    return float(np.median([overwriting(dp, like) for _ in range(2 + few(6))][2:]))
 
 
 def hidden(buckets=10, seconds=0.1):
@@ -132,10 +134,11 @@ def hidden(buckets=10, seconds=0.1):
             x = slow(w, x)
         return jnp.sum(x)
 
+    buckets = few(buckets)
     hook = jd.hooks.Hook(lambda bucket: (), late, "late")
     dp = jd.DataParallel(bucket_cap_mb=1e-6, hook=hook, overlap=True)
     step = dp.value_and_grad(loss)
-    for _ in range(3):
+    for _ in range(few(3)):
         step([jnp.ones(8)] * buckets, jnp.ones(8))
     return dp.statistics().overlap / dp.statistics().communication
 
@@ -144,7 +147,7 @@ def memory(differentiate):
     """Return how far steps raise this process's peak memory, in copies of the gradients."""
     loss, params, x = mlp(4, 2048)
     step, before = differentiate(loss), peak()
-    for _ in range(30):
+    for _ in range(few(30)):
         gradients = step(params, x)[1]
         jax.block_until_ready(gradients)
     return (peak() - before) / sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from jobs.data_parallel_jdistgrad import mlp, transformer
-from measure import in_turn, report
+from measure import SHORT, in_turn, report
 
 import jdistgrad as jd
 
@@ -63,8 +63,11 @@ def steps(name, model, calls):
 
 def main():
     me = jd.init(devices=True)  # before the first array
-    found = steps("small", mlp(3, 16), 300) | steps("deep", mlp(64, 256), 20)
-    found |= steps("wide", mlp(4, 2048), 12) | steps("transformer", transformer(), 8)
+    models = {"small": (mlp(3, 16), 300), "deep": (mlp(64, 256), 20), "wide": (mlp(4, 2048), 12)}
+    models |= {} if SHORT else {"transformer": (transformer(), 8)}
+    found = {}
+    for name, (model, calls) in models.items():
+        found |= steps(name, model, calls)
     if me.rank == 0:
         report(**found)
     jd.shutdown()

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import in_turn, report
+from measure import few, in_turn, report
 
 from jdistgrad.pipeline.stages import Recording, StageFunction
 
-CALLS = 50
+CALLS = few(50)
 
 
 def layers(params, x):
@@ -44,4 +44,4 @@ def measured(width, rows):
 
 
 if __name__ == "__main__":
-    report(**measured(256, 64), **measured(512, 256))
+    report(**measured(few(256), 64), **measured(few(512, 4), 256))

@@ -11,13 +11,13 @@ import time
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import report
+from measure import few, report
 
 import jdistgrad as jd
 from jdistgrad import events
 from jdistgrad.rpc.flight import recorder
 
-TURNS, CALLS = 300, 100
+TURNS, CALLS = few(300), few(100)
 
 
 def echo(x):

@@ -16,14 +16,14 @@ from mpi4py import MPI
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from jobs.data_parallel_jdistgrad import mlp
-from measure import in_turn, report
+from measure import few, in_turn, report
 
 import jdistgrad as jd
 
 
 def collectives():
     """Measure collectives on 64 MiB, beside MPI's allreduce in place."""
-    everybody, memory = jd.collectives.MPI(), np.ones(16 << 20, np.float32)
+    everybody, memory = jd.collectives.MPI(), np.ones(few(16 << 20, 1 << 10), np.float32)
     array = jnp.asarray(memory)
     runs = {
         "in_place": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, memory),

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import median, report
+from measure import few, median, report
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.pipeline.stages import Recording, StageFunction, Sum
 
-MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = 8, 128, 512, 4, 8
+MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = 8, few(128), few(512), 4, few(8)
 
 
 def layers(params, x):

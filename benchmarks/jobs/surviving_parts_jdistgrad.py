@@ -17,14 +17,14 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from jobs.surviving_jdistgrad import MODELS, echo
-from measure import median, report
+from measure import few, median, report
 
 import jdistgrad as jd
 from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.rpc.worker import current_worker
 
-CALLS = 100, 300  # in a block, and blocks
-STEPS = {"small": (100, 200), "wide": (10, 60)}
+CALLS = 100, few(300)  # in a block, and blocks
+STEPS = {"small": (100, few(200)), "wide": (10, few(60))}
 VOTES = Reducer.votes
 
 

@@ -7,7 +7,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import optax
 import pipeline_two_shards as example
-from measure import median, report
+from measure import few, median, report
 
 import jdistgrad as jd
 
@@ -31,7 +31,7 @@ def main():
     me = jd.init(timeout=300)
     if me.rank == 0:
         shards = example.make_shards()
-        report(**{f"splits_{splits}": step(shards, splits) for splits in example.SPLITS})
+        report(**{f"splits_{splits}": step(shards, splits) for splits in example.SPLITS[-few(4, 1) :]})
     jd.shutdown()
 
 

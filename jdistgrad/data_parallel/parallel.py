@@ -59,6 +59,8 @@ class DataParallel(Corrected):
       sparse: paths of leaves, as error messages spell them (``['embedding']``), with gradients whose rows are mostly
         zero: only the other rows travel.
       check_finite: look for NaN and infinity before each reduction; the error names the rank and the leaf.
+      check_parameters: compare the bits of the parameters in the first step that is called from Python; the error
+        names the leaf and the ranks. DDP of PyTorch broadcasts them; here ``broadcast`` does.
       timeout: seconds to wait for the slowest rank; over ``Devices`` also the longest time of one program.
       check: whether the ranks of a compiled step meet once before its averages. Without the meeting a rank that runs
         another program, or none, looks like a slow rank: the sums may be wrong, or all ranks wait for ever.
@@ -93,6 +95,7 @@ class DataParallel(Corrected):
         overlap: bool | None = None,
         sparse: Sequence[str] = (),
         check_finite: bool = False,
+        check_parameters: bool = True,
         timeout: float = 300.0,
         check: bool = True,
     ):
@@ -102,6 +105,7 @@ class DataParallel(Corrected):
             hook=hook,
             sparse=paths_of(sparse),
             check_finite=check_finite,
+            check_parameters=check_parameters,
             timeout=timeout,
         )
         self.collectives = of_this_world(timeout=timeout) if collectives is None else collectives

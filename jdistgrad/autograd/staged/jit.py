@@ -21,7 +21,7 @@ from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.handles import Handle, is_handle
+from jdistgrad.rpc.references.handles import Handle, is_handle, without_handles
 from jdistgrad.rpc.worker import Worker, find_worker
 
 P = ParamSpec("P")
@@ -71,7 +71,7 @@ class StagedFunction(Generic[P, T]):
         if not trace_state_clean():
             return self._fun(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        result: T = self._step(leaves, structure).run(_lowered(leaves))
+        result: T = self._step(leaves, structure).run(without_handles(leaves))
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -165,10 +165,6 @@ def _needs_context(operation: Any) -> bool:
     if isinstance(operation, BundleCall):
         return any(_needs_context(member.operation) for member in operation.members)
     return isinstance(operation, CallRemote | Use) or (isinstance(operation, Call) and bool(operation.orders))
-
-
-def _lowered(leaves: Sequence[Any]) -> list[Any]:
-    return [leaf.marks if isinstance(leaf, Handle) else leaf for leaf in leaves]
 
 
 def _kind(leaf: Any) -> Any:

@@ -19,7 +19,12 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining, Roll, RollCall
 from jdistgrad.data_parallel.collectives.survivors import Survivors
 from jdistgrad.data_parallel.reducing import averaging
-from jdistgrad.data_parallel.reducing.agreement import Terms, require_agreement, require_same_bits
+from jdistgrad.data_parallel.reducing.agreement import (
+    Terms,
+    require_agreement,
+    require_same_bits,
+    require_same_parameters,
+)
 from jdistgrad.data_parallel.reducing.memory import Scratch
 from jdistgrad.data_parallel.reducing.repeating import Memory, whole
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
@@ -190,28 +195,35 @@ class Reducer:
 
     # The operations.
 
-    def agree(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
-        """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ."""
+    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
+        """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ.
+
+        Arguments:
+          digests: those of the parameters, which are to be the same on all ranks; None: they need not be.
+        """
         digest = terms.digest()
-        return self.plans[digest] if digest in self.plans else self._agree_anew(terms, order)
+        return self.plans[digest] if digest in self.plans else self._agree_anew(terms, order, digests)
 
     @whole
-    def _agree_anew(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
+    def _agree_anew(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None) -> BucketPlan:
         call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
-        return self._share_plan(call, terms, order)
+        return self._share_plan(call, terms, order, digests)
 
-    def _share_plan(self, call: RollCall, terms: Terms | None, order: Sequence[int] | None) -> BucketPlan:
+    def _share_plan(
+        self, call: RollCall, terms: Terms | None, order: Sequence[int] | None, digests: Sequence[int] | None = None
+    ) -> BucketPlan:
         """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
 
         Raises:
-          DisagreementError: a rank's settings differ, so it would plan or reduce differently.
+          DisagreementError: a rank's settings differ, so it would plan or reduce differently; or its parameters.
         """
         assert call.leader is not None
         leads = call.leader == self.collectives.rank
-        told = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None))
+        told = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None, digests))
         terms, order = told[call.leader][1]
         assert terms is not None
-        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, _) in enumerate(told)})
+        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, *_) in enumerate(told)})
+        require_same_parameters(terms.leaves, {rank: each for rank, (*_, each) in enumerate(told) if each is not None})
         plan = self.rules.plan(terms, order)
         self.plans[plan.digest] = plan
         return plan

@@ -53,6 +53,7 @@ class Rules:
     hook: Hook | None = None
     sparse: frozenset[str] = frozenset()
     check_finite: bool = False
+    check_parameters: bool = True
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class Rules:
             ("find_unused_parameters", str(self.find_unused_parameters)),
             ("check_finite", str(self.check_finite)),
             ("sparse", str(sorted(self.sparse))),
+            ("check_parameters", str(self.check_parameters)),
         )
 
     @property

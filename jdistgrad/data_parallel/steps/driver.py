@@ -21,7 +21,7 @@ from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.hooks.base import require_states
-from jdistgrad.data_parallel.reducing.agreement import Terms
+from jdistgrad.data_parallel.reducing.agreement import Terms, bit_digests
 from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
@@ -35,6 +35,7 @@ from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.data_parallel.steps.trace import Trace, readiness
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.references.handles import is_handle
 from jdistgrad.wire.interrupts import put_off_interrupt
 
 T = TypeVar("T")
@@ -313,7 +314,8 @@ class Driver:
         like = traced.like
         self._rules.require_sparse_paths(like)
         order = readiness(traced.closed, traced.gradients.num_leaves)
-        return self._agree(self._rules.terms(like, traced.static), order)
+        digests = bit_digests(traced.parameters) if self._rules.check_parameters else None
+        return self._agree(self._rules.terms(like, traced.static), order, digests)
 
     def _plan_for(self, tree: Any) -> BucketPlan:
         with self._telling_failures():
@@ -323,8 +325,8 @@ class Driver:
                 self._plans[key] = self._agree(self._untuned.terms(tree), None)
             return self._plans[key]
 
-    def _agree(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
-        plan = self._thread.run(self._reducer.agree, terms, order)
+    def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
+        plan = self._thread.run(self._reducer.agree, terms, order, digests)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
 
@@ -355,7 +357,8 @@ def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if hasattr(leaf, "dtype") else type(leaf)
+    is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
+    return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf)
 
 
 class Usage:

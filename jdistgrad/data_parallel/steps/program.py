@@ -16,6 +16,7 @@ from jdistgrad.data_parallel.steps import trace
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.references.handles import without_handles
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class LossProgram:
 
     def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
         """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
-        return jax.tree.unflatten(self.results, self.staged(jax.tree.leaves((args, kwargs)), computed))
+        return jax.tree.unflatten(self.results, self.staged(without_handles(jax.tree.leaves((args, kwargs))), computed))
 
 
 class Programs:

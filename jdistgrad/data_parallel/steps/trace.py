@@ -8,16 +8,19 @@ import jax
 from jax.extend import core
 
 from jdistgrad import jaxprs
+from jdistgrad._compat import lowered
 from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.data_parallel.buckets.leaves import flatten
 from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.references.handles import without_handles
 
 
 class Trace(NamedTuple):
     """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux).
 
-    ``static``: the static parts of the parameters, functions among their leaves included.
+    ``static``: the static parts of the parameters, functions among their leaves included. ``parameters``: the leaves of
+    the arguments that it was traced for, in the order of the gradients.
     """
 
     closed: Any
@@ -25,6 +28,7 @@ class Trace(NamedTuple):
     results: Any
     used: tuple[bool, ...]
     static: tuple[str, ...]
+    parameters: Sequence[Any]
 
     @property
     def like(self) -> Any:
@@ -61,9 +65,11 @@ def trace(
         found["used"] = tuple(k in used for k in range(len(flat)))
         return [*flat, *rest]
 
-    nested = jax.make_jaxpr(program, axis_env=axes)(*leaves)
-    closed = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)(*leaves)
-    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"])
+    nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
+    evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
+    closed = evaluated(*without_handles(leaves))
+    parameters = jax.tree.leaves([args[k] for k in ((argnums,) if isinstance(argnums, int) else argnums)])
+    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"], parameters)
 
 
 def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:

@@ -177,8 +177,7 @@ register_hitype(GradientHandle, lambda one: GradientType(jnp.shape(one.marks)[: 
 for _name in {"__jax_array__", *(name for name in dir(jax.Array) if name[0] != "_")} - {"aval", "weak_type"}:
     if not hasattr(HandleType, _name) and _name != "sharding":
         setattr(HandleType, _name, property(_refuse))
-for _name in ("shape", "size", "ndim", "dtype", "__jax_array__"):
-    setattr(Handle, _name, property(_refuse))
+setattr(Handle, "__jax_array__", property(_refuse))  # noqa: B010 an error of it is passed on, and one of __array__
 for _name in (*OPERATORS, *(f"r{name}" for name in OPERATORS), *COMPARISONS, "eq", "ne", "neg", "pos", "abs"):
     setattr(HandleType, f"_{_name}", staticmethod(_refuse))
     setattr(Handle, f"__{_name}__", _refuse)
@@ -225,6 +224,11 @@ def with_marks(marks: Any) -> Any:
 def gradient_with_marks(marks: Any) -> Any:
     """Return the handle of a gradient with these marks, which JAX may be tracing."""
     return _gradient_p.bind(marks) if isinstance(marks, jax.core.Tracer) else GradientHandle(marks)
+
+
+def without_handles(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves with marks in place of handles, as programs without the types of handles take them."""
+    return [leaf.marks if isinstance(leaf, Handle) else leaf for leaf in leaves]
 
 
 def renewed(leaf: Any) -> Any:
