@@ -16,6 +16,18 @@ OPERATORS = {
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
+# What objects of users have for this package only: completion leaves it out.
+INTERNAL = {
+    "apply", "checked_scope", "corrections", "handle", "identified", "lease", "marks", "scope", "tape", "token",
+    "traced_part", "value_future",
+}  # fmt: skip
+
+
+def _used_by_users(owner: Any) -> list[str]:
+    """Return the names that completion shows of an object."""
+    return [name for name in object.__dir__(owner) if name not in INTERNAL]
+
+
 def _not_here(stand_in: Any, what: str) -> str:
     return (
         f"{stand_in} is not the value itself: it has no {what}. Use the value where it is, "
@@ -50,6 +62,7 @@ else:
         """An object with ``corrections``: names that other libraries have, and what to use here instead."""
 
         corrections: ClassVar[Mapping[str, str]] = {}
+        __dir__ = _used_by_users
 
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
@@ -61,6 +74,7 @@ else:
 
         __slots__ = ()
         __array_ufunc__ = None  # NumPy leaves operators to this class
+        __dir__ = _used_by_users
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -124,8 +124,8 @@ def main():
             for title, lines in MISTAKES.items():
                 print(f"## {title}\n\n| code | answer |\n|---|---|")
                 for code in lines.strip().splitlines():
-                    text = answer(code.strip(), names).replace("|", "\\|")
-                    print(f"| `{code.strip()}` | {text} |")
+                    text = answer(code.strip(), names).replace("|", "\\|").replace("`", "'")
+                    print(f"| `{code.strip()}` | `{text}` |")  # as code: names such as __main__ and <function f> stay
                 print()
         names.clear()
         del reference

@@ -82,7 +82,7 @@ class DataParallel(Corrected):
         "all_gather": "its collectives have allgather: dp.collectives.allgather",
     } | {
         name: f"its collectives have it: dp.collectives.{name}"
-        for name in ("allreduce", "allgather", "barrier", "rank", "size")
+        for name in ("allreduce", "allgather", "barrier", "rank")
     }
 
     def __init__(
@@ -129,6 +129,11 @@ class DataParallel(Corrected):
             meets = check and self.collectives.meets_in_programs
             return self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         return self.collectives
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that take part: without those whose loss the steps have survived."""
+        return self._driver.size if self._driver else self.collectives.size
 
     # The model.
 

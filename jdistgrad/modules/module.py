@@ -109,6 +109,11 @@ def _described(module: Any, args: Args) -> tuple[Any, Any]:
         linen.require_arguments(module, args)
         return linen.LinenApply, linen.blueprint_of(module)
     is_linen_class = isinstance(module, type) and issubclass(module, flax_linen.Module)
+    if isinstance(module, type) and not is_linen_class and not issubclass(module, flax_nnx.Module):
+        raise TypeError(
+            f"RemoteModule makes modules of flax, and {module.__name__} is none. A model of any library is "
+            "jd.RemoteFunction(worker, init, apply): init returns its parameters, apply(parameters, *args) calls it."
+        )
     if callable(module) and not is_linen_class and not isinstance(module, flax_nnx.Module):
         return nnx.NnxApply, nnx.blueprint_of(module)
     raise TypeError(

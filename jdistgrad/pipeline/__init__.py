@@ -18,3 +18,27 @@ from jdistgrad.schedules.orders import (
     zero_bubble as zero_bubble,
 )
 from jdistgrad.schedules.schedule import Action as Action, Kind as Kind, Schedule as Schedule
+
+__all__ = [
+    "Action",
+    "BATCH",
+    "Costs",
+    "Forecast",
+    "Kind",
+    "Report",
+    "Schedule",
+    "Stage",
+    "check",
+    "forecast",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "whole",
+    "zbv",
+    "zero_bubble",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

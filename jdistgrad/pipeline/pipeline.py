@@ -27,8 +27,8 @@ class Pipeline:
     microbatches: every schedule and placement gives the same bits.
 
     Arguments:
-      stages: in the model's order: a ``Stage``, a pair of a function and a reference to its parameters, or a
-        ``RemoteFunction`` or ``RemoteModule`` without state.
+      stages: in the model's order: a ``Stage``, a pair of a function and a reference to its parameters (or a tree of
+        references), or a ``RemoteFunction`` or ``RemoteModule`` without state.
       schedule: who does what in which order: ``jd.pipeline.one_f_one_b(workers, microbatches)`` and others.
       loss: ``loss(outputs, targets)`` of a microbatch: its mean, or a pair of it and auxiliary data. Without it there
         is only ``apply``.

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jdistgrad.errors import ScheduleError
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -80,12 +82,22 @@ def as_stage(given: Any) -> Stage:
             f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
             "DataParallel that the stage's worker has made: jd.remote(worker, make_data_parallel)"
         )
-    if not (given.parameters is None or isinstance(given.parameters, RRef)):
-        raise TypeError(
-            f"the parameters of {describe(given.function)} are a {type(given.parameters).__name__}, expected a "
-            "reference to them, or None: jd.remote(worker, make_parameters)"
-        )
+    for leaf in references_of(given.parameters):
+        if not isinstance(leaf, RRef):
+            raise TypeError(
+                f"the parameters of {describe(given.function)} are a {type(leaf).__name__}, expected a reference to "
+                "them, a tree of references, or None: jd.remote(worker, make_parameters)"
+            )
     return given
+
+
+def references_of(parameters: Any) -> list[RRef[Any]]:
+    """Return the references in a stage's parameters: one, several, or none. The stage runs beside the first."""
+    return jax.tree.leaves(parameters, is_leaf=is_reference)
+
+
+def is_reference(node: Any) -> bool:
+    return isinstance(node, RRef)
 
 
 def _is_module(given: Any) -> bool:
@@ -120,10 +132,10 @@ def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
     """Return the stages that average their gradients, in the order in which those on one worker do: from the last."""
     averaging: dict[RRef[Any], list[bool]] = {}
     for stage in stages:
-        if stage.parameters is not None:
-            averaging.setdefault(stage.parameters, []).append(stage.average is not None)
+        for one in references_of(stage.parameters):
+            averaging.setdefault(one, []).append(stage.average is not None)
     for number, stage in enumerate(stages):
-        if stage.average is None and stage.parameters is not None and any(averaging[stage.parameters]):
+        if stage.average is None and any(any(averaging[one]) for one in references_of(stage.parameters)):
             raise ValueError(
                 f"stage {number} shares its parameters with a stage that has average=, but has none: only a part of "
                 "their gradient would be averaged, and the replicas would come apart. Give it one, on the same worker "
@@ -169,14 +181,12 @@ def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyW
         return tuple(find(workers[index]).rank for index in schedule.placement)
     owners: dict[int, int] = {}
     for number, (stage, index) in enumerate(zip(stages, schedule.placement, strict=True)):
-        if (
-            stage.parameters is not None
-            and owners.setdefault(index, stage.parameters.owner.rank) != stage.parameters.owner.rank
-        ):
+        owner = next((one.owner for one in references_of(stage.parameters)), None)
+        if owner is not None and owners.setdefault(index, owner.rank) != owner.rank:
             raise ScheduleError(
                 f"the schedule has stage {number} on its worker {index}, whose other stages have their parameters on "
-                f"{find(owners[index])}; those of stage {number} are on {stage.parameters.owner}. Make them where "
-                "the stage runs, or say where stages run: Pipeline(..., workers=)."
+                f"{find(owners[index])}; those of stage {number} are on {owner}. Make them where the stage runs, or "
+                "say where stages run: Pipeline(..., workers=)."
             )
     for index in set(schedule.placement) - set(owners):
         raise ScheduleError(

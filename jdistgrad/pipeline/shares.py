@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,13 @@ from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
 from jdistgrad.pipeline.averages import Averages, Turns
 from jdistgrad.pipeline.batches import split, weighted_sum
-from jdistgrad.pipeline.plans import Part
+from jdistgrad.pipeline.plans import Part, is_reference, references_of
 from jdistgrad.pipeline.settings import with_settings
 from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
 from jdistgrad.pipeline.under_way import UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
-from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.references.table import value_of
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import current_worker
@@ -141,6 +141,7 @@ class Run:
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
+        self._gradients: dict[int, list[int]] = {}  # how many of each reference
         rank, turns = self._worker.rank, scope.content(Turns)
         order = [stage for stage in self._plan.averaging if self._plan.ranks[stage] == rank]
         self._averages = Averages(self._worker, turns, self.step, order)
@@ -229,13 +230,21 @@ class Run:
         return now
 
     def _fetch_parameters(self) -> None:
-        fetched = {k: one.value_future(None) for k, one in self._part.parameters.items() if isinstance(one, RRef)}
-        for stage, future in fetched.items():
+        futures = {
+            stage: [one.value_future(None) for one in references_of(given)]
+            for stage, given in self._part.parameters.items()
+        }
+        for stage, mine in futures.items():
             with self._named(f"the parameters of stage {stage}"):
-                self._until_done(future, f"the parameters of stage {stage}")
-                self._parameters[stage] = found = with_settings(future.result())
+                for future in mine:
+                    self._until_done(future, f"the parameters of stage {stage}")
+                values = [with_settings(future.result()) for future in mine]
+                tree: Any = jax.tree.structure(self._part.parameters[stage], is_leaf=is_reference)
+                self._parameters[stage] = jax.tree.unflatten(tree, values)
                 # Found before compiling: inside compiled code a Python number would be an array too.
-                self._trainable[stage] = tuple(map(has_gradient, jax.tree.leaves(found)))
+                each = [tuple(map(has_gradient, jax.tree.leaves(value))) for value in values]
+                self._trainable[stage] = tuple(itertools.chain(*each))
+                self._gradients[stage] = list(map(sum, each))
 
     def _split_batch(self) -> None:
         batch, targets, sizes = self._brought
@@ -323,11 +332,17 @@ class Run:
             self._contribute(stage, total.leaves)
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
-        """Give the gradients of a stage to the owner of its parameters."""
-        reference = self._part.parameters[stage]
-        if isinstance(reference, RRef):
-            contribution = Contribution(next_message(), (), gradients, (*self._place, stage))
-            contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+        """Give the gradients of a stage to the owners of its parameters."""
+        rest = iter(gradients)
+        references = references_of(self._part.parameters[stage])
+        for reference, count in zip(references, self._gradients[stage], strict=True):
+            mine = list(itertools.islice(rest, count))
+            contribute(
+                reference.owner.rank,
+                REFERENCE,
+                reference.id,
+                Contribution(next_message(), (), mine, (*self._place, stage)),
+            )
 
     def _is_trained(self, source: int) -> bool:
         """Return whether what a stage takes from a source depends on parameters."""

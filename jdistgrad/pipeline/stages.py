@@ -35,7 +35,9 @@ class Stage:
     Arguments:
       function: must be pure; it is compiled, once for each shape of its inputs. A ``RemoteFunction`` or
         ``RemoteModule`` brings its parameters.
-      parameters: a reference to the parameters, or None. The gradients of stages that share a reference add up.
+      parameters: a reference to the parameters, or a tree of references (``[block, embedding]``), whose values the
+        function gets, or None. The stage runs beside the first reference; values that lie elsewhere are fetched in
+        each step. The gradients of stages that share a reference add up: two stages may tie their embeddings.
       inputs: the earlier stages whose results the function takes, by number, in the order of its arguments; ``BATCH``
         stands for the arguments of the step. Default: the stage before, or for the first stage the step's arguments.
       remat: whether a recording keeps the inputs only; the backward pass then computes the stage again.

@@ -1,5 +1,6 @@
 """Hook for calls on traced values; autograd installs its handler here."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Iterable
@@ -55,7 +56,10 @@ def staging() -> bool:
 
 
 def holds_traced(functions: Iterable[Any]) -> bool:
-    """Return whether functions hold a traced value: in closures, defaults, partials, or bound to methods."""
+    """Return whether functions hold a traced value: in closures, defaults, partials, or bound to methods.
+
+    Objects of dataclasses that JAX does not know hold what is in their fields.
+    """
     pending, seen = list(functions), dict[int, Any]()
     while pending:
         held = pending.pop()
@@ -65,15 +69,22 @@ def holds_traced(functions: Iterable[Any]) -> bool:
         for leaf in trees.leaves(held):
             if is_traced(leaf):
                 return True
-            if callable(leaf):
+            if may_hold_arrays(leaf):
                 pending += _held_by(leaf)
     return False
+
+
+def may_hold_arrays(leaf: Any) -> bool:
+    """Return whether a leaf may hold arrays that JAX does not see: a function, or an object of a dataclass."""
+    return callable(leaf) or dataclasses.is_dataclass(leaf)
 
 
 EMPTY = types.CellType()  # the cell of a variable that is set later
 
 
 def _held_by(function: Any) -> list[Any]:
+    if dataclasses.is_dataclass(function) and not isinstance(function, type):
+        return [getattr(function, field.name, None) for field in dataclasses.fields(function)]
     if isinstance(function, functools.partial):
         return [function.func, list(function.args), function.keywords]
     if isinstance(function, types.MethodType):
@@ -89,5 +100,6 @@ def _held_by(function: Any) -> list[Any]:
 def refuse_traced(what: str) -> EncodingError:
     return EncodingError(
         f"{what}: a traced value has no data yet and cannot be sent to another worker like this. Inside jax.grad and "
-        "jax.jit, pass it as an argument of rpc_sync, rpc_async or remote, in containers JAX knows."
+        "jax.jit, pass it as an argument of rpc_sync, rpc_async or remote, in containers JAX knows: "
+        "jax.tree_util.register_dataclass makes one of your class, and jax.tree_util.Partial of a partial function."
     )

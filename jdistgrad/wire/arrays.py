@@ -27,7 +27,9 @@ ALIGNMENT = 16  # of arrays among other bytes
 PADDING = bytes(ALIGNMENT)
 
 TRACED = (
-    "a traced value has no data yet and cannot be sent to another worker. Make the call outside jax.jit and jax.grad."
+    "a traced value has no data yet and cannot be sent to another worker inside an object that JAX does not look into. "
+    "Pass it in a container that JAX knows: jax.tree_util.register_dataclass makes one of your class, and "
+    "jax.tree_util.Partial is functools.partial as one."
 )
 
 # After so many small arrays of one kind, a compiled identity makes the JAX array, in a third of the time.

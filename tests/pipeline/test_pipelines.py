@@ -258,6 +258,47 @@ def loss_and_aux(output, target):
     return mean_square(output, target), {"rows": len(target), "largest": output.max()}
 
 
+def embedded(tree, x):
+    return layer(tree["first"], x @ tree["embedding"])
+
+
+def unembedded(tree, x):
+    own, embedding = tree
+    return layer(own, x) @ embedding.T
+
+
+def embedding(rows, columns):
+    return jnp.asarray(np.random.default_rng(7).normal(size=(rows, columns)) / 2, jnp.float32)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@on_worker0
+def test_a_stage_takes_a_tree_of_references_so_that_two_stages_tie_their_embeddings(world, remat):
+    # One reference of the second stage lies with the first stage; there are integers and a number among the values.
+    first, second = 0, jd.world_size() - 1
+    tied, count = jd.remote(first, embedding, args=(5, 5)), jd.remote(first, dict, kwargs={"n": 3, "scale": 2.0})
+    trees = [
+        {"embedding": tied, "first": jd.remote(first, make, args=(0,)), "count": count},
+        (jd.remote(second, make_back), tied),
+    ]
+    stages = [pp.Stage(embedded, trees[0], remat=remat), (unembedded, trees[1])]
+    x, y = data(1, 6)[0], data(1, 6)[0]
+    refs = [tied, trees[0]["first"], trees[1][0]]
+
+    def serial(tied, first, second):
+        return mean_square(unembedded((second, tied), embedded({"embedding": tied, "first": first}, x)), y)
+
+    expected = jax.value_and_grad(serial, (0, 1, 2))(*(one.to_here() for one in refs))
+    for schedule in schedules(2, 3).values():
+        pipeline = jd.Pipeline(stages, schedule, loss=mean_square, workers=(first, second))
+        loss, found = stepped(pipeline, refs, x, targets=y)
+        assert_close((loss, tuple(found)), expected)
+
+
+def make_back():
+    return {"w": jnp.full((7, 5), 0.1), "b": jnp.zeros(5)}
+
+
 @on_worker0
 def test_auxiliary_data_whole_arguments_no_parameters_and_rematerialization(world):
     n, last = jd.world_size(), jd.world_size() - 1

@@ -118,6 +118,7 @@ def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
             raise LeafError(
                 f"{what}: the leaf {leaf.path} is {leaf}, expected a floating or complex dtype: integers have no "
-                "gradient and no average. Keep them out of the tree (has_aux, optax.masked), or cast them.",
+                "gradient and no average. Keep them out of the tree (has_aux, optax.masked; of an equinox module by "
+                "eqx.partition(model, eqx.is_inexact_array)), or cast them.",
                 path=leaf.path,
             )

@@ -9,3 +9,9 @@ from jdistgrad.data_parallel.collectives.devices import Devices as Devices
 from jdistgrad.data_parallel.collectives.local import Local as Local
 from jdistgrad.data_parallel.collectives.mesh import Mesh as Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI as MPI
+
+__all__ = ["Collectives", "Devices", "Local", "MPI", "Mesh", "of_this_world"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,8 +11,8 @@ from jdistgrad.wire.interrupts import SteadyCondition
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
 
 FEWER = (
-    "A rank that has made fewer DataParallel objects or collectives, as its program has failed before, meets the "
-    "others again in a new world."
+    "If a rank has gone on after an error that kept it from making the same DataParallel objects and collectives, "
+    "call init() again on every rank."
 )
 
 

@@ -7,3 +7,9 @@ from jdistgrad.data_parallel.hooks.averages import average as average, bfloat16 
 from jdistgrad.data_parallel.hooks.base import Hook as Hook, checked as checked
 from jdistgrad.data_parallel.hooks.powersgd import powersgd as powersgd
 from jdistgrad.data_parallel.hooks.quantized import int8 as int8
+
+__all__ = ["Hook", "average", "bfloat16", "float16", "int8", "powersgd"]
+
+
+def __dir__() -> list[str]:
+    return __all__

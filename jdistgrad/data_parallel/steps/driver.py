@@ -77,6 +77,10 @@ class Driver:
         return self._reducer.votes
 
     @property
+    def size(self) -> int:
+        return self._reducer.collectives.size
+
+    @property
     def refuses(self) -> bool:
         """Return whether there will be no more steps, as far as this rank knows."""
         self._thread.finish()

@@ -279,9 +279,9 @@ def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.Tr
     """
     if trace_state_clean():
         return None
-    functions = [function, *(leaf for leaf in trees.leaves((args, kwargs)) if callable(leaf))]
-    if traced_hook.holds_traced(functions):
-        what = f"cannot call {describe(function)}: it, or a function among its arguments, holds an array"
+    opaque = [function, *filter(traced_hook.may_hold_arrays, trees.leaves((args, kwargs)))]
+    if traced_hook.holds_traced(opaque):
+        what = f"cannot call {describe(function)}: it, or a function or object among its arguments, holds an array"
         raise traced_hook.refuse_traced(what)
     return traced_hook.handler_for(args, kwargs)
 

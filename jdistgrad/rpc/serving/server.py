@@ -18,9 +18,15 @@ from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.arguments import delivered
 from jdistgrad.rpc.serving.being_served import BeingServed
-from jdistgrad.rpc.serving.failures import Failure, pack, spelled
+from jdistgrad.rpc.serving.failures import Failure, add_note, pack, spelled
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.transport import Task
+
+OF_REFERENCES = "owner", "to_here", "local_value", "is_owner", "rpc_sync", "rpc_async", "remote"
+BY_VALUE = (
+    "References arrive as their values. A function that is to get a reference itself is called with "
+    "jd.by_reference(reference)."
+)
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -107,6 +113,8 @@ class Served:
         except BaseException as error:
             if isinstance(function, ServedFunction):
                 function.failed(error)
+            if isinstance(error, AttributeError) and error.name in OF_REFERENCES:
+                add_note(error, BY_VALUE)
             raise
 
     def __str__(self) -> str:
