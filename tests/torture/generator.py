@@ -25,6 +25,7 @@ class Chance:
 
     def __init__(self, seed: Any, features: Collection[str]):
         self.random, self.features = random.Random(str(seed)), frozenset(features)
+        self.later = random.Random(f"{seed} later")  # for what was added later: without it the programs stay the same
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -102,7 +103,10 @@ class Drawing:
             how = "mapped"
         if how in ("sync", "eventually", "fetched", "handed"):
             function, pack = self._with_other_results(function)
-        return Node(how, function, chance.number(0, 3), chance.several(0, 20, 2), pack)
+        to, arguments = chance.number(0, 3), chance.several(0, 20, 2)
+        if chance.has("owners") and chance.later.random() < 0.2:
+            return Node(chance.later.choice(("averaged", "masked", "normed", "decayed")), "", to, arguments)
+        return Node(how, function, to, arguments, pack)
 
     def _function(self) -> str:
         chance, names = self._chance, palette.PLAIN

@@ -27,6 +27,25 @@ class Serial:
     def own(self, node: Node, given: Sequence[Any]) -> Any:
         return given[0]
 
+    def averaged(self, node: Node, given: Sequence[Any]) -> Any:
+        return jd.tree_map(palette.averaged, {"value": given[0]}, {"value": given[1]})["value"]
+
+    def masked(self, node: Node, given: Sequence[Any]) -> Any:
+        return jd.tree_map(palette.masked, [given[0]], [given[1]])[0]
+
+    def normed(self, node: Node, given: Sequence[Any]) -> Any:
+        """Scale by a norm over several owners, each of which returns a number."""
+        total = sum(jax.tree.leaves(jd.get(jd.tree_map(palette.squared, list(given)))))
+        return self.local(given[0]) * jnp.tanh(total)
+
+    def decayed(self, node: Node, given: Sequence[Any]) -> Any:
+        """Write weight decay as for arrays; where that is refused, with a copy of the value."""
+        try:
+            total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(given[0]))
+        except TypeError:
+            total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jd.get(given[0])))
+        return self.local(given[1]) * jnp.tanh(total)
+
     def mapped(self, node: Node, given: Sequence[Any]) -> Any:
         rows = jnp.broadcast_arrays(*map(self.local, given))
         return (jax.vmap if rows[0].ndim else lambda f: f)(lambda *rows: self.sync(node, rows))(*rows)

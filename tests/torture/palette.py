@@ -26,6 +26,21 @@ def many(a: Any, b: Any) -> Any:
     return sum(jnp.sin(a * (k / 40)) + 0.1 * jnp.cos(b * (k / 40)) for k in range(1, 41)) / 20
 
 
+# What is mapped over values on their owners.
+
+
+def averaged(a: Any, b: Any) -> Any:
+    return 0.9 * a + 0.1 * b
+
+
+def masked(a: Any, b: Any) -> Any:
+    return jnp.where(b > 0, a, 0.5 * b)
+
+
+def squared(a: Any) -> Any:
+    return jnp.sum(a**2)
+
+
 # Custom rules that are not the true derivative: JAX's way to do what PyTorch does by hooks on gradients. Second
 # derivatives show whether the recorded call is differentiated as the rule's forward pass, or as the function again.
 

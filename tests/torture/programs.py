@@ -15,6 +15,7 @@ FEATURES = {
     "large": "arrays for which XLA uses its threads",
     "nested": "called functions that call other workers, jitted and plain",
     "vmap": "calls inside jax.vmap",
+    "owners": "weight decay, norms, moving averages and masks over references, also as written for arrays",
     "crowd": "all workers run the program at the same time",
     "parallel": "data-parallel steps, from Python and compiled",
     "pipelines": "steps of pipelines: random stages, schedules, placements and batches",
@@ -27,8 +28,8 @@ class Node:
     """A value of a program, made from earlier values.
 
     Attributes:
-      how: a method of the interpreter: sync, eventually, fetched, handed, remote, own, kept, mapped, nested or
-        fast_nested.
+      how: a method of the interpreter: sync, eventually, fetched, handed, remote, own, kept, mapped, averaged, masked,
+        normed, decayed, nested or fast_nested.
       function: the name of a function of the palette.
       to: the worker's rank; taken modulo the size of the world.
       arguments: the indices of earlier values; taken modulo their number.
