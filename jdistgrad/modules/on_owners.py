@@ -11,7 +11,7 @@ from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
-from jdistgrad.rpc.current import within
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, by_reference
 
 
@@ -35,10 +35,12 @@ def get(tree: Any, *, timeout: float | None = None) -> Any:
         fetched = [leaf.to_here(timeout) if _is_reference(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(structure, fetched)
     asked: dict[tuple[int, Any], list[int]] = collections.defaultdict(list)
-    scopes = [leaf.checked_scope() for leaf in leaves if isinstance(leaf, RemoteGradient)]
+    scopes: list[Any] = [leaf.checked_scope() for leaf in leaves if isinstance(leaf, RemoteGradient)] or [
+        current_scope()
+    ]
     for k, leaf in enumerate(leaves):
         if _is_reference(leaf):
-            scope = leaf.scope if isinstance(leaf, RemoteGradient) else next(iter(scopes), None)
+            scope = leaf.scope if isinstance(leaf, RemoteGradient) else scopes[0]
             asked[leaf.owner.rank, scope].append(k)
     answers = []
     for (owner, scope), numbers in asked.items():
