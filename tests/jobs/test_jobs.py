@@ -357,7 +357,7 @@ INTERRUPTED = """
     import jdistgrad as jd
 
     me = jd.init()
-    dp, everybody = jd.DataParallel(timeout=30), jd.collectives.of_this_world()
+    dp, everybody = jd.DataParallel(timeout=30, check_parameters=False), jd.collectives.of_this_world()
     tree = {"a": jnp.full(3, float(me.rank)), "b": jnp.full(1 << 18, float(me.rank))}
     step = dp.value_and_grad(lambda params, x: jnp.sum(params["a"] * params["a"] / 2) + jnp.sum(params["b"]))
     run = {

@@ -80,6 +80,7 @@ SIGNS = {
     "parallel": "ParallelProgram",
     "pipelines": "PipelineProgram",
     "orders": "odd_rank=0",
+    "owners": "how='averaged'",
 }
 
 
