@@ -95,7 +95,7 @@ test-mpi-2 test-mpi-4: OF_RANKS := $(sort $(OF_STEPS) $(OF_NUMBERS))
 test-mpi-%: .venv/installed-test
 	$(RUN) -n $* -m pytest $(OF_RANKS)
 
-# Calls and gradients over transports that deliver some messages late and, over MPI, some twice, drawn from SEED.
+# Calls and gradients over transports that deliver some messages late, drawn from SEED.
 OVER_UNRULY := tests/rpc tests/autograd tests/pipeline
 test-unruly: .venv/installed-test
 	$(BIN)/python -m pytest --unruly $(SEED) $(OVER_UNRULY)

@@ -11,24 +11,6 @@ from jax._src.lax.control_flow import conditionals
 # Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
-# Where JAX defines what its public modules offer: functions that compute, and types; with the modules below them.
-MODULES_THAT_COMPUTE = (
-    "jax._src.ad_checkpoint jax._src.api jax._src.array jax._src.core jax._src.custom_derivatives jax._src.dtypes "
-    "jax._src.errors jax._src.flatten_util jax._src.image jax._src.lax jax._src.mesh jax._src.named_sharding "
-    "jax._src.nn jax._src.numpy jax._src.ops jax._src.partition_spec jax._src.pjit jax._src.prng jax._src.random "
-    "jax._src.scipy jax._src.shard_map jax._src.sharding_impls jax._src.third_party jax._src.tree jax._src.tree_util"
-)
-
-# What messages name besides: in pickles of JAX's values, and questions about devices.
-NAMES_IN_MESSAGES = {
-    "jax._src.debugging": "debug_callback debug_print",
-    "jax._src.dispatch": "apply_primitive",
-    "jax._src.util": "HashablePartial",
-    "jax._src.xla_bridge": "default_backend device_count local_device_count process_count process_index "
-    "process_indices",
-    "jaxlib._jax.pytree": "DictKey FlattenedIndexKey GetAttrKey PyTreeDef SequenceKey",
-}
-
 
 def backends_are_initialized() -> bool:
     """Return whether JAX has opened its devices. Its public API has no such test, and listing devices opens them."""

@@ -19,8 +19,8 @@ class Settings:
         waits.
       survive: whether ``init`` lets the others go on without a worker that is lost, where it is not told.
       host: the name or address by which other nodes find this process, where that is not the node's own name.
-      debug: whether a recorder notes what each worker does, for ``jdistgrad stacks``.
-      debug_dir: the folder for what it writes; "" for one in the system's temporary folder.
+      debug: whether processes show ``jdistgrad stacks`` what they wait for.
+      debug_dir: the folder for what they write; "" for one in the system's temporary folder.
       collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi",
         "mpi-on-device", "devices", or "" to choose by what the job has.
     """

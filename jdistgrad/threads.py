@@ -27,8 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
-from jdistgrad.forked import end_forked
-
 IDLE_LIMIT = 64
 IDLE_SECONDS = 5.0  # after which a thread that has nothing to do ends
 END_SECONDS = 0.2  # for all threads together: those that have nothing to do end at once
@@ -59,17 +57,12 @@ def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thr
 
 
 def run_task(task: Callable[[], Any], whose: str) -> None:
-    """Run a task; what it raises is logged. A process that it has forked ends: what comes next is its parent's."""
-    process = os.getpid()
+    """Run a task; what it raises is logged."""
     try:
         task()
-    except BaseException as error:
-        if os.getpid() != process:
-            end_forked(error)
+    except BaseException:
         if threading.current_thread() not in _stopped:
             log.exception("a task of %s failed outside of any call", whose)
-    if os.getpid() != process:
-        end_forked(None)
 
 
 def join_soon(threads: Iterable[threading.Thread], seconds: float = END_SECONDS) -> None:
@@ -130,17 +123,6 @@ def _without_collections() -> Iterator[None]:
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 _looking = threading.Lock()
-
-
-def _go_on_in_child() -> None:
-    """Put right in a forked process what a thread that it does not have was about to do without collections."""
-    global _looking
-    if _looking.locked():
-        _looking = threading.Lock()
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_go_on_in_child)
 
 
 # The instruction with which each function begins, and looks for signals; where a generator goes on after another one

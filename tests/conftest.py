@@ -34,7 +34,7 @@ def pytest_addoption(parser):
         "--unruly",
         type=int,
         metavar="SEED",
-        help="deliver some messages of every world late, and over MPI some twice, drawn from a seed",
+        help="deliver some messages of every world late, drawn from a seed",
     )
 
     parser.addoption(

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.cli import arrivals, copier
-from jdistgrad.cli.job_input import job_input
 from jdistgrad.cli.leash import leashed
 from jdistgrad.cli.programs import check
 from jdistgrad.cli.restarts import RESTART, attempts
@@ -47,7 +45,7 @@ SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_en
 # the folder of notes. What the shell says of a child that was killed is thrown away; so the child restores its own
 # error output.
 AS_KILLED = (
-    f"rank={copier.RANK}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
+    "rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-$PMI_RANK}}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
     """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
     f'[ -e "$0/{launcher_env.CALLED}-$rank" ] || : >"$0/{launcher_env.GONE}-$rank"; '
     f'if [ -e "$0/{launcher_env.JOINED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
@@ -89,16 +87,13 @@ def version_of(mpirun: str) -> str:
     return shown.stdout + shown.stderr
 
 
-def flags(version: str, *, root: bool, forwarded: bool = True) -> list[str]:
+def flags(version: str, *, root: bool) -> list[str]:
     """Return the flags that an mpirun needs beyond the number of ranks, by what it says of itself.
 
     In the allocation of a batch system, mpirun starts ranks on all of its nodes, and no more than it has tasks; here
     they are to run on this machine alone. Open MPI needs a flag to run as root, and a flag to run more ranks than it
     counts cores, of which it leaves out hardware threads. By default it binds each rank to one core, which all threads
     of JAX would then share: another flag turns that off.
-
-    Arguments:
-      forwarded: whether mpirun passes on its input.
     """
     if "HYDRA" in version:
         return ["-launcher", "fork", "-rmk", "user"]
@@ -107,7 +102,7 @@ def flags(version: str, *, root: bool, forwarded: bool = True) -> list[str]:
     needed = ["--mca", "ras", f"^{BATCH_SYSTEMS}", "--bind-to", "none", "--oversubscribe"]
     if root:
         needed.append("--allow-run-as-root")
-    return needed if forwarded else [*needed, "--stdin", "none"]
+    return needed
 
 
 def surviving(mpirun: str) -> list[str]:
@@ -134,15 +129,12 @@ def check_size(n: int, cores: int) -> None:
         )
 
 
-def mpirun(n: int, *, survive: bool = False, forwarded: bool = True) -> list[str]:
-    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program.
-
-    ``forwarded``: whether mpirun passes on its standard input.
-    """
+def mpirun(n: int, *, survive: bool = False) -> list[str]:
+    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
     check_size(n, len(usable_cores()))
     check_mpi4py()
     found = find_mpirun()
-    told = flags(version_of(found), root=os.geteuid() == 0, forwarded=forwarded)
+    told = flags(version_of(found), root=os.geteuid() == 0)
     return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
 
 
@@ -210,26 +202,42 @@ def run(
       survive: go on without ranks that die.
     """
     check(program)
-    given = job_input()
-    start = mpirun(n, survive=survive, forwarded=given.forwarded)
-    stdin = None if given.forwarded else subprocess.DEVNULL
+    start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
         prepare()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
-            told = (SURVIVING if survive else {}) | environment(n)
-            with copier.error_output(n) as (errors, to_its_pipe):
-                as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
-                command = [*start, *to_its_pipe, *given.command, *as_killed, sys.executable, *program]
-                ranks = arrivals.Arrivals(n, notes)
-                told |= {RESTART: str(number), launcher_env.NOTES: notes}
-                job = attend(command, beside=ranks.watched, env=told, stdin=stdin, stderr=errors)
+            told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
+            as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
+            job = attend([*start, *as_killed, sys.executable, *program], env=told)
             if job.returncode and not job.ended:
-                ranks.report()
-            failed = survive and not job.ended and arrivals.has_failed(n, notes)
+                say_who_did_not_come(n, notes)
+            failed = survive and not job.ended and has_failed(n, notes)
             return (1 if failed else job.returncode), job.ended
 
     return attempts(attempt, restarts)
+
+
+def say_who_did_not_come(n: int, notes: str) -> None:
+    """Say which ranks of a job that failed had not called `init`, if others had, who wait for them inside of MPI."""
+    called = launcher_env.notes(notes, launcher_env.CALLED)
+    late = [rank for rank in range(n) if rank not in called]
+    if called and late:
+        say(f"ranks {late} of {n} had not called init when the job ended")
+
+
+def has_failed(n: int, notes: str) -> bool:
+    """Return whether a job that survives has failed, as mpirun's exit status does not tell; say so if all have died."""
+    if launcher_env.notes(notes, launcher_env.FAILED):
+        return True
+    none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
+    if none:
+        say(f"none of the {n} ranks came to its end")
+    return none
+
+
+def say(text: str) -> None:
+    print(f"jdistgrad: {text}", file=sys.stderr, flush=True)
 
 
 class Attended(subprocess.CompletedProcess[Any]):
@@ -242,16 +250,12 @@ def attend(
     command: Sequence[str],
     *,
     timeout: float | None = None,
-    beside: Callable[[subprocess.Popen[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     env: Mapping[str, str] = os.environ,
     **options: Any,
 ) -> Attended:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
 
     mpirun keeps its files in a folder that no other job has, unless the environment names one.
-
-    Arguments:
-      beside: makes a context of the job's process, which is open while the job runs.
 
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
@@ -260,7 +264,6 @@ def attend(
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
         subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
         passing_on(job) as told_to_end,
-        beside(job),
     ):
         try:
             output, errors = job.communicate(timeout=timeout)

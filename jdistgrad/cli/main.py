@@ -54,11 +54,9 @@ def add_run(commands: Commands) -> None:
 
 
 def add_stacks(commands: Commands) -> None:
-    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and who waits for whom")
-    look.add_argument("job", nargs="?", help="process id of `jdistgrad run` or mpirun, or a folder that an error names")
-    look.add_argument("--events", type=int, default=0, metavar="N", help="show the last N events of each rank too")
+    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and their stacks")
+    look.add_argument("job", nargs="?", help="the job's folder, or its name, if several jobs are running")
     look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
-    look.add_argument("--signal", action="store_true", help="send SIGUSR1 also to ranks whose program handles it")
     look.set_defaults(act=stacks)
 
 
@@ -132,7 +130,7 @@ def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
 def stacks(options: argparse.Namespace, program: Sequence[str]) -> int:
     from jdistgrad.cli import stacks
 
-    return stacks.main(options.job, options.events, options.wait, even_handled=options.signal)
+    return stacks.main(options.job, options.wait)
 
 
 def trace(options: argparse.Namespace, program: Sequence[str]) -> int:

@@ -46,10 +46,7 @@ class DataParallel(Corrected):
 
     Arguments:
       collectives: the ranks that average; default all workers of this world.
-      bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket. ``"auto"`` tries
-        several sizes (the default, 1, 4, 25, 100) in the first steps that are called from Python, and keeps the one
-        with the fastest step on the slowest rank (``statistics().trials``). Each size has a compiled program and a
-        hook's state of its own.
+      bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
       find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
       hook: what to do with a bucket instead of averaging it; see ``hooks``. A state of the hook belongs to all trees of
         the same paths, shapes and dtypes: two models that are alike in these need a ``DataParallel`` each.

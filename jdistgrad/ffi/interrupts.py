@@ -32,14 +32,7 @@ def watch_for_interrupts(cancel: Callable[[], None]) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_watch, args=(read, before, cancel), name="jdistgrad-interrupts", daemon=True).start()
-
-
-def _forget() -> None:
-    """Keep the signals of a forked process from being written to its parent's pipe."""
-    with contextlib.suppress(ValueError):  # the thread that forked is not the main thread of the child
-        signal.set_wakeup_fd(-1)
 
 
 def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from jdistgrad.autograd.callee.pullbacks import pays
 from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
-from jdistgrad.rpc.contents import content_of
+from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.references.rref import RRef
 
@@ -66,7 +66,7 @@ class Apply(ServedFunction):
         Arguments that keep changing, as the number of a step, are not compiled for.
         """
         leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple((content_of(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
+        fixed = tuple((fingerprint(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
         seen = self._compiled_for[structure, tuple(one is None for one in fixed)]

@@ -11,10 +11,9 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jdistgrad.rpc.closures import closure_of, parts_of_closure
-from jdistgrad.rpc.contents import content_of
-from jdistgrad.rpc.functions import Args, registered_name
-from jdistgrad.rpc.named import import_path
+from jdistgrad.rpc.by_value import code_of, from_code
+from jdistgrad.rpc.fingerprints import fingerprint
+from jdistgrad.rpc.functions import Args, describe, import_path, registered_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,13 +43,12 @@ class Blueprint:
     @functools.cached_property
     def _typed(self) -> tuple[Any, ...]:
         values = *self.args, *(value for _, value in self.kwargs)
-        return self.make, self.args, self.kwargs, tuple(map(content_of, values))
+        return self.make, self.args, self.kwargs, tuple(map(fingerprint, values))
 
     @property
     def label(self) -> str:
-        if self.make is closure_of:
-            _, _, names, *_ = self.args
-            return str(_built(names, [])[1])
+        if self.make is from_code:
+            return describe(self.build())
         made = self.args[0] if self.make is functools.partial else self.make
         return getattr(made, "__qualname__", None) or type(made).__name__
 
@@ -94,8 +92,8 @@ def _call_for(value: Any) -> Blueprint | None:
     A function that another one has made, as ``nn.initializers.normal(0.02)``, has no name by which it could be found.
     """
     if isinstance(value, types.FunctionType) and import_path(value) is None and registered_name(value) is None:
-        parts = parts_of_closure(value)
-        return None if parts is None else Blueprint(closure_of, parts)
+        code = code_of(value)
+        return None if code is None else Blueprint(from_code, (code,))
     if isinstance(value, functools.partial):
         return Blueprint(functools.partial, (value.func, *value.args), tuple(sorted(value.keywords.items())))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):

@@ -42,8 +42,6 @@ def average_gradients(
     Example:
       >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
     """
-    if bucket_cap_mb == "auto":
-        raise ValueError('average_gradients: bucket_cap_mb="auto" measures the steps of a DataParallel. Give a number.')
     if collectives is not None:
         remedy = "An optimizer comes after the average: optax.chain(jd.average_gradients(), optimizer)."
         require_collectives("average_gradients", collectives, remedy)

@@ -22,7 +22,6 @@ from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.optim.averaging import with_extra_arguments
 from jdistgrad.rpc import api
-from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.rref import RRef, by_reference, references_kept
@@ -80,13 +79,13 @@ class DistributedOptimizer(Corrected):
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
         self._max_norm = None if max_global_norm == math.inf else max_global_norm
         self._refuse_nan = refuse_nan
-        self._takes_extra, transformation = isinstance(tx, optax.GradientTransformationExtraArgs), WithClosures(tx)
+        self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
         self._numbers = dict(numbers)
         self._owned = {
-            rank: api.remote(rank, owner.own_parameters, (transformation, [by_reference(self._rrefs[k]) for k in mine]))
+            rank: api.remote(rank, owner.own_parameters, (tx, [by_reference(self._rrefs[k]) for k in mine]))
             for rank, mine in self._numbers.items()
         }
         _all([owned.creation() for owned in self._owned.values()])

@@ -20,7 +20,6 @@ from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.closures import WithClosures
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
@@ -198,8 +197,8 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
 
 
 @shown_as("the start of an optimizer on an owner")
-def own_parameters(transformation: WithClosures, rrefs: Sequence[Any]) -> OwnedParameters:
-    return OwnedParameters(transformation.value, rrefs)
+def own_parameters(transformation: Any, rrefs: Sequence[Any]) -> OwnedParameters:
+    return OwnedParameters(transformation, rrefs)
 
 
 def _known(identifier: int) -> OwnedParameters:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistgrad.data_parallel.buckets.dividing import divided
-from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
+from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import shared
@@ -64,7 +64,7 @@ def shard_state(
       >>> value, gradients = jax.value_and_grad(loss)(params, batch_of_this_rank)
       >>> updates, state = tx.update(gradients, state, params)
     """
-    inner, limits, group = with_extra_arguments(tx), _limits(bucket_cap_mb), _group(collectives)
+    inner, limits, group = with_extra_arguments(tx), limits_of(bucket_cap_mb), _group(collectives)
 
     def init(params: Any) -> Any:
         if try_first:
@@ -166,12 +166,6 @@ def _group(collectives: Collectives | None) -> Group:
     if collectives is not None:
         require_collectives("a sharded state", collectives)
     return lambda: shared() if collectives is None else collectives
-
-
-def _limits(bucket_cap_mb: Cap) -> tuple[int, ...]:
-    if bucket_cap_mb == "auto":
-        raise ValueError('shard_state: bucket_cap_mb="auto" measures the steps of a DataParallel. Give a number.')
-    return limits_of(bucket_cap_mb)
 
 
 def _slices(tree: Any, all_: Collectives) -> Any:

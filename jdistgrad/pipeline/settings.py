@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jdistgrad.autograd.values.holes import can_be_traced
-from jdistgrad.rpc.contents import content_of
+from jdistgrad.rpc.fingerprints import fingerprint
 
 
 @jax.tree_util.register_static
@@ -64,6 +64,6 @@ def _key(value: Any) -> tuple[Any, ...]:
     A partial function equals no other. One that comes with the parameters in every step is told by what it holds.
     """
     kind: Any = type(value)
-    content = content_of(value)
+    content = fingerprint(value)
     is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
     return content if is_told else (kind, value)

@@ -17,8 +17,8 @@ from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.pipeline.settings import without_settings
-from jdistgrad.rpc.contents import content_of
 from jdistgrad.rpc.current import once_for_all
+from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.pinned import accelerated
 
@@ -79,7 +79,7 @@ class StageFunction(ServedFunction):
         found = self._compiled.get(wanted)
         if found is None:
             made_of = self.function, self.remat, self.loss
-            found = self._compiled[wanted] = _forward(tuple((one, content_of(one)) for one in made_of), wanted)
+            found = self._compiled[wanted] = _forward(tuple((one, fingerprint(one)) for one in made_of), wanted)
         return found
 
     @property

@@ -1,153 +1,255 @@
-"""Functions and classes of the program in worlds that allow code: the receiver's own, or else those of the sender.
+"""Functions and classes that a name does not lead back to: sent by value, with cloudpickle.
 
-What is jitted, or has a custom rule, is the same object in all calls: what was compiled for it is found again.
+Those of the program itself (``__main__``) may differ from worker to worker. They travel by name and a checksum of their
+code. A receiver that has no such function asks the sender, who sends the function by value from then on. What comes by
+the same bytes is the same object in all calls, so what JAX compiled for it is found again.
 """
 
+import collections
+import copyreg
 import functools
 import io
 import pickle
+import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import cloudpickle
 import jax
+import numpy as np
 
 from jdistgrad._compat import static_arguments
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc import closures
-from jdistgrad.rpc.functions import lookup
-from jdistgrad.rpc.named import JITTED, by_name, sent_by
+from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, registered_name, shown_as
+from jdistgrad.rpc.mailbox import current_part, find_mailbox
 from jdistgrad.rpc.references.in_messages import encoding
+from jdistgrad.wire import arrays, pinned
+from jdistgrad.wire.array_block import ArrayBlock
 
+OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
 WITH_RULES: Any = jax.custom_vjp | jax.custom_jvp
-KEPT = 64  # functions that were sent by value: some KiB each, and what they hold
+CODE = types.FunctionType, type, JITTED, jax.custom_vjp, jax.custom_jvp
+KEPT = 256  # functions that came by value: some KiB each, and what they hold
+LARGEST = 1 << 20  # bytes: a function that closes over more is sent and made anew in each call
 
-LARGEST = 1 << 20  # bytes: a function without a name that closes over more is sent anew, and not kept
+Path = tuple[str, str]  # module and qualified name
 
-Sent = tuple[int, bytes | None]  # what tells a function from others, and the function by value
-
-_sent: "weakref.WeakKeyDictionary[Any, Sent]" = weakref.WeakKeyDictionary()
-
-
-def reduction(value: Any) -> Any:
-    """Return how to pickle a jitted function, or one with a custom rule, by value. NotImplemented for all others."""
-    if isinstance(value, JITTED | WITH_RULES):
-        _, code = _likeness_and_code(value)
-        if code is not None and len(code) <= LARGEST:
-            return loaded, (code,)
-    return _in_parts(value)
+_asked_for: set[tuple[Path, int]] = set()  # functions of the program that a worker did not have, with their likeness
+_sent: "weakref.WeakKeyDictionary[Any, tuple[Any, bytes | None]]" = weakref.WeakKeyDictionary()
 
 
-def _in_parts(value: Any) -> Any:
-    """Return how to pickle such a function as one that is made anew, and compiled anew, from what it wraps."""
-    if isinstance(value, JITTED):
-        wrapped: Any = value
-        return jitted, (wrapped.__wrapped__, *static_arguments(value))
-    if isinstance(value, WITH_RULES):
-        return object.__new__, (type(value),), vars(value)
-    return NotImplemented
+class ObjectPickler(cloudpickle.Pickler):
+    """Pickles values; functions and classes by name if the name leads back to them, else from what they are made of.
+
+    Attributes:
+      root: a function or class to pickle from what it is made of, although it has a name.
+    """
+
+    root: Any = None
+    copies: pinned.Copies = pinned.NONE
+
+    # cloudpickle would send what a file contains.
+    dispatch_table: ClassVar[Any] = collections.ChainMap(
+        {kind: reduce for kind, reduce in cloudpickle.Pickler.dispatch_table.items() if kind is not io.TextIOWrapper},
+        copyreg.dispatch_table,
+    )
+
+    def reducer_override(self, value: Any) -> Any:
+        name = registered_name(value)
+        if name is not None:
+            return registered, (name,)
+        if not isinstance(value, CODE):
+            return self.found(value)
+        path = None if value is self.root else import_path(value)
+        if path is None:
+            return self.by_value(value)
+        if path[0] == "__main__":
+            return self.of_program(value, path)
+        return NotImplemented if isinstance(value, types.FunctionType | type) else (lookup, path)
+
+    def found(self, value: Any) -> Any:
+        """Return how to pickle an object that is no function or class."""
+        kind = type(value)
+        if kind in OWN:
+            return NotImplemented
+        if kind is np.ndarray:
+            return arrays.reduce_numpy(value)
+        if isinstance(value, jax.Array):
+            return arrays.reduce_jax(self.copies.of(value))
+        if isinstance(value, np.memmap) or (isinstance(value, np.ndarray) and hasattr(value, "aval")):
+            array = np.asarray(value)  # a constant of JAX that is not a jax.Array
+            reduced = arrays.reduce_numpy(array)
+            return (np.asarray, (array,)) if reduced is NotImplemented else reduced
+        if isinstance(value, types.BuiltinFunctionType | types.MethodType):
+            return NotImplemented
+        path = import_path(value)  # jnp.add, for example
+        return NotImplemented if path is None else (lookup, path)
+
+    def of_program(self, value: Any, path: Path) -> Any:
+        like, mailbox = likeness(value), find_mailbox()
+        if mailbox is None or (path, like) in _asked_for:
+            code = code_of(value)
+            return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
+        return own_or_asked, (*path, like, mailbox.rank)
+
+    def by_value(self, value: Any) -> Any:
+        """Return how to pickle a function or class from what it is made of."""
+        if isinstance(value, JITTED):
+            wrapped: Any = value
+            return jitted, (wrapped.__wrapped__, *static_arguments(value))
+        if isinstance(value, WITH_RULES):
+            return object.__new__, (type(value),), vars(value)
+        if isinstance(value, types.FunctionType) and (module := _module_with_file(value)):
+            return _with_globals_of(module, value)
+        return super().reducer_override(value)
+
+
+def code_of(value: Any) -> bytes | None:
+    """Return a function or class by value; None if it holds much, or what travels only in a call: a reference."""
+    state = _state(value)
+    if state is None:
+        return _written(value)
+    if value not in _sent or _sent[value][0] is not state:
+        _sent[value] = state, _written(value)
+    return _sent[value][1]
+
+
+def _state(value: Any) -> Any:
+    """Return what changes with the value's pickle; None if more than one object decides about that."""
+    if isinstance(value, types.FunctionType):
+        plain = not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__ and not value.__dict__
+        return value.__code__ if plain and _module_with_file(value) else None
+    return None if isinstance(value, WITH_RULES) else type(value)  # rules may be replaced
+
+
+def _written(value: Any) -> bytes | None:
+    stream = io.BytesIO()
+    try:
+        with encoding(None):
+            made = ObjectPickler(stream)
+            made.root = value
+            made.dump(value)
+    except Exception:  # whatever the reason: the message itself says what cannot be sent
+        return None
+    return stream.getvalue() if stream.tell() <= LARGEST else None
+
+
+loaded = functools.lru_cache(maxsize=KEPT)(pickle.loads)
+
+
+def from_code(code: bytes) -> Any:
+    """Return what was sent by value: what came before by the same bytes, if it is still kept."""
+    return loaded(code)
+
+
+def own_or_sent(module: str, qualname: str, like: int, code: bytes) -> Any:
+    """Return this worker's own function or class of this name, if it is alike, or else the one that was sent."""
+    own = _own(module, qualname, like)
+    return loaded(code) if own is None else own
+
+
+def own_or_asked(module: str, qualname: str, like: int, rank: int) -> Any:
+    """Return this worker's own function or class of this name, if it is alike, or else ask the sender for it."""
+    own = _own(module, qualname, like)
+    if own is not None:
+        return own
+    with within(None):
+        return loaded(current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None))
+
+
+def _own(module: str, qualname: str, like: int) -> Any:
+    """Classes need not be alike: JAX's registry of pytrees and ``except`` clauses depend on the receiver's class."""
+    try:
+        own = lookup(module, qualname)
+    except (ImportError, AttributeError):
+        return None
+    return own if isinstance(own, type) or likeness(own) == like else None
+
+
+@shown_as("a question for the code of a function")
+def code_of_own(module: str, qualname: str, like: int) -> bytes:
+    """Return a function or class of this worker's program by value; send it by value from now on."""
+    own = _own(module, qualname, like)
+    code = None if own is None else code_of(own)
+    if code is None:
+        why = "it has been defined again since" if own is None else "what it holds cannot be sent, or is too large"
+        raise FunctionError(
+            f"another worker has no {module}.{qualname}, and it was not sent by value: {why}. Define it at the top "
+            "level of a module or script that all workers have.",
+            function=f"{module}.{qualname}",
+        )
+    _asked_for.add(((module, qualname), like))
+    return code
+
+
+def likeness(value: Any) -> int:
+    """Return a checksum of the code of a function, of the functions it wraps, and of its custom rules."""
+    if isinstance(value, types.FunctionType) and not value.__dict__:
+        return _likeness_of(value.__code__, repr((value.__defaults__, value.__kwdefaults__)))
+    parts, left = list[Any](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, types.FunctionType | JITTED | WITH_RULES) and one not in parts:
+            parts.append(one)
+            left += vars(one).values()
+    functions = [one for one in parts if isinstance(one, types.FunctionType)]
+    return zlib.crc32(repr([_likeness_of(one.__code__, "") for one in functions]).encode())
+
+
+@functools.lru_cache(maxsize=4096)
+def _likeness_of(code: types.CodeType, defaults: str) -> int:
+    plain = [one for one in code.co_consts if not isinstance(one, types.CodeType | frozenset)]
+    inside = [_likeness_of(one, "") for one in code.co_consts if isinstance(one, types.CodeType)]
+    text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, plain, inside, defaults))
+    return zlib.crc32(text.encode(errors="replace"))
 
 
 def jitted(function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return jax.jit(function, static_argnums=numbers, static_argnames=names)
 
 
-class _Code(cloudpickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        reduced = _in_parts(value)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
-
-
-def code_of(value: Any) -> bytes | None:
-    """Return a class or a function by value, or None if a part of it cannot be sent, or not twice: a reference."""
-    stream = io.BytesIO()
-    try:
-        with encoding(None):
-            _Code(stream, protocol=5).dump(value)
-    except Exception:  # whatever the reason: it travels by its name alone
+def _module_with_file(function: types.FunctionType) -> str | None:
+    """Return the name of the module whose globals a function uses, if it can be imported elsewhere."""
+    name = function.__globals__.get("__name__")
+    if name == "__main__":
         return None
-    return stream.getvalue()
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    has_file = module is not None and getattr(module, "__file__", None) and vars(module) is function.__globals__
+    return name if has_file else None
 
 
-def function_sent_by(path: tuple[str, str], function: Any) -> Any:
-    """Return how to pickle a function that has a name in the program, which may have given it to another since."""
-    if not isinstance(function, JITTED | WITH_RULES):
-        return sent_by(path, function)
-    return own_alike_or_sent, (*path, *_likeness_and_code(function))
+def _with_globals_of(module: str, function: types.FunctionType) -> Any:
+    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    names = function.__name__, function.__qualname__, function.__module__
+    rest = function.__defaults__, function.__kwdefaults__, function.__dict__
+    return make, (module, function.__code__, len(cells)), (cells, names, rest), None, None, complete
 
 
-def _likeness_and_code(function: Any) -> Sent:
-    """Return how to tell a jitted function or one with a custom rule, and the function: the same bytes each time."""
-    if isinstance(function, WITH_RULES):  # its rules may be replaced
-        return likeness(function), code_of(function)
-    if function not in _sent:
-        _sent[function] = likeness(function), code_of(function)
-    return _sent[function]
+def make(module: str, code: types.CodeType, cells: int) -> types.FunctionType:
+    """Return a function with empty cells: they may hold the function itself."""
+    __import__(module)
+    return types.FunctionType(code, vars(sys.modules[module]), closure=tuple(types.CellType() for _ in range(cells)))
 
 
-def own_alike_or_sent(module: str, qualname: str, like: int, code: bytes | None) -> Any:
-    """Return the function of this name here if it has the same code, or else the function that was sent by value.
+def complete(function: types.FunctionType, state: Any) -> None:
+    """Fill in what a function closed over, its defaults and its attributes."""
+    cells, names, (defaults, keyword_defaults, attributes) = state
+    for cell, contents in zip(function.__closure__ or (), cells, strict=True):
+        if contents:
+            (cell.cell_contents,) = contents
+    function.__name__, function.__qualname__, function.__module__ = names
+    function.__defaults__, function.__kwdefaults__ = defaults, keyword_defaults
+    function.__dict__.update(attributes)
 
-    Raises:
-      FunctionError: there is none, or another, and the sender's could not be sent by value.
-    """
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
-        found = lookup(module, qualname)
-    except (ImportError, AttributeError):
-        found = None
-    if found is not None and likeness(found) == like:
-        return found
-    if code is not None:
-        return loaded(code)
-    if found is None:
-        return by_name(module, qualname)  # which raises an error that says so
-    raise FunctionError(
-        f"{module}.{qualname} has other code on this worker than on the one that sent it, and cannot be sent by value: "
-        "it holds what cannot be pickled. Define it alike on all workers.",
-        function=f"{module}.{qualname}",
-    )
-
-
-def loaded(code: bytes) -> Any:
-    """Return the function that was sent by value: the one that came before by the same bytes, if it is still kept."""
-    return _loaded(code)
-
-
-_loaded = functools.lru_cache(maxsize=KEPT)(pickle.loads)
-
-
-def likeness(function: Any) -> int:
-    """Return a number that tells a function from others with other code."""
-    codes = [closures.place_of(code) for one in _parts(function) for code in closures.parts_of(one.__code__)]
-    return zlib.crc32(repr(codes).encode(errors="replace"))
-
-
-def _parts(function: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions that a function is made of: those it wraps, and its custom rules."""
-    found, left = list[Any](), [function]
-    while left:
-        one = left.pop()
-        if not isinstance(one, types.FunctionType | JITTED | WITH_RULES) or any(one is known for known in found):
-            continue
-        found.append(one)
-        left += vars(one).values()
-        if isinstance(one, types.FunctionType):
-            yield one
-
-
-def own_or_sent(module: str, qualname: str, code: bytes | None) -> Any:
-    """Return the class of this name here, or, if there is none, the class that was sent by value.
-
-    JAX's registry of pytrees and ``except`` clauses depend on the identity of the class. Only a world that allows code
-    finds this function.
-    """
-    try:
-        found = lookup(module, qualname)
-    except (ImportError, AttributeError):
-        found = None
-    if isinstance(found, type) or code is None:
-        return found if isinstance(found, type) else by_name(module, qualname)
-    return pickle.loads(code)
+        return (cell.cell_contents,)
+    except ValueError:  # empty
+        return ()

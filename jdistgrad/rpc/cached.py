@@ -4,8 +4,6 @@ import functools
 import pickle
 from typing import Any, Generic, TypeVar
 
-from jdistgrad.rpc import unpickling
-
 T = TypeVar("T")
 
 
@@ -29,4 +27,4 @@ class Cached(Generic[T]):
 @functools.lru_cache(maxsize=4096)
 def from_cache(stream: bytes) -> Cached[Any]:
     """Return the value that arrived, decoded only if it has not been seen before."""
-    return Cached(unpickling.loads(stream))
+    return Cached(pickle.loads(stream))

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ class Resident(Protocol):
     slots: "Slots"
     closed: bool
     failure: BaseException | None
-    severed: bool
     hands_over: bool
     work: Any
 
@@ -129,7 +129,7 @@ def find_resident() -> Resident | None:
     worker = _bound.get()
     if worker is None and not _seated.get():
         worker = _of_process
-    return None if worker is None or worker.severed else worker
+    return None if _left_behind else worker
 
 
 def is_stray_thread() -> bool:
@@ -229,7 +229,7 @@ def at(origin: Origin, *, called_here: bool = False) -> Iterator[None]:
     slot.
     """
     worker = _of_process if origin.key is None else _workers.get(origin.key)
-    if worker is None or worker.severed:
+    if worker is None or _left_behind:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
     scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(origin.slot)
@@ -300,11 +300,20 @@ def _set_key_of_process(key: int | None) -> None:
         _trace_key.set_global(key)
 
 
-def leave_behind(why: str) -> None:
+def _in_child() -> None:
     """Note that this process was forked from a worker's process, and so has no world and no scope."""
     global _left_behind
-    _left_behind = why
-    _scope.set(None)
+    open_ones = [worker for worker in (_of_process, *_workers.values()) if worker is not None and not worker.closed]
+    if open_ones:
+        _left_behind = (
+            f"this process was forked from that of {open_ones[0].info} and has no world: neither threads nor MPI "
+            "outlive a fork. Leave calls to the process it was forked from, or start it with subprocess or "
+            "multiprocessing's 'spawn'."
+        )
+        _scope.set(None)
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def fork_error() -> str | None:

@@ -1,19 +1,19 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
-import types
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+
 from jdistgrad import events
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc import programs
 
-ALIKE = ("builtins", "jax", "jaxlib", "jdistgrad", "ml_dtypes", "numpy")  # packages whose equal values are alike
+JITTED = type(jax.jit(lambda: None))
 
 Args = tuple[Any, ...]  # of a call
 Kwargs = dict[str, Any]
 
-F = TypeVar("F", bound=Callable[..., Any] | types.ModuleType)
 C = TypeVar("C", bound=Callable[..., Any])
 
 _by_name: dict[str, Callable[..., Any]] = {}
@@ -73,15 +73,12 @@ def shown_as(what: str) -> Callable[[C], C]:
     return note
 
 
-def register(function: F, name: str | None = None) -> F:
-    """Let other workers call a function that cannot be imported, or that messages may not name; or use a module.
-
-    Every worker that calls or runs the function must register its own copy under the same name. A module is registered
-    with all that it and the modules below it define: an installed package, say, whose functions and classes are sent.
+def register(function: C, name: str | None = None) -> C:
+    """Let a function travel under a name: every worker that calls or runs it registers its own copy.
 
     Arguments:
-      function: any callable, or a module.
-      name: the name on all workers; defaults to the function's module and qualified name. Modules have their own.
+      function: any callable.
+      name: the name on all workers; defaults to the function's module and qualified name.
 
     Returns:
       The function, so that ``register`` serves as a decorator.
@@ -93,11 +90,6 @@ def register(function: F, name: str | None = None) -> F:
       ...     return jd.register(scaled, name=f"scaled-{scale}")
       >>> double = make(2)
     """
-    if isinstance(function, types.ModuleType):
-        if name is not None:
-            raise TypeError(f"register: {function.__name__} is a module, which has no other name: not {name!r}")
-        programs.register(function.__name__)
-        return function
     key = name or describe(function)
     _by_name[key] = function
     _names[id(function)] = key
@@ -125,12 +117,6 @@ def qualified_name(function: Any) -> str | None:
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
 
 
-def equals_only_alike(value: Any) -> bool:
-    """Return whether what equals a value is like it: users' classes may leave out of comparisons what matters here."""
-    kind: Any = type(value)
-    return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
-
-
 def describe(function: Any) -> str:
     """Return a function's name for messages: module and qualified name, or what one of jdistgrad's own is shown as."""
     if isinstance(function, ServedFunction):
@@ -150,9 +136,26 @@ def described(module: str | None, qualname: str) -> str:
     return f"{module or 'builtins'}.{qualname}"
 
 
+def import_path(function: Any) -> tuple[str, str] | None:
+    """Return the module and name that lead back to this very function or class, if they do."""
+    module: Any = getattr(function, "__module__", None)
+    qualname: Any = qualified_name(function)
+    try:
+        found: Any = sys.modules[module]
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return (module, qualname) if found is function else None
+
+
 def lookup(module: str, qualname: str) -> Any:
-    """Return the object a module holds under a dotted name. Raises ImportError or AttributeError if there is none."""
-    found = programs.imported(module)
+    """Return what a module holds under a dotted name. Raises ImportError or AttributeError if there is none.
+
+    A module is in ``sys.modules`` as soon as its import has begun: only ``__import__`` waits for another thread's.
+    """
+    __import__(module)
+    found: Any = sys.modules[module]
     for part in qualname.split("."):
         found = getattr(found, part)
     return found

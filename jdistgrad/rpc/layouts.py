@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jdistgrad.errors import DistgradError, EncodingError
-from jdistgrad.rpc.contents import functions_in
-from jdistgrad.rpc.named import import_path
+from jdistgrad.rpc.fingerprints import functions_in
+from jdistgrad.rpc.functions import import_path
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.message import Codec, Parcel
 

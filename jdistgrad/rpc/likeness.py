@@ -16,14 +16,13 @@ from jdistgrad._version import __version__
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
 
-SCRIPT, X64, CODE, DEVICES, SURVIVE = "the script", "jax_enable_x64", "allow_code", "devices", "survive"
+SCRIPT, X64, DEVICES, SURVIVE = "the script", "jax_enable_x64", "devices", "survive"
 COLLECTIVES = "JDISTGRAD_COLLECTIVES"
 TEST = "the test"
 REMEDIES = {
     SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
     "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
     X64: 'Set jax.config.update("jax_enable_x64", True) on every rank before init, or on none.',
-    CODE: "Give init the same allow_code on every rank.",
     COLLECTIVES: "Set it on every rank, or on none; mpirun passes it on to other nodes with -x JDISTGRAD_COLLECTIVES.",
     DEVICES: "Give init the same devices on every rank.",
     TEST: "Every rank must run the same tests in the same order: give pytest-randomly a seed (--randomly-seed=1), "

@@ -21,7 +21,6 @@ from jdistgrad.wire.arrays import may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
-from jdistgrad.wire.severed import Severed
 from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -54,9 +53,6 @@ class Mailbox:
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       refused: how many messages were refused or came too late, by the rank that sent them.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
-      severed: whether this is the copy of a worker in a forked process.
-      error_suffix: called with the text of an error that ends a wait; returns what to add to that text. The flight
-        recorder sets it, to write what all workers wait for.
     """
 
     world: str
@@ -76,9 +72,8 @@ class Mailbox:
         self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(self.rank, self.size), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
-        self.closed = self.severed = False
+        self.closed = False
         self.refused: collections.Counter[int] = collections.Counter()
-        self.error_suffix: Callable[[str], str] = lambda cause: ""
         self.note_gifts: Callable[[int, Parcel], None] | None = None
         self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
@@ -199,11 +194,6 @@ class Mailbox:
         if self.device is not None or sites.any_sites():
             devices.finish_programs_of_this_thread()
             _wait_for_arrays(trees.leaves_once(result))
-
-    def sever(self, why: str) -> None:
-        """Make every use of this copy of a worker an error, and its destruction harmless: the process was forked."""
-        self.closed = self.severed = True
-        self.transport = Severed(self.transport, why)
 
     def close_transport(self, *, graceful: bool) -> None:
         self.transport.close(graceful=graceful and self.failure is None)

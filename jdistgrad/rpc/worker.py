@@ -196,7 +196,6 @@ class Worker(Mailbox):
         """Break the world: everything that waits in it ends with this error."""
         if self.failure is None:
             self.failure = error
-            self.error_suffix(f"{self.info}: its world is broken: {error}")
         self.calls.fail_all(lambda call: error)
 
     def close(self, *, graceful: bool) -> None:

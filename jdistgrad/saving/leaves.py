@@ -13,7 +13,7 @@ import numpy as np
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import CheckpointError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import ALIKE
+from jdistgrad.rpc.fingerprints import ALIKE
 from jdistgrad.wire.arrays import check_kept, named_dtype as named_dtype
 
 Description = dict[str, Any]

@@ -18,7 +18,6 @@ from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders, leaves
-from jdistgrad.saving.alike import Look, looks_at
 from jdistgrad.saving.leaves import Description
 from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.places import mapped, require_different
@@ -121,16 +120,6 @@ def named_leaves(
 def _names(owned: OwnedParameters, values: Sequence[Any], state: Any, numbers: Sequence[int]) -> list[Name]:
     apart = [Value.of(value) for value in values]
     return names_in(owned.transformation, state, [jax.tree.unflatten(one.tree, one.leaves) for one in apart], numbers)
-
-
-def place_of(work: Work) -> str:
-    """Return the beginning of the places of a part's leaves. It is the same for all owners' parts of an optimizer."""
-    return f"{work.part.rpartition('/')[0]}/" if isinstance(work, OptimizerWork) else work.part
-
-
-def looks_at_work(work: Work) -> dict[str, Look]:
-    """Look at the leaves of a part."""
-    return looks_at((place_of(work) + place, leaf) for place, leaf in work.take()[0].items())
 
 
 # Writing.

@@ -4,17 +4,13 @@ Leaves that all callers have alike are the leader's part; leaves that each has f
 value is a part, and what an owner keeps of an optimizer.
 """
 
-import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.data_parallel.collectives import world
-from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError
+from jdistgrad.errors import CheckpointError, DisagreementError
 from jdistgrad.optim.distributed import DistributedOptimizer
-from jdistgrad.rpc import api
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.saving.alike import Look, Looks, looks_at
 from jdistgrad.saving.callers import Job
 from jdistgrad.saving.marks import Slice
 from jdistgrad.saving.owners import (
@@ -23,9 +19,7 @@ from jdistgrad.saving.owners import (
     OptimizerWork,
     ValueWork,
     Work,
-    looks_at_work,
     own_part,
-    place_of,
 )
 from jdistgrad.saving.places import Leaf
 
@@ -33,23 +27,18 @@ Asked = dict[int, list[Work]]  # by the rank of the worker that does it
 
 
 class Plan(NamedTuple):
-    """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner.
-
-    ``looks``: at the leaves that are to be saved, and that all callers are said to have alike.
-    """
+    """What a caller tells the others: the places of its leaves, and what is to be done for them, by owner."""
 
     places: list[str]
     asked: Asked
-    looks: Looks
 
 
 def plan_of(job: Job, *, hold: bool = False) -> Plan:
     """Return the plan of this caller; if asked, hold its leaves for those who will write them."""
     asked: Asked = {}
-    leaves, looks = job.leaves(), dict[str, Look]()
+    leaves = job.leaves()
     if hold:
         _require_all_slices(job, leaves)
-        looks = looks_at((leaf.place, leaf.value) for leaf in leaves if not (leaf.own or _is_owned(leaf)))
         _hold(job, leaves)
     for leaf in leaves:
         if _is_owned(leaf):
@@ -57,7 +46,7 @@ def plan_of(job: Job, *, hold: bool = False) -> Plan:
                 asked.setdefault(rank, []).append(work)
     held = [own_part(job.rank), *([SHARED] if job.leads else [])]
     asked.setdefault(job.rank, []).extend(HeldWork(part, job.held_as) for part in held)
-    return Plan([leaf.place for leaf in leaves], asked, looks)
+    return Plan([leaf.place for leaf in leaves], asked)
 
 
 def _require_all_slices(job: Job, leaves: Sequence[Leaf]) -> None:
@@ -103,40 +92,6 @@ def of_all(plans: Mapping[int, Plan], leader: int) -> Asked:
             mine = [work for work in works if work.own or caller == leader]
             found.setdefault(rank, []).extend(mine)
     return {rank: works for rank, works in found.items() if works}
-
-
-def looks_at_references(plans: Mapping[int, Plan], leader: int) -> dict[int, Looks]:
-    """Look at the references that callers have in the places of other ones of the leader's, and at those; by caller.
-
-    What cannot be looked at is left out: the writing of the leader's says why.
-    """
-    shared = {caller: _shared(plan) for caller, plan in plans.items()}
-    ours = shared[leader]
-    unlike = {
-        caller: [place for place, works in mine.items() if works.keys() != ours.get(place, works).keys()]
-        for caller, mine in shared.items()
-    }
-    unlike[leader] = [place for place in ours if any(place in places for places in unlike.values())]
-    looks: dict[int, dict[str, Look]] = {caller: {} for caller in plans}
-    asked = []
-    for caller, places in unlike.items():
-        for rank, work in (one for place in places for one in shared[caller][place].values()):
-            with contextlib.suppress(DistgradError):
-                asked.append((caller, api.rpc_async(rank, looks_at_work, (work,), timeout=math.inf)))
-    for caller, look in asked:
-        if look.exception() is None:
-            looks[caller] |= look.result()
-    return dict(looks)
-
-
-def _shared(plan: Plan) -> dict[str, dict[int, tuple[int, Work]]]:
-    """Return what is asked for that a caller is said to have as the others have it, by place and reference's id."""
-    found: dict[str, dict[int, tuple[int, Work]]] = {}
-    for rank, works in plan.asked.items():
-        for work in works:
-            if not (work.own or isinstance(work, HeldWork)):
-                found.setdefault(place_of(work), {})[work.identifier] = rank, work
-    return found
 
 
 def _check_places(expected: list[str], found: list[str], leader: int, caller: int) -> None:

@@ -12,10 +12,9 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, folders
-from jdistgrad.saving.alike import compare
 from jdistgrad.saving.callers import Job, call_each
 from jdistgrad.saving.owners import write_works
-from jdistgrad.saving.parts import Plan, looks_at_references, of_all
+from jdistgrad.saving.parts import Plan, of_all
 
 FORMAT = 1
 
@@ -27,8 +26,6 @@ def write(job: Job, plans: Mapping[int, Plan], path: pathlib.Path, step: int, ke
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
     asked = of_all(plans, job.leader)
-    compare({rank: plan.looks for rank, plan in plans.items()}, job.leader)
-    compare(looks_at_references(plans, job.leader), job.leader)
     who = {"workers": job.callers, "size": current_worker().size}
     manifest = {"format": FORMAT, "step": step, **who, "places": plans[job.leader].places}
     with _writing.setdefault(path, threading.Lock()):

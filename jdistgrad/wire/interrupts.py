@@ -9,7 +9,6 @@ they found. They are installed again when other code (a notebook, for every cell
 """
 
 import concurrent.futures
-import os
 import signal
 import threading
 import time
@@ -70,18 +69,6 @@ def handle_signals() -> None:
 def is_put_off() -> bool:
     """Return whether the main thread is in a block that puts off signals."""
     return bool(_blocks)
-
-
-def _in_child() -> None:
-    """Make the thread that forked the main thread of the child; it is in no block of another thread."""
-    global _main
-    if threading.get_ident() != _main:
-        _main = threading.get_ident()
-        _blocks.clear()
-        _pending.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 class put_off_interrupt:  # noqa: N801 used like a function

@@ -27,7 +27,6 @@ from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_pieces import chunks
 from jdistgrad.wire.mpi_progress import Progress
-from jdistgrad.wire.numbering import Arrivals
 from jdistgrad.wire.polling import pause
 from jdistgrad.wire.shared_memory import SharedMemory
 from jdistgrad.wire.shared_pieces import SharedPieces
@@ -113,7 +112,6 @@ class MPITransport:
         self._pool = BufferPool()
         self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._numbers = [itertools.count() for _ in range(comm.size)]
-        self._arrivals = [Arrivals() for _ in range(comm.size)]
         self._outgoing: collections.deque[Transfer] = collections.deque()
         self._begun = self._begun_before_look = 0  # transfers that did not end at once
         self._incoming: list[Transfer] = []
@@ -281,8 +279,6 @@ class MPITransport:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
         try:
             frame = frames.unpack(arrived.memory)
-            if not self._is_new(arrived.peer, frame.number):
-                return None
             bulk = self._find_pieces(arrived.peer, frame) if frame.places else []
         except errors.WireError as error:
             return self._receive_broken(arrived.peer, error)
@@ -302,13 +298,6 @@ class MPITransport:
     def _tag(self, number: int) -> int:
         """Return the tag of the large pieces that follow a frame."""
         return 1 + number % self._tags
-
-    def _is_new(self, source: int, number: int) -> bool:
-        """Return whether a frame comes for the first time; else refuse it."""
-        new = self._arrivals[source].is_new(number)
-        if not new:
-            self._receiver.refuse(source, "a message", "it has come before")
-        return new
 
     def _find_pieces(self, source: int, frame: frames.Frame) -> list[Any]:
         """Find the large pieces that are in shared memory, and lease memory for the others; return the latter."""
@@ -338,11 +327,9 @@ class MPITransport:
         return self._hand_on(message)
 
     def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
-        """Hand on a damaged message whose id is known, since the layer above knows its call; else refuse it."""
+        """Hand on a message that could not be received, since the layer above knows its call; else refuse it."""
         if error.id is None:
             self._receiver.refuse(source, "a message", error)
-            return None
-        if error.number is not None and not self._is_new(source, error.number):
             return None
         return self._hand_on(Message(error.kind, source, error.id, error))
 

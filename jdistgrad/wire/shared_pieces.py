@@ -16,7 +16,6 @@ import weakref
 
 import numpy as np
 
-from jdistgrad.wire import fork_copies
 from jdistgrad.wire.shared_memory import SharedMemory, empty
 
 # A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
@@ -110,15 +109,13 @@ class SharedPieces:
         if memory is None or start + nbytes > len(memory):
             raise OSError(f"the memory of rank {peer} is out of reach")
         piece = np.frombuffer(memory, np.uint8, nbytes, start)
-        address = fork_copies.watch(piece)
-        weakref.finalize(piece, self._give_back, memory, place, nbytes, address, os.getpid()).atexit = False
+        weakref.finalize(piece, self._give_back, memory, place, nbytes, os.getpid()).atexit = False
         return piece
 
-    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, address: int, process: int) -> None:
-        if process == os.getpid():  # a fork has a copy, and returns nothing
+    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, process: int) -> None:
+        if process == os.getpid():  # what a fork gives back is still its parent's
             if self._closed:
                 empty(memory, place * GRAIN, nbytes)
-            fork_copies.forget(address)  # first: what is marked may soon hold the next piece
             memory[MARKS + place] = RETURNED[0]
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def test_numbers_stay_with_their_bundle(worker):
 
 
 def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
-    codec, one = PickleCodec(allow_code=False), run_of(change)
+    codec, one = PickleCodec(), run_of(change)
     parcels = [codec.encode(one, snapshot=True) for _ in range(2)]
     first = codec.decode(parcels[0])
     monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))

@@ -1,7 +1,5 @@
 """`jdistgrad run`: as a job, as threads, with a timeline, and with programs that fail."""
 
-import hashlib
-import os
 import pathlib
 import re
 import signal
@@ -12,7 +10,6 @@ import time
 import pytest
 
 from jdistgrad.cli import launch
-from jdistgrad.cli.job_input import job_input
 from jdistgrad.cli.main import main
 from jdistgrad.observe import chrome
 
@@ -216,23 +213,6 @@ if jd.rank() == 2:
 jd.init(timeout=8)
 """
 
-LONG = """
-import jdistgrad as jd
-
-me = jd.init()
-if me.rank == 1:
-    raise AssertionError("\\n".join(f"line {k}" for k in range(50)))
-jd.rpc_sync(1, abs, args=(-1,))
-jd.shutdown()
-"""
-
-
-def test_a_long_error_is_printed_once_and_mpi_adds_nothing(jdistgrad, tmp_path):
-    (tmp_path / "long.py").write_text(LONG)
-    output = jdistgrad("run", "-n", "3", "long.py", status=None)
-    assert output.count("line 49") == 1
-    assert output.endswith("worker1 (rank 1) failed: AssertionError: line 0 ...; ending the job\n")
-
 
 def test_ranks_that_never_came_are_named(jdistgrad, tmp_path):
     # Before MPI has started, ranks cannot tell each other: rank 2 is stopped, the others wait for it in C.
@@ -240,25 +220,6 @@ def test_ranks_that_never_came_are_named(jdistgrad, tmp_path):
     output = jdistgrad("run", "-n", "3", "stops.py", status=None)
     assert "mpi_starts_when_every_rank_has_called_init" in output
     assert output.endswith("jdistgrad: ranks [2] of 3 had not called init when the job ended\n")
-
-
-STOPPED_IN_INIT = """
-import os, signal, threading, time
-import jdistgrad as jd
-if jd.rank() == 1:  # another process stops it once MPI starts
-    called = os.path.join(os.environ["JDISTGRAD_NOTES"], "called-1")
-    wait = f"while ! [ -s {called} ]; do sleep 0.05; done; kill -STOP {os.getpid()}"
-    os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", wait)
-if jd.rank() == 2:
-    time.sleep(2)  # until then MPI cannot have started
-jd.init(timeout=8)
-"""
-
-
-def test_a_rank_that_is_stopped_while_mpi_starts_is_named(jdistgrad, tmp_path):
-    (tmp_path / "stopped.py").write_text(STOPPED_IN_INIT)
-    output = jdistgrad("run", "-n", "3", "stopped.py", status=None)
-    assert output.endswith("jdistgrad: ranks [1] of 3 stood still (SIGSTOP) in init while the others waited for them\n")
 
 
 def test_a_thread_that_failed_is_shown_from_its_programs_first_line(jdistgrad):
@@ -419,38 +380,3 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-READS = """
-import hashlib, os, sys
-data = sys.stdin.buffer.read()
-print(os.environ["OMPI_COMM_WORLD_RANK"], len(data), hashlib.md5(data).hexdigest() if data else "nothing", flush=True)
-"""
-
-
-@pytest.mark.parametrize("given", ["pipe", "file", "nothing"])
-def test_the_first_rank_reads_the_input_to_its_end(tmp_path, given):
-    # More than mpirun passes on unchanged: of 64 KiB and more, Open MPI 5 repeats parts. It does not pass on the end.
-    data = b"" if given == "nothing" else b"".join(b"%d\n" % k for k in range(60_000))
-    (tmp_path / "data").write_bytes(data)
-    command = [sys.executable, "-m", "jdistgrad", "run", "-n", "3", "-c", READS]
-    how = {"cwd": tmp_path, "capture_output": True, "timeout": 60, "check": True}
-    if given == "pipe":
-        done = subprocess.run(command, input=data, **how)
-    else:
-        path = tmp_path / "data" if given == "file" else pathlib.Path(os.devnull)
-        with path.open("rb") as file:
-            done = subprocess.run(command, stdin=file, **how)
-    first = f"0 {len(data)} {hashlib.md5(data).hexdigest() if data else 'nothing'}"
-    assert sorted(done.stdout.decode().split("\n")) == ["", first, "1 0 nothing", "2 0 nothing"]
-
-
-def test_input_with_a_name_is_left_to_mpirun(tmp_path):
-    # To open it again might wait for a writer that has ended.
-    os.mkfifo(tmp_path / "named")
-    reader = os.open(tmp_path / "named", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        assert job_input(reader) == (True, [])
-    finally:
-        os.close(reader)
-    assert job_input(reader) == (False, [])  # closed

@@ -103,7 +103,7 @@ def test_copies_that_are_made_while_jax_traces_are_no_tracers(accelerators):
 
 
 def test_what_contains_itself(accelerators):
-    itself, codec = [jnp.arange(3.0)], PickleCodec(allow_code=False)
+    itself, codec = [jnp.arange(3.0)], PickleCodec()
     itself.append(itself)
     found = codec.decode(codec.encode(itself, snapshot=False))
     assert found[1] is found

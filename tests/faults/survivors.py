@@ -12,7 +12,7 @@ from faults.outcomes import HUNG, SURVIVED, WRONG, Outcome, patience
 SECONDS = 1.5
 KNOWN_SECONDS = 0.5
 LIMIT = 60.0
-UNRULY = 0.25  # the share of the jobs in which messages come late and twice
+UNRULY = 0.25  # the share of the jobs in which messages come late
 MOST, FEWEST_RANKS = 7, 4
 
 

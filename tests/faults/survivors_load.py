@@ -207,7 +207,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--after", type=float, nargs="+", required=True, help="seconds of load, for each victim")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--unruly", action="store_true", help="messages come late and twice")
+    parser.add_argument("--unruly", action="store_true", help="messages come late")
     parser.add_argument("--note", help="not used: victims say when they are struck")
     return parser.parse_args(arguments)
 

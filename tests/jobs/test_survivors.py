@@ -167,38 +167,6 @@ def test_rank_0_and_another_are_killed_while_calls_go_both_ways(surviving_job):
     ).expect("worker2 [0, 1] []", "worker3 [0, 1] []")
 
 
-def test_words_of_a_loss_that_cannot_be_sent_to_one_worker_keep_nothing_else_back(surviving_job):
-    job = surviving_job(
-        4,
-        """
-        from helpers.unruly import Fate, make_unruly
-        from jdistgrad.wire.message import Kind
-
-        me = jd.init()
-        jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
-        theirs = jd.remote(1, make, args=(3,))
-        theirs.creation().result()
-        jd.rpc_sync(0, keep, args=(me.rank,))
-        if me.rank == 2:
-            make_unruly().ask(Fate.FAILED, Kind.LOST, times=2)  # the first would go to the lost one itself
-        if me.rank == 1:
-            time.sleep(60)
-        if me.rank == 0:
-            until(lambda: len(kept) == 4)
-            jd.rpc_async(1, die)
-        until(lambda: told)
-        assert "is lost" in lost_error(theirs.to_here)
-        assert [jd.rpc_sync(k, square, args=(k,)) for k in (0, 2, 3)] == [0, 4, 9]
-        print(me.rank, sorted(told), flush=True)
-        for k in (0, 2, 3):
-            jd.rpc_sync(k, keep, args=("done",))
-        until(lambda: kept.count("done") == 3)
-        jd.shutdown(graceful=False)
-        """,
-    )
-    job.expect("0 [1]", "2 [1]", "3 [1]", "of a loss was not sent: the message to rank")
-
-
 def test_a_worker_that_stands_still_is_killed_though_only_a_settlement_is_missing(surviving_job):
     """Nobody calls it, but until it has settled with the dead one, nothing can be freed. The job ends with the last."""
     job = surviving_job(

@@ -46,7 +46,7 @@ class Simulated(Worker):
 
     def __init__(self, rank, world):
         directory = Directory([f"worker{rank}" for rank in range(world.size)])
-        codec = PickleCodec(allow_code=False)
+        codec = PickleCodec()
         super().__init__("", rank, directory, Wire(rank, world), codec, timeout=9.0, process=THREADS, survives=True)
         self.held = []
 

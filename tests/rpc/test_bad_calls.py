@@ -84,25 +84,8 @@ def test_what_turns_out_to_be_async_is_refused(world, function):
         jd.jit(lambda x: jd.rpc_sync(last(), function, args=(x,)))(1.0)
 
 
-@needs_pickling
 @on_worker0
-def test_lambdas_and_closures_are_refused_by_name(wire_world):
-    def local_function(x):
-        return x
-
-    for function in (lambda x: x, local_function, jax.jit(local_function)):
-        with pytest.raises(jd.FunctionError, match=r"test_bad_calls\..*<locals>.*top level.*register.*allow_code=True"):
-            jd.rpc_sync(last(), function, args=(1,))
-    for function in (jax.vmap(Waiting.waits_not), jax.jit(Waiting.waits_not)):
-        with pytest.raises(jd.FunctionError, match=r"is made of .*\.waits_not, .* no name of its own there.*top level"):
-            jd.rpc_sync(last(), function, args=(1,))
-    with pytest.raises(jd.FunctionError, match="<lambda>"):
-        jd.rpc_sync(last(), apply, args=(lambda x: x, 1))
-    still_works()
-
-
-@on_worker0(allow_code=True)
-def test_code_travels_by_value_where_it_is_allowed(world):
+def test_code_travels_by_value(world):
     offset = 7
     assert jd.rpc_sync(last(), lambda x: x + offset, args=(1,)) == 8
     assert jd.rpc_sync(last(), jax.jit(lambda x: x * offset), args=(2,)) == 14

@@ -1,4 +1,4 @@
-"""Worlds that allow code by value: importable code travels by name, other code by value."""
+"""Functions and classes of a script that other workers do not have, or have otherwise: they travel by value."""
 
 BOTH_HAVE = """
 import dataclasses
@@ -38,7 +38,7 @@ def loss(call, x):
     return (result.a * result.b.sum()).sum()
 
 
-me = jd.init(allow_code=True)
+me = jd.init()
 if me.rank == 0:
     x = jnp.array([0.3, -1.2, 2.0])
     for to in (1, 2):
@@ -58,7 +58,7 @@ jd.shutdown()
 ONE_HAS = """
 import jdistgrad as jd
 
-me = jd.init(allow_code=True)
+me = jd.init()
 if me.rank == 0:
 
     class Pair:
@@ -110,7 +110,7 @@ def show(*functions):
         print(jd.grad(lambda x: jd.rpc_sync(1, function, args=(x,)))(1.0), end=" ", flush=True)
 
 
-me = jd.init(allow_code=True)
+me = jd.init()
 if me.rank == 0:
     show(jitted, ruled)
     print(jd.rpc_sync(1, came, args=(jitted,)))
@@ -145,7 +145,7 @@ import numpy as np
 
 import jdistgrad as jd
 
-me = jd.init(allow_code=True)
+me = jd.init()
 if me.rank == 0:
     folder = pathlib.Path(tempfile.mkdtemp())
 
@@ -211,5 +211,5 @@ def test_jitted_functions_and_custom_rules_that_one_side_has_defined_again_trave
 
 
 def test_jitted_functions_without_a_name_are_compiled_once(mpi_job):
-    """A loop that calls a jitted closure would compile the closure in each call."""
-    mpi_job(3, WITHOUT_A_NAME).expect("number 2\narray 2\n", "rule 2\nreference 0\nanew 1\ngradients 0\n")
+    """Once more after a worker has asked for a function that they use, which is sent with them from then on."""
+    mpi_job(3, WITHOUT_A_NAME).expect("number 2\narray 2\n", "rule 2\nreference 0\nanew 2\ngradients 0\n")

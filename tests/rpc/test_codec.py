@@ -26,7 +26,7 @@ def set_first(array, value):
 
 @pytest.mark.parametrize("kind", ["plain", "structured"])
 def test_a_snapshot_does_not_see_later_changes(kind):
-    codec, array = PickleCodec(allow_code=False), make(kind)
+    codec, array = PickleCodec(), make(kind)
     parcel = codec.encode(array, snapshot=True)
     set_first(array, 7)
     assert codec.decode(parcel)[0] == np.zeros(1, array.dtype)[0]
@@ -34,20 +34,20 @@ def test_a_snapshot_does_not_see_later_changes(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "structured"])
 def test_without_a_snapshot_nothing_is_copied(kind):
-    codec, array = PickleCodec(allow_code=False), make(kind)
+    codec, array = PickleCodec(), make(kind)
     (buffer,) = codec.encode(array, snapshot=False).buffers
     assert np.shares_memory(np.asarray(buffer), array)
 
 
 def test_read_only_arrays_are_never_copied():
-    codec, array = PickleCodec(allow_code=False), make("plain")
+    codec, array = PickleCodec(), make("plain")
     array.flags.writeable = False
     (buffer,) = codec.encode(array, snapshot=True).buffers
     assert np.shares_memory(np.asarray(buffer), array)
 
 
 def test_a_snapshot_of_a_read_only_view_does_not_see_later_changes_of_its_array():
-    codec, array = PickleCodec(allow_code=False), make("plain")
+    codec, array = PickleCodec(), make("plain")
     view = array[:]
     view.flags.writeable = False
     parcel = codec.encode(view, snapshot=True)
@@ -56,20 +56,20 @@ def test_a_snapshot_of_a_read_only_view_does_not_see_later_changes_of_its_array(
 
 
 def test_jax_arrays_are_never_copied():
-    codec, array = PickleCodec(allow_code=False), jnp.zeros(LARGE)
+    codec, array = PickleCodec(), jnp.zeros(LARGE)
     (buffer,) = codec.encode(array, snapshot=True).buffers
     assert np.shares_memory(np.asarray(buffer), np.asarray(array))
 
 
 def test_what_is_frozen_is_decoded_once():
-    codec, value = PickleCodec(allow_code=False), Cached({"how": "often", "and": 3})
+    codec, value = PickleCodec(), Cached({"how": "often", "and": 3})
     first, second = (codec.decode(codec.encode(value, snapshot=True)) for _ in range(2))
     assert first is second
     assert first.value == value.value
 
 
 def test_a_nan_that_jax_looks_for_is_found_in_what_arrives():
-    codec = PickleCodec(allow_code=False)
+    codec = PickleCodec()
     parcel = codec.encode(jnp.array([1.0, jnp.nan]), snapshot=True)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         codec.decode(parcel)
@@ -79,7 +79,7 @@ def test_a_message_that_is_garbage_is_collected_in_silence(monkeypatch):
     """From Python 3.13 on, a stream of bytes that others still read is an exception that nobody can catch."""
     ignored = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    kept = [PickleCodec(allow_code=False).encode("text", snapshot=True)]
+    kept = [PickleCodec().encode("text", snapshot=True)]
     kept.append(kept)
     del kept
     gc.collect()

@@ -40,8 +40,6 @@ def test_two_workers_of_one_name_are_named():
 def test_a_disagreement_names_the_rank_and_both_values():
     with pytest.raises(WorldError, match=r"disagree on jax: rank 0 has 1, rank 2 has 2\. .*the same installation"):
         agree([hello("a", jax="1"), hello("b", jax="1"), hello("c", jax="2")])
-    with pytest.raises(WorldError, match=r"allow_code: rank 0 has False, rank 1 has True\. .*the same allow_code"):
-        agree([hello("a", allow_code="False"), hello("b", allow_code="True")])
 
 
 def test_what_a_rank_does_not_tell_is_not_compared():

@@ -1,13 +1,11 @@
-"""Exceptions and results with odd methods, many of which raise: the caller gets an answer, and the world can end."""
+"""Exceptions with odd methods, some of which raise: the caller gets an answer."""
 
 import concurrent.futures
-import operator
 
 import pytest
-from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_world as wire_world
+from helpers.worlds import last, on_worker0, still_works, wire_world as wire_world
 
 import jdistgrad as jd
-from jdistgrad.wire import launcher_env
 
 SECONDS = 20  # timeout of calls that would never be answered if the test failed
 
@@ -40,13 +38,6 @@ class TextlessError(Exception):
         raise RuntimeError("no text")
 
 
-class LeavingError(Exception):
-    """An exception whose copying or pickling ends the thread."""
-
-    def __reduce__(self):
-        raise SystemExit(3)
-
-
 class UncopiedError(Exception):
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
@@ -56,7 +47,7 @@ class UncopiedError(Exception):
         return self
 
 
-ODD = [TruthlessError, FalseError, NotelessError, NotedError, TextlessError, LeavingError, UncopiedError]
+ODD = [TruthlessError, FalseError, NotelessError, NotedError, TextlessError, UncopiedError]
 
 
 def fail(kind):
@@ -104,86 +95,3 @@ def test_what_the_class_passed_on_otherwise_is_there(big_world):
     with pytest.raises(UncopiedError, match="one and two") as caught:
         jd.rpc_sync(last(), fail, args=(UncopiedError,), timeout=SECONDS)
     assert getattr(caught.value, "both", ("one", "two")) == ("one", "two")
-
-
-class Leaving:
-    def __reduce__(self):
-        raise SystemExit(3)
-
-
-@needs_pickling
-@on_worker0
-def test_a_result_that_ends_the_thread_when_it_is_pickled(wire_world):
-    with pytest.raises(jd.EncodingError, match=r"cannot send the result of .*Leaving.*SystemExit: 3"):
-        jd.rpc_sync(last(), Leaving, timeout=SECONDS)
-    with pytest.raises(jd.EncodingError, match=r"SystemExit: 3"):
-        jd.remote(last(), Leaving).to_here(timeout=SECONDS)
-    still_works()
-
-
-class LostInReduce:
-    """A result that asks a third worker when it is pickled."""
-
-    def __reduce__(self):
-        raise jd.WorkerLostError("worker7 (rank 7) is lost: it was killed", worker=7)
-
-
-@needs_pickling
-@on_worker0
-def test_a_result_that_needs_a_lost_worker_when_it_is_pickled(wire_world):
-    with pytest.raises(jd.WorkerLostError, match=r"worker7 .* is lost") as caught:
-        jd.rpc_sync(last(), LostInReduce, timeout=SECONDS)
-    assert caught.value.worker == 7
-    still_works()
-
-
-class Returned:
-    """A callable whose result is a future that cannot be waited for."""
-
-    def __new__(cls):
-        return UnwaitedFuture()
-
-
-class UnwaitedFuture(concurrent.futures.Future):
-    def add_done_callback(self, fn):
-        raise SystemExit("no callbacks")
-
-
-@on_worker0
-def test_a_future_that_cannot_be_waited_for(world):
-    with pytest.raises(jd.RemoteError, match="SystemExit: no callbacks"):
-        jd.rpc_sync(last(), Returned, timeout=SECONDS)
-    still_works()
-
-
-class Secretive:
-    """A callable that raises when its name, or another attribute that it lacks, is looked up."""
-
-    def __call__(self):
-        return 1
-
-    def __getattr__(self, name):
-        raise SystemError(f"there is no {name}")
-
-
-@on_worker0
-def test_a_function_that_must_not_be_asked(world):
-    """Encoding the function looks up its name; calling the function does not."""
-    if launcher_env.launched() and jd.world_size() > 1:
-        with pytest.raises((SystemError, jd.EncodingError)):
-            jd.rpc_sync(last(), Secretive(), timeout=SECONDS)
-    else:
-        assert jd.rpc_sync(last(), Secretive(), timeout=SECONDS) == 1
-    assert jd.rpc_sync(last(), operator.add, args=(1, 2)) == 3
-
-
-@pytest.mark.parametrize("kind", [NotelessError, TextlessError, LeavingError])
-def test_an_odd_exception_of_a_main_ends_spawn(kind):
-    def main():
-        me = jd.init()
-        if me.rank == 1:
-            fail(kind)
-        jd.shutdown(timeout=SECONDS)
-
-    with pytest.raises(kind):
-        jd.spawn(main, 3)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.errors import EncodingError, FunctionError
+from jdistgrad.errors import EncodingError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.rpc.layouts import Layouts, pickled
+from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.wire import pinned
 from jdistgrad.wire.message import Parcel
 
@@ -64,7 +64,7 @@ def one_equal(found, expected):
 
 
 def layouts():
-    codec = Counting(allow_code=True)
+    codec = Counting()
     return Layouts(codec), codec
 
 
@@ -167,11 +167,6 @@ def test_buffers_that_do_not_fit_the_layout_are_an_error():
     for buffers in ([], whole.buffers[:1], whole.buffers[::-1], [*whole.buffers, whole.buffers[0]]):
         with pytest.raises(EncodingError, match="could not be rebuilt"):
             found.decode(Parcel(whole.stream, buffers))
-
-
-def test_what_may_not_be_named_is_refused():
-    with pytest.raises(FunctionError, match="may not be named"):
-        Layouts(PickleCodec(allow_code=False)).decode(Parcel(pickled((0,), b"cposix\nsystem\n."), []))
 
 
 def test_a_class_that_is_defined_again_arrives_as_the_new_one(monkeypatch):

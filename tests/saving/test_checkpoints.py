@@ -19,13 +19,11 @@ import numpy as np
 import optax
 import pytest
 from helpers.programs import X, affine, make_params
-from helpers.unruly import Fate, make_unruly
 from helpers.worlds import last, nap, rank
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
 from jdistgrad.saving import folders
-from jdistgrad.wire.message import Kind
 
 pytestmark = pytest.mark.one_process  # under mpirun each rank has a temporary folder of its own
 
@@ -449,33 +447,6 @@ def test_threads_that_save_the_same_step_at_once_save_each_its_own(tmp_path):
         same(other.to_here(), found)
 
 
-def test_a_worker_that_cannot_be_asked_is_named_and_the_others_are_waited_for(tmp_path):
-    with jd.local_workers(3):
-        there = [jd.remote(1, big, args=(1,)), jd.remote(2, big, args=(2,))]
-        jd.save(tmp_path, 1, (there, Arms()))
-        fates = make_unruly()
-        arms = Arms(lambda: fates.ask(Fate.FAILED, Kind.CALL))
-        said = r"worker1 .* could not write its part of step 2 .*cannot call .*write_works.*step 1 is still complete"
-        with pytest.raises(jd.CheckpointError, match=said):
-            jd.save(tmp_path, 2, (there, arms))
-        assert [one.name for one in tmp_path.iterdir()] == ["1"]
-        fates = make_unruly()
-        for failing in range(1, 3):  # the first call puts back on worker 1, the second on worker 2
-            other = [jd.remote(1, big, args=(5,)), jd.remote(2, big, args=(6,))]
-            [one.to_here() for one in other]
-            fates.ask(None, Kind.CALL, times=2 + failing - 1)
-            fates.ask(Fate.FAILED, Kind.CALL)
-            said = rf"restore: worker{failing} .* could not put back its part: .*put_back.* restore again"
-            with pytest.raises(jd.CheckpointError, match=said):
-                jd.restore(tmp_path, (other, Arms()))
-            same(
-                [one.to_here() for one in other],
-                [big(1) if failing == 2 else big(5), big(2) if failing == 1 else big(6)],
-            )
-            assert jd.restore(tmp_path, (other, Arms()))[0] == 1
-            same([one.to_here() for one in other], [big(1), big(2)])
-
-
 def fail(seconds):
     raise ValueError("boom")
 
@@ -707,75 +678,6 @@ def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
     assert sum("trees is a Odd, which cannot be saved" in one for one in said) == 3
     assert sum(one.startswith("worker1 (rank 1): ") for one in said) == 3
     assert sum("have different trees" in one for one in said) == 3
-    assert not list(tmp_path.iterdir())
-
-
-def saved_by_three(folder, tree_of):
-    """Save the tree of each rank; return what was raised, by rank."""
-    raised = {}
-
-    def main():
-        me = jd.init()
-        try:
-            jd.save(folder, 1, tree_of(me.rank))
-        except jd.DistgradError as error:
-            raised[me.rank] = error
-        jd.shutdown()
-
-    jd.spawn(main, 3)
-    return raised
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_what_ranks_have_for_themselves_without_a_mark_is_named(tmp_path, caplog, large):
-    # Restored, all ranks would have the slices of the first, without an error.
-    weights = jnp.linspace(-1, 1, 400_000 if large else 30)
-    params = {"a": weights, "w": weights}
-
-    def tree_of(rank):
-        sharding = jd.shard_state(optax.adam(0.1))
-        return params, sharding.update(params, sharding.init(params), params)[1]
-
-    assert not saved_by_three(tmp_path, tree_of)
-    (record,) = caplog.records
-    assert re.search(r"\.mu\['a'\] is not the same on ranks 0, 1, 2. What worker0 \(rank 0\) has", record.getMessage())
-
-
-def test_what_ranks_have_alike_is_saved_without_a_warning(tmp_path, caplog):
-    assert not saved_by_three(tmp_path, lambda rank: (values(5), jd.per_worker(values(rank + 1))))
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("what", ["value", "optimizer"])
-@pytest.mark.parametrize("differ", [True, False])
-def test_references_to_what_each_rank_has_for_itself_are_named_without_a_mark(tmp_path, caplog, what, differ):
-    def tree_of(rank):
-        reference = jd.RRef({"w": jnp.ones(3) + rank * differ})
-        return {"r": reference if what == "value" else jd.DistributedOptimizer(optax.adam(0.1), [reference])}
-
-    assert not saved_by_three(tmp_path, tree_of)
-    place = r"trees\['r'\]" + ("" if what == "value" else r"/values\[0\]")
-    named = [
-        re.search(place + r"\['w'\] is not the same on ranks 0, 1, 2\.", one.getMessage()) for one in caplog.records
-    ]
-    assert len(named) == differ
-    assert all(named)
-
-
-def test_equal_numbers_of_other_types_are_the_same(tmp_path, caplog):
-    numbers = {0: (3, 0.5, math.nan, True), 1: (np.int64(3), jnp.bfloat16(0.5), np.float32("nan"), 1)}
-    assert not saved_by_three(tmp_path, lambda rank: numbers.get(rank, (jnp.int8(3), 0.5 + 0j, math.nan, 1.0)))
-    assert not caplog.records
-    assert not saved_by_three(tmp_path, lambda rank: 3 if rank < 2 else np.int64(4))
-    assert "trees is not the same on ranks 0, 2" in caplog.text
-
-
-@pytest.mark.parametrize("other", [jnp.ones(4), np.ones(3), "text"], ids=["shape", "dtype", "kind"])
-def test_leaves_of_other_kinds_are_refused(tmp_path, other):
-    raised = saved_by_three(tmp_path, lambda rank: {"x": other if rank == 2 else jnp.ones(3)})
-    text = r"\['x'\] is float32\[3\] on worker0 .*(4|float64\[3\]|str).* on worker2 .*Mark what is not the same"
-    assert len(raised) == 3
-    assert all(re.search(text, str(error)) for error in raised.values())
     assert not list(tmp_path.iterdir())
 
 

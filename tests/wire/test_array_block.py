@@ -11,7 +11,7 @@ from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
 from jdistgrad.wire.buffers import BufferPool
 
-CODEC = PickleCodec(allow_code=False)
+CODEC = PickleCodec()
 
 
 def sent(*arrays):

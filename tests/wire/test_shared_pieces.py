@@ -4,7 +4,6 @@ import contextlib
 import gc
 import operator
 import os
-import warnings
 import weakref
 
 import jax
@@ -152,32 +151,6 @@ def test_garbage_that_sends_while_its_thread_looks_for_room_does_not_wait_for_th
     assert not thread.is_alive()
     assert 0 in places
     assert sorted(filter(None, places)) == list(range(1, len(places) - places.count(0) + 1))
-
-
-def test_a_forked_process_has_a_copy_of_what_is_in_use(ranks):
-    place, piece = send(ranks, 0, 1, 7)
-    used_again, use_again = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX warns when a process forks
-        child = os.fork()
-    if not child:
-        status = 1
-        with contextlib.suppress(BaseException):
-            os.close(use_again)
-            os.read(used_again, 1)
-            status = 0 if (piece == 7).all() else 2
-            piece[:] = 1
-            del piece
-        os._exit(status)
-    os.close(used_again)
-    piece[:] = 8
-    del piece
-    again, piece = send(ranks, 0, 1, 9)
-    os.close(use_again)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert again == place
-    assert (piece == 9).all()
-    assert send(ranks, 0, 1, 10)[0] != place
 
 
 def test_who_closes_leaves_the_others_what_they_hold(ranks):

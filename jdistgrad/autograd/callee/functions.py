@@ -28,9 +28,8 @@ from jdistgrad.autograd.values.typed import ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import JITTED, ServedFunction, describe
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.named import JITTED
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.owned import Owned
 from jdistgrad.rpc.references.rref import RRef

@@ -23,9 +23,8 @@ from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
 from jdistgrad.autograd.values.uniform import made
-from jdistgrad.rpc.functions import Args
+from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.named import JITTED
 from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"

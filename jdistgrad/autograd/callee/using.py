@@ -12,8 +12,7 @@ import numpy as np
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc import unpickling
-from jdistgrad.rpc.codec import OWN
+from jdistgrad.rpc.by_value import OWN
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
 
@@ -82,7 +81,7 @@ OWN.add(Using)
 
 @functools.lru_cache(maxsize=4096)
 def _arrived(stream: bytes) -> Using:
-    return Using(*unpickling.loads(stream))
+    return Using(*pickle.loads(stream))
 
 
 def summed(marks: Sequence[Any]) -> Marks:

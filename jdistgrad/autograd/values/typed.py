@@ -14,7 +14,8 @@ import jax
 from jdistgrad._compat import weakly_typed
 from jdistgrad.autograd.values.holes import arrays_of, is_key
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import ServedFunction, describe, equals_only_alike
+from jdistgrad.rpc.fingerprints import equals_only_alike
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.wire.arrays import as_jax_array
 

@@ -8,23 +8,23 @@ import functools
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 MIB = 1 << 20
 FIRST_LIMIT, CAP = 1 * MIB, 25 * MIB
 
-Cap = float | Literal["auto"] | None  # in MiB
+Cap = float | None  # in MiB
 
 
 def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
-    """Return the bucket limits in bytes for a cap in MiB: by default, and before measuring, 25 and 1 for the first."""
-    if bucket_cap_mb is None or bucket_cap_mb == "auto":
+    """Return the bucket limits in bytes for a cap in MiB: by default 25, and 1 for the first."""
+    if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, numbers.Real) or not bucket_cap_mb > 0:
         raise ValueError(
-            f'bucket_cap_mb must be a number of MiB above zero, None for {CAP // MIB}, or "auto"; not {bucket_cap_mb!r}'
+            f"bucket_cap_mb must be a number of MiB above zero or None for {CAP // MIB}; not {bucket_cap_mb!r}"
         )
     return (max(1, int(min(float(bucket_cap_mb), 1 << 40) * MIB)),)
 

@@ -152,8 +152,7 @@ class ByCalls:
                 poll(lambda: False, TOLD_SECONDS, together.check)
             places = together.places(outcome.missing)
             early = f" A rank gave up early: {outcome.cause}." if outcome.cause else ""
-            recorded = together.told(f"{what}: ranks {outcome.missing} have not come")
-            raise missing_ranks(what, outcome.missing, outcome.seconds, places, early + recorded)
+            raise missing_ranks(what, outcome.missing, outcome.seconds, places, early)
 
     def _outcome(self, name: Name, told: CallFuture[Any], timeout: float, together: WatchedBlock) -> Outcome:
         heard, start = _meetings().heard, time.monotonic()

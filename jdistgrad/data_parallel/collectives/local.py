@@ -98,7 +98,7 @@ class Local(HostCollectives):
                     patient = next(rank for rank in range(self.size) if rank not in error.missing)
                     raise waits_no_longer(what, patient, timeout) from None
                 places = together.places(error.missing)
-                raise missing_ranks(what, error.missing, timeout, places, together.told(str(error))) from None
+                raise missing_ranks(what, error.missing, timeout, places) from None
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)

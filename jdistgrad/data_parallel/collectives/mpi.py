@@ -26,7 +26,6 @@ from jdistgrad.data_parallel.collectives.world import (
 )
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import on_cpus
-from jdistgrad.rpc import unpickling
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire import launcher_env
@@ -148,8 +147,7 @@ class MPI(HostCollectives):
         with together:
             if not poll(has_ended, timeout, check):
                 missing = self._missing()
-                places, told = together.places(missing), together.told(f"{what}: ranks {missing} have not come")
-                raise missing_ranks(what, missing, timeout, places, told)
+                raise missing_ranks(what, missing, timeout, together.places(missing))
 
     def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
         refuse_forked_process(what)
@@ -263,7 +261,7 @@ class MPI(HostCollectives):
             if not stream:
                 why = str(rest[0], "utf8")
                 raise CollectiveError(f"a gather of objects: that of rank {rank} cannot be pickled: {why}")
-        return [unpickling.loads(stream, buffers) for stream, *buffers in found]
+        return [pickle.loads(stream, buffers=buffers) for stream, *buffers in found]
 
 
 def ends(route: Route, rank: int) -> tuple[int, int]:

@@ -72,7 +72,6 @@ class Receiving:
                 return
             places = block.places([1])  # of the block's two ranks
             text = self._too_late("only a part has come" if begun else "nothing has come", places.get(1, ""))
-            text += block.told(text)
         raise MissingRanksError(text, missing=[self._source], seconds=self._timeout)
 
     def _too_late(self, what: str, place: str) -> str:

@@ -27,7 +27,6 @@ class Act(enum.IntEnum):
     OPERATE = 6  # a collective operation that is not the reducer's, in a hook for example
     FAILED = 7  # the rank's step has failed, for a reason of its own
     AVERAGE = 8  # gradients that were given to be averaged, not those of a step: usually accumulated ones
-    TUNE = 9
 
 
 class Joining(enum.IntEnum):
@@ -73,7 +72,6 @@ class Roll(NamedTuple):
             Act.OPERATE: "is in a collective operation",
             Act.FAILED: f"has failed at bucket {self.number}",
             Act.AVERAGE: f"reduces bucket {self.number} of given gradients",
-            Act.TUNE: "chooses the size of buckets",
         }[self.act]
         return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
 

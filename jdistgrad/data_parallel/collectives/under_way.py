@@ -153,7 +153,6 @@ def _end_job(launch: Launch) -> None:
         f"{launch.block.me} has waited {launch.timeout:g} s for {launch.what}, a program over all devices. "
         f"{launch.block.unfinished()}"
     )
-    text += launch.block.told(text)
     print(f"jdistgrad: {text}", file=sys.stderr, flush=True)
     time.sleep(GRACE_SECONDS)
     if not launch.has_ended():

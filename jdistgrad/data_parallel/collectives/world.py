@@ -136,10 +136,6 @@ class WatchedBlock:
 
             abort_job(cause)
 
-    def told(self, cause: str) -> str:
-        """Let the flight recorder, if there is one, write what all ranks wait for; return what to add to an error."""
-        return "" if self._worker is None else str(self._worker.error_suffix(cause))
-
     def places(self, missing: Sequence[int]) -> dict[int, str]:
         """Return where the missing ranks (of the group) are in their programs, as far as they still answer."""
         if self._worker is None:

@@ -315,14 +315,6 @@ class Reducer:
         return used.astype(bool)
 
     @whole
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return each of some times on the rank where it is longest."""
-        self._meet(self._roll(Act.TUNE, len(seconds)))
-        found = np.array(seconds)
-        self.collectives.reduce_in_place(found, "max")
-        return found.tolist()
-
-    @whole
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
         """Overwrite this rank's leaves with the root's."""
         root = self.collectives.place_of(root)

@@ -17,8 +17,7 @@ class Statistics:
     Bytes are those of the gradients, before a hook or the choice of rows reduces their number. Times are this rank's,
     in seconds. ``compute``: from the first dispatch until the last gradient was ready. ``communication``: time spent
     reducing, summed over the buckets. ``overlap``: the part of ``communication`` within ``compute``. ``waiting``: time
-    spent waiting for other ranks to reach a bucket. ``bucket_cap_mb``: the size in use (None: the default), and with
-    ``"auto"`` the ``trials`` that led to it, (MiB, seconds a step took on the slowest rank); empty until it is chosen.
+    spent waiting for other ranks to reach a bucket. ``bucket_cap_mb``: the size in use (None: the default).
     """
 
     rank: int = 0
@@ -37,7 +36,6 @@ class Statistics:
     waiting: float = 0.0
     spans: "tuple[Span, ...]" = ()
     bucket_cap_mb: Cap = None
-    trials: tuple[tuple[float | None, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Steps driven from Python, in segments or whole, and reduced by a thread of their own."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +25,6 @@ from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
-from jdistgrad.data_parallel.reducing.tuning import Tuning
 from jdistgrad.data_parallel.steps.join import Join
 from jdistgrad.data_parallel.steps.program import LossProgram, Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
@@ -36,7 +33,6 @@ from jdistgrad.data_parallel.steps.trace import Trace, readiness
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.handles import is_handle
-from jdistgrad.wire.interrupts import put_off_interrupt
 
 T = TypeVar("T")
 
@@ -62,8 +58,6 @@ class Driver:
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
         self._usage = Usage()
-        self._tuning = Tuning(rules) if rules.bucket_cap_mb == "auto" else None
-        self._slowest: concurrent.futures.Future[list[float]] | None = None
         self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
 
@@ -120,21 +114,9 @@ class Driver:
 
     def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         """Take a step; return the value, and the averaged gradients."""
-        tuning = None if self.joining else self._tuning
-        if tuning is not None and tuning.has_begun:
-            self._tune(tuning)
-        start, seconds = time.perf_counter(), None
         with self._telling_failures():
             program = self._compiled(programs, args, kwargs, overlap=overlap)
-        try:
-            results, averaged = self._taken(program, args, kwargs)
-            if tuning is not None:
-                jax.block_until_ready(averaged)
-            seconds = time.perf_counter() - start
-        finally:
-            if tuning is not None:
-                tuning.note(program.plan, seconds)
-        return results, averaged
+        return self._taken(program, args, kwargs)
 
     @contextlib.contextmanager
     def _telling_failures(self) -> Iterator[None]:
@@ -203,17 +185,6 @@ class Driver:
             reduction.abandon()
         else:  # Ctrl-C, before the ranks have met: the next step is this one
             self._reducer.step = before
-
-    def _tune(self, tuning: Tuning) -> None:
-        """Set the bucket size of the next step; all ranks choose one when all sizes have been tried."""
-        medians = tuning.medians
-        if medians is not None:
-            with put_off_interrupt():  # once, also if Ctrl-C ends this rank's wait: the others go on
-                self._slowest = self._slowest or self._thread.submit(self._reducer.slowest, medians)
-            tuning.decide(self._slowest.result())
-            self._tuning = None
-        self._rules = self._reducer.rules = dataclasses.replace(self._rules, bucket_cap_mb=tuning.cap)
-        self.statistics = dataclasses.replace(self.statistics, bucket_cap_mb=tuning.cap, trials=tuning.trials)
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""

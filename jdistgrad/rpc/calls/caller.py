@@ -160,15 +160,14 @@ class Caller:
         overdue = self._calls.overdue(now)
         if not overdue:
             return
-        told = self._mailbox.error_suffix(f"{overdue[0]}: no answer within {overdue[0].timeout:g} s")
         with self._mailbox.work.under_way():  # from a call's end to its callbacks
-            self._fail_overdue(now, told)
+            self._fail_overdue(now)
 
-    def _fail_overdue(self, now: float, told: str) -> None:
+    def _fail_overdue(self, now: float) -> None:
         for pending in self._calls.expire(now):
             text = (
                 f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
-                f"(init(timeout=)) more time if it may take that long.{told}"
+                f"(init(timeout=)) more time if it may take that long."
             )
             self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 

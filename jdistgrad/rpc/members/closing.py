@@ -233,10 +233,9 @@ class Closing:
 
     def _too_late(self, timeout: float) -> errors.CallTimeoutError:
         waited = f"shutdown of {self._mailbox.info}: waited {timeout:g} s"
-        told = self._mailbox.error_suffix(waited)
         return errors.CallTimeoutError(
             f"{waited} {self._describe(self._reports())}. Every worker must call shutdown(); shutdown(graceful=False) "
-            f"leaves without waiting.{told}",
+            f"leaves without waiting.",
             seconds=timeout,
         )
 

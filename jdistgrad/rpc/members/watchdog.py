@@ -199,7 +199,6 @@ class Watchdog:
         if one.blocking and one.interrupt is None:
             mailbox.process.end_job(text)
         elif one.error is None:
-            text += mailbox.error_suffix(text)
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
             if one.interrupt is not None:
                 one.interrupt()

@@ -1,12 +1,12 @@
 """Exceptions that cross workers: their own type, the remote traceback, and the chain of workers as notes.
 
-Users' exception classes may raise anything when an exception is turned into text, copied, pickled or given a note.
-This module lets none of that through, because the caller must get an answer.
+An exception that cannot be pickled, or made again on the other side, arrives as a RemoteError with its text.
 """
 
 import contextlib
 import copy
 import dataclasses
+import io
 import os
 import pathlib
 import pickle
@@ -15,7 +15,7 @@ import types
 from typing import Any
 
 from jdistgrad.errors import RemoteError
-from jdistgrad.rpc import unpickling
+from jdistgrad.rpc.by_value import ObjectPickler
 from jdistgrad.rpc.references.in_messages import encoding
 
 PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
@@ -32,13 +32,19 @@ class Failure:
     note: str
 
     def __reduce__(self) -> Any:
-        return _rebuild, (_pickled(self.error), self.spelled, self.note, _notes(self.error))
+        return _received, (_pickled(self.error), self.spelled, self.note, _notes(self.error))
 
     def to_raise(self) -> BaseException:
-        """Return the exception for the caller to raise; called once for each caller."""
-        twin = _copied(self.error) if isinstance(self.error, Exception) else None
-        error = _in_words(self.spelled) if twin is None else twin
-        _set_notes(error, [*_notes(self.error), self.note])
+        """Return the exception for the caller to raise: a copy, since several callers may raise it.
+
+        Besides, a new traceback of the object itself would keep the caller's values as long as the owner keeps it.
+        """
+        twin = None
+        if isinstance(self.error, Exception):
+            with contextlib.suppress(Exception):
+                twin = _rebuilt(*_parts(self.error)) if _is_made_of_args(self.error) else copy.copy(self.error)
+        error = _in_words(self.spelled) if twin is None or twin is self.error else twin
+        error.__notes__ = [*_notes(self.error), self.note]
         return error
 
 
@@ -68,7 +74,7 @@ def spelled(error: BaseException) -> str:
     )
     try:
         text = str(error)
-    except BaseException as raised:
+    except Exception as raised:
         text = f"(asking for its text raised {type(raised).__name__})"
     return f"{name}: {text}" if text else name
 
@@ -81,20 +87,11 @@ def in_short(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception of any class, if the class lets one."""
-    _set_notes(error, [*_notes(error), note])
+    error.__notes__ = [*_notes(error), note]
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    try:
-        return [str(note) for note in getattr(error, "__notes__", [])]
-    except BaseException:
-        return []
-
-
-def _set_notes(error: BaseException, notes: list[str]) -> None:
-    with contextlib.suppress(BaseException):
-        error.__notes__ = notes
+    return list(getattr(error, "__notes__", []))
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
@@ -104,126 +101,61 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         one = found.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            with contextlib.suppress(BaseException):
-                one.__traceback__ = None
-                found += [one.__cause__, one.__context__, *_members(one)]
-
-
-def _members(error: BaseException) -> tuple[BaseException, ...]:
-    return error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-
-
-def _copied(error: Exception) -> Exception | None:
-    """Return a copy to raise: one exception may be raised for several callers, each adding its own traceback and notes.
-
-    Never return the object itself: its new traceback would keep the caller's values alive as long as the owner keeps
-    the exception. If ``__init__`` needs other arguments than ``args``, the copy is made without it. Return None if that
-    fails too.
-    """
-    for made in (_copy, _made_anew):
-        with contextlib.suppress(BaseException):
-            twin = made(error)
-            if twin is not error and isinstance(twin, Exception):
-                return twin
-    return None
-
-
-def _copy(error: Exception) -> Exception:
-    twin = copy.copy(error)
-    return _with_args(twin, error.args) if _is_made_of_args(error) else twin
+            one.__traceback__ = None
+            members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            found += [one.__cause__, one.__context__, *members]
 
 
 def _is_made_of_args(error: BaseException) -> bool:
     """Return whether Python copies and pickles an exception as its class, to be called with ``args``, and attributes.
 
-    An ``__init__`` that makes a text of its argument would make another one of that text.
+    An ``__init__`` may take others, or make a text of its argument: it would make another one of that text.
     """
     kind: Any = type(error)
     return isinstance(kind.__reduce__, types.MethodDescriptorType) and kind.__reduce_ex__ is object.__reduce_ex__
 
 
-def _with_args(error: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(error, BaseException):
-        error.args = args
+def _parts(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+    return type(error), error.args, error.__dict__
+
+
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    try:
+        error = kind(*args)
+    except Exception:  # its ``__init__`` takes other arguments
+        error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
     return error
 
 
-class _WithArgs:
-    """An exception that is pickled as Python would, and has its ``args`` again."""
-
-    def __init__(self, error: Exception):
-        self._parts = error, error.args
-
-    def __reduce__(self) -> Any:
-        return _with_args, self._parts
+class _ExceptionPickler(ObjectPickler):
+    def found(self, value: Any) -> Any:
+        if isinstance(value, BaseException) and _is_made_of_args(value):
+            return _rebuilt, _parts(value)
+        return super().found(value)
 
 
-def _made_anew(error: Exception) -> Exception:
-    return _put_together(type(error), error.args, error.__dict__)
+def _pickled(error: BaseException | None) -> bytes | None:
+    stream = io.BytesIO()
+    try:
+        with encoding(None):  # no references: they would be counted twice
+            _ExceptionPickler(stream).dump(error)
+    except Exception:
+        return None
+    return stream.getvalue()
+
+
+def _received(data: bytes | None, text: str, note: str, notes: list[str]) -> Failure:
+    try:
+        error = None if data is None else pickle.loads(data)
+    except Exception:  # the class is unknown on this side, or behaves differently here
+        error = None
+    if error is None:
+        error = _in_words(text)
+    error.__notes__ = notes  # a class with a __reduce__ of its own leaves them out
+    return Failure(error, text, note)
 
 
 def _in_words(text: str) -> RemoteError:
     return RemoteError(f"the remote function raised {text}", remote_type=text)
-
-
-class _InParts:
-    """An exception that is pickled as its class, ``args`` and attributes: its ``__init__`` may need other arguments."""
-
-    def __init__(self, error: Exception):
-        self._parts = type(error), error.args, error.__dict__
-
-    def __reduce__(self) -> Any:
-        return _put_together, self._parts
-
-
-def _put_together(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    twin = kind.__new__(kind, *args)
-    twin.args = args
-    twin.__dict__.update(attributes)
-    return twin
-
-
-class _GroupInParts:
-    """A group of exceptions that is pickled as its class and its exceptions, each in its own form, or else in words."""
-
-    def __init__(self, group: ExceptionGroup[Any]):
-        members = [Failure(one, spelled(one), "") for one in group.exceptions]
-        self._parts = type(group), group.message, members, group.__dict__
-
-    def __reduce__(self) -> Any:
-        return _group_together, self._parts
-
-
-def _group_together(kind: type[Exception], message: str, members: list[Failure], attributes: Any) -> Exception:
-    return _put_together(kind, (message, [member.error for member in members]), attributes)
-
-
-def _forms(error: BaseException | None) -> list[Any]:
-    """Return the ways to pickle an exception, the best first."""
-    if isinstance(error, ExceptionGroup):
-        return [_GroupInParts, lambda one: one]
-    if not isinstance(error, Exception):
-        return [lambda one: one]
-    return [_WithArgs if _is_made_of_args(error) else lambda one: one, _InParts]
-
-
-def _pickled(error: BaseException | None) -> bytes | None:
-    for form in _forms(error):
-        with contextlib.suppress(BaseException), encoding(None):  # no references: the trial would count them twice
-            data = pickle.dumps(form(error))
-            unpickling.loads(data)
-            return data
-    return None
-
-
-def _rebuild(data: bytes | None, text: str, note: str, notes: list[str]) -> Failure:
-    try:
-        error = None if data is None else unpickling.loads(data)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # the class is unknown on this side, or behaves differently here
-        error = None
-    if error is None:
-        error = _in_words(text)
-    _set_notes(error, notes)  # a class with a __reduce__ of its own leaves them out
-    return Failure(error, text, note)

@@ -87,10 +87,6 @@ class Served:
             refuse_coroutine(result)
         except BaseException as raised:
             result, error = None, raised
-        if self.server.mailbox.severed:  # the answer is the parent's to give
-            if error is not None:
-                raise error
-            return
         self._end(result, error)
         del result, error
         self.server.being_served.leave(self)

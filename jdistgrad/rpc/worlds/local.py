@@ -12,7 +12,6 @@ from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world, whole_or_closed
@@ -63,8 +62,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
             _require_shutdown(rank)
         except BaseException as error:
             failures.append(error)
-            told = recorder.record_error(f"the main of rank {rank} failed: {in_short(error)}")
-            add_note(error, f"raised by the main of rank {rank} of spawn{told}")
+            add_note(error, f"raised by the main of rank {rank} of spawn")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
             _leave_open_world()
         finally:
@@ -100,7 +98,7 @@ class LocalWorkers:
             with whole_or_closed():
                 for server in self._servers:
                     server.start()
-                self._worker = open_local(hub, 0, None, timeout, allow_code=False)
+                self._worker = open_local(hub, 0, None, timeout)
                 current.bind_process(self._worker)
         except BaseException as error:  # Ctrl-C, say: the servers would wait for this worker
             hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
@@ -110,7 +108,7 @@ class LocalWorkers:
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
         opened: list[Worker] = []
         try:
-            opened.append(open_local(hub, rank, None, timeout, allow_code=False))
+            opened.append(open_local(hub, rank, None, timeout))
             opened[0].closing.run(float("inf"), only_serves=True)
         except errors.WorkerLostError as lost:
             log.info("the local worker of rank %d ends: %s", rank, in_short(lost))

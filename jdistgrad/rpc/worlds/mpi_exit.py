@@ -13,13 +13,11 @@ import signal
 import sys
 import traceback
 from types import TracebackType
-from typing import Any
 
 from mpi4py import MPI
 
 from jdistgrad.config import settings
-from jdistgrad.forked import leave, status_of
-from jdistgrad.rpc.flight import recorder
+from jdistgrad.rpc import current
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
@@ -46,11 +44,13 @@ def guard(rank: int) -> None:
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not _reported:
             previous(kind, error, trace)
-        if _fork is None and _latest is not None and _latest.survives:
+        if current.fork_error() is not None:
+            os._exit(1)
+        if _latest is not None and _latest.survives:
             if _latest.closing.told:
                 launcher_env.leave_note(launcher_env.FAILED)
             _die(_latest, f"it failed: {in_short(error)}")
-        elif _fork is None:
+        else:
             end_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
 
     sys.excepthook = failed
@@ -58,8 +58,8 @@ def guard(rank: int) -> None:
 
 
 def end_job(cause: str) -> None:
-    """End all ranks, after each has written what it waits for, if there is a flight recorder."""
-    abort_job(f"{cause}{recorder.record_error(cause, wait=True)}")
+    """End all ranks."""
+    abort_job(cause)
 
 
 def report(error: BaseException) -> None:
@@ -74,7 +74,6 @@ def joined(worker: Worker) -> None:
     """Note that this process is this worker from now on."""
     global _latest
     if _latest is None:
-        atexit.register(_end_fork)
         when_mpi_ends(_mpi_ends)
     _latest = worker
     launcher_env.leave_note(launcher_env.JOINED)
@@ -91,6 +90,8 @@ def _mpi_ends() -> None:
 
 
 def _check_end() -> None:
+    if current.fork_error() is not None:  # mpi4py's own exit handler would wait for the parent
+        os._exit(0)
     if _latest is None:
         return
     if not _latest.closed and _latest.survives:
@@ -145,44 +146,3 @@ def _silent_and_alive(worker: Worker) -> set[int]:
 def others_of(worker: Worker) -> set[int]:
     """Return the ranks of the other workers that are not lost."""
     return set(range(worker.size)) - {worker.rank, *worker.peers.lost}
-
-
-class Fork:
-    """The exit status of a process that was forked from a rank, and its exit with that status.
-
-    The process must not reach mpi4py's exit handler, which waits for the parent for ever, so it has to call
-    ``os._exit`` before; but Python does not give exit handlers the exit status.
-    """
-
-    def __init__(self) -> None:
-        self.status = 0
-        self._exit, self._excepthook = sys.exit, sys.excepthook
-        sys.exit, sys.excepthook = self.exit, self.excepthook  # type: ignore[assignment]
-
-    def exit(self, status: Any = None) -> None:
-        self.status = status_of(status)
-        self._exit(status)
-
-    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.status = 1
-        self._excepthook(kind, error, trace)
-
-    def end(self) -> None:
-        leave(self.status)
-
-
-_fork: Fork | None = None
-
-
-def _in_child() -> None:
-    global _latest, _fork
-    if _latest is not None:
-        _latest, _fork = None, Fork()
-
-
-def _end_fork() -> None:
-    if _fork is not None:
-        _fork.end()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -5,10 +5,8 @@ import dataclasses
 import faulthandler
 import importlib
 import math
-import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +15,10 @@ from jdistgrad import errors
 from jdistgrad.rpc import current, devices, likeness, log_records
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
-from jdistgrad.rpc.flight import recorder
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds import forks
+from jdistgrad.rpc.worlds import stacks
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
@@ -52,15 +49,15 @@ def only_world_of_process(what: str) -> Iterator[None]:
         yield
 
 
-def open_local(hub: Hub, rank: int, name: Names, timeout: float, *, allow_code: bool) -> Worker:
-    recorder.start_if_asked()
+def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
+    stacks.start_if_asked()
     if hub.size > 1:
         devices.compile_beside_waiting_programs()
-    hello = _hello(name_of(name, rank, hub.size), {likeness.CODE: str(allow_code)})
+    hello = _hello(name_of(name, rank, hub.size), {})
     world = hub.next_world(rank)  # after what may be refused: the others are in this world
     hellos = world.gather(rank, hello, timeout)
     transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
-    return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device, allow_code=allow_code)
+    return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device)
 
 
 @contextlib.contextmanager
@@ -86,13 +83,12 @@ def close(worker: Worker, *, graceful: bool) -> None:
         current.unbind(worker)
 
 
-def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool) -> Worker:
+def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
     launcher_env.refuse_place_of_another_process("init")
-    recorder.start_if_asked()
+    stacks.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
-    now = time.monotonic()
-    launcher_env.leave_note(launcher_env.CALLED, f"{os.getpid()} {now} {now + timeout}")
+    launcher_env.leave_note(launcher_env.CALLED)
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
     launcher_env.take_place()
@@ -110,7 +106,7 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
     devices.take_process_device(launcher_env.local_rank())
-    facts = {**likeness.of_this_process(), likeness.CODE: str(allow_code), likeness.DEVICES: str(with_devices)}
+    facts = {**likeness.of_this_process(), likeness.DEVICES: str(with_devices)}
     facts[likeness.SURVIVE] = str(survive)
     hello = dataclasses.replace(
         _hello(name_of(name, comm.rank, comm.size), facts),
@@ -118,14 +114,12 @@ def open_mpi(name: Names, timeout: float, *, allow_code: bool, with_devices: boo
         left=worlds_left(),
         card=devices.card_to_share(),
     )
-    worker = _worker_of_rank(comm, hello, timeout, allow_code=allow_code, with_devices=with_devices, survive=survive)
+    worker = _worker_of_rank(comm, hello, timeout, with_devices=with_devices, survive=survive)
     mpi_exit.joined(worker)
     return worker
 
 
-def _worker_of_rank(
-    comm: Any, hello: Hello, timeout: float, *, allow_code: bool, with_devices: bool, survive: bool
-) -> Worker:
+def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
     """Meet the other ranks, and open this rank's worker."""
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
@@ -147,7 +141,7 @@ def _worker_of_rank(
         doorbell.meet([one.doorbell for one in hellos])
         transport, world = MPITransport(own, hellos[0].world, memory, doorbell, failures), hellos[0].world
         process = Process(mpi_exit.end_job, mpi_exit.report)
-        worker = _open(world, directory, comm.rank, transport, timeout, process, allow_code=allow_code, survive=survive)
+        worker = _open(world, directory, comm.rank, transport, timeout, process, survive=survive)
         if_failed.pop_all()
     return worker
 
@@ -234,15 +228,13 @@ def _open(
     process: Process,
     device: Any = None,
     *,
-    allow_code: bool,
     survive: bool = False,
 ) -> Worker:
-    codec = PickleCodec(allow_code=allow_code)
+    codec = PickleCodec()
     worker = Worker(
         world, rank, directory, transport, codec, timeout=timeout, process=process, device=device, survives=survive
     )
-    forks.watch(worker)
-    recorder.watch(worker)
+    stacks.watch(worker)
     log_records.install()
     try:
         transport.start(worker)

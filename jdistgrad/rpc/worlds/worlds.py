@@ -60,7 +60,6 @@ def init(
     name: Names = None,
     *,
     timeout: float = 60.0,
-    allow_code: bool = False,
     devices: bool | None = None,
     survive: bool | None = None,
 ) -> WorkerInfo:
@@ -76,8 +75,6 @@ def init(
         Defaults to ``"worker{rank}"``.
       timeout: seconds after which an unanswered call fails, unless the call has a timeout of its own; also the time
         that ``init`` waits for the other workers.
-      allow_code: let functions that cannot be imported (lambdas, closures, notebook cells) travel by value between
-        processes. Every worker must give the same value.
       devices: start ``jax.distributed``, so that XLA's collectives reach the devices of all ranks
         (``collectives.Devices``); the first ``init`` with it must come before the program's first array. Every worker
         must give the same value; the default is the environment variable ``JDISTGRAD_DEVICES``, 0 or 1. In a world
@@ -113,18 +110,18 @@ def init(
     check_names(name)
     seat = _seat.get()
     if seat is not None:
-        worker = open_local(*seat, name, seconds, allow_code=allow_code)
+        worker = open_local(*seat, name, seconds)
         current.bind_thread(worker)
         return worker.info
     with only_world_of_process("init"):
         if launcher_env.launched():
             with_devices = settings.devices if devices is None else devices
             survives = settings.survive if survive is None else survive
-            worker = open_mpi(name, seconds, allow_code=allow_code, with_devices=with_devices, survive=survives)
+            worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
             current.bind_process(worker)
         else:
             with whole_or_closed():
-                worker = open_local(Hub(1), 0, name, seconds, allow_code=allow_code)
+                worker = open_local(Hub(1), 0, name, seconds)
                 current.bind_process(worker)
     return worker.info
 

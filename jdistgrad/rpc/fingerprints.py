@@ -1,23 +1,24 @@
-"""What objects hold, by which what was compiled for one is told from what must be compiled anew."""
+"""Fingerprints of values, in the keys of caches of compiled functions."""
 
 import hashlib
 import pickle
 import types
 from typing import Any
 
-from jdistgrad.rpc.functions import ALIKE
-from jdistgrad.rpc.named import JITTED
+from jdistgrad.rpc.functions import JITTED
+
+ALIKE = ("builtins", "jax", "jaxlib", "jdistgrad", "ml_dtypes", "numpy")  # packages whose equal values are alike
 
 FOUND_BY_NAME = types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType | JITTED
 
 
-def content_of(value: Any) -> Any:
+def fingerprint(value: Any) -> Any:
     """Return what tells a value from equal ones, and from itself before a change: its type, and what it holds.
 
     Of a method it is that of its object. What is not of a user's class is told by its type alone.
     """
     if isinstance(value, types.MethodType):
-        return content_of(value.__self__)
+        return fingerprint(value.__self__)
     kind = type(value)
     if kind.__module__.partition(".")[0] in ALIKE:
         return kind
@@ -27,6 +28,12 @@ def content_of(value: Any) -> Any:
     except Exception:  # whatever the reason: what it holds cannot be compared, and may have changed
         return kind, object()
     return kind, content.digest.digest(), tuple(content.functions.values())
+
+
+def equals_only_alike(value: Any) -> bool:
+    """Return whether what equals a value is like it: users' classes may leave out of comparisons what matters here."""
+    kind: Any = type(value)
+    return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
 
 
 def functions_in(value: Any) -> list[Any]:

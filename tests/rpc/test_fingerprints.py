@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdistgrad.rpc.contents import content_of
+from jdistgrad.rpc.fingerprints import fingerprint
 
 
 def act(x):
@@ -26,9 +26,9 @@ class Holder:
 def test_what_tells_a_large_object_from_others_is_small():
     """It is kept as long as what was compiled for the object."""
     array = np.zeros(100_000)
-    before = content_of(Holder(array))
+    before = fingerprint(Holder(array))
     array[-1] = 1.0
-    assert content_of(Holder(array)) != before
+    assert fingerprint(Holder(array)) != before
     assert len(repr(before)) < 1000
 
 
@@ -39,21 +39,21 @@ def test_a_change_beside_a_function_is_seen_and_nothing_else(of, beside):
         __call__ = Holder.method
 
     one, other = Inner(beside, 1.0), Inner(beside, 1.0)
-    before = content_of(of(one))
-    assert content_of(of(one)) == before == content_of(of(other))
+    before = fingerprint(of(one))
+    assert fingerprint(of(one)) == before == fingerprint(of(other))
     one.held[1] = 2.0
-    assert content_of(of(one)) != before
+    assert fingerprint(of(one)) != before
 
 
 def test_a_function_is_told_from_a_later_one_of_its_name(monkeypatch):
     holder = Holder(act)
-    before = content_of(holder)
+    before = fingerprint(holder)
     later = types.FunctionType(act.__code__, globals(), "act")
     monkeypatch.setitem(globals(), "act", later)
     holder.held[0] = later
-    assert content_of(holder) != before
+    assert fingerprint(holder) != before
 
 
 def test_what_cannot_be_compared_may_have_changed():
     holder = Holder(threading.Lock())
-    assert content_of(holder) != content_of(holder)
+    assert fingerprint(holder) != fingerprint(holder)

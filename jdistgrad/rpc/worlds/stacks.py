@@ -1,0 +1,125 @@
+"""What `jdistgrad stacks` shows of this process: all stacks, and what its workers wait for (JDISTGRAD_DEBUG=1).
+
+Each process has a file in its job's folder. A thread writes there when the file ``asked`` changes; SIGUSR1 has
+faulthandler write the stacks also where Python does not run.
+"""
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import re
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import IO
+
+from jdistgrad import errors
+from jdistgrad.config import settings
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.serving.being_served import name_of
+from jdistgrad.rpc.worker import Worker
+from jdistgrad.threads import started
+from jdistgrad.wire import launcher_env
+from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import handle_signals
+
+ASKED = "asked"
+END = "end of rank"  # of what a process writes
+LOOK_SECONDS = 0.1
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_starting = threading.Lock()
+_started = False
+
+
+def root() -> pathlib.Path:
+    """Return the folder that has a folder for each job of this user on this machine."""
+    default = pathlib.Path(tempfile.gettempdir()) / f"jdistgrad-debug-{os.getuid()}"
+    return pathlib.Path(settings.debug_dir or default).absolute()
+
+
+def start_if_asked() -> None:
+    """Start the thread if JDISTGRAD_DEBUG asks for it. Raises WorldError if the files cannot be written."""
+    global _started
+    with _starting:
+        if not settings.debug or _started:
+            return
+        job = launcher_env.job_of(os.environ) or f"launcher-{os.getppid()}"
+        folder = root() / re.sub(r"[^\w.@-]", "_", job if launcher_env.launched() else f"process-{os.getpid()}")
+        path = folder / f"rank{launcher_env.rank()}-{os.uname().nodename}-{os.getpid()}.txt"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise errors.WorldError(
+                f"init: JDISTGRAD_DEBUG=1, but {folder} cannot be written: {error}. Choose another folder: "
+                "JDISTGRAD_DEBUG_DIR."
+            ) from error
+        handle_signals()  # now: done later, it would take the place of faulthandler's
+        handled = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=handled)
+        started(_serve, "jdistgrad-stacks", file, folder / ASKED)
+        _started = True
+
+
+def watch(worker: Worker) -> None:
+    """Show what this worker waits for, too."""
+    _workers.add(worker)
+
+
+def _serve(file: IO[str], asked: pathlib.Path) -> None:
+    seen = 0
+    while True:
+        time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(OSError):  # nobody has asked yet
+            now = asked.stat().st_mtime_ns
+            if now != seen:
+                seen = now
+                file.truncate(0)
+                file.seek(0)
+                file.write("\n".join(("", *_lines(), "")))
+                file.flush()
+                faulthandler.dump_traceback(file)
+                file.write(f"{END}{launcher_env.rank()}\n")
+                file.flush()
+
+
+def _lines() -> Iterator[str]:
+    now = time.monotonic()
+    for worker in sorted(_workers, key=lambda one: one.rank):
+        if not worker.closed:
+            yield f"{worker.info} of {worker.size}:"
+            yield from (f"  {line}" for line in waits_of(worker, now))
+
+
+def waits_of(worker: Worker, now: float) -> list[str]:
+    """Return a line for each thing that a worker waits for or does, without locks: a thread that hangs may hold them.
+
+    Arguments:
+      now: the time, as ``time.monotonic`` has it.
+    """
+    names, meetings = worker.directory.workers, list(worker.watchdog.by_calls().values())
+    found = [
+        f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
+        for one in worker.watchdog.engaged()
+    ]
+    found += [
+        f"{now - one.since:.1f} s in {one.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
+        for one in meetings
+    ]
+    found += [
+        f"{now - one.since:.1f} s waiting for {one.peer} to answer {describe(one.function)} (call {spell(one.id)})"
+        for one in worker.calls.pending()
+        if not any(one.thread == meeting.thread and one.since >= meeting.since for meeting in meetings)
+    ]
+    found += [
+        f"{now - one.since:.1f} s serving {name_of(one)} for {names[one.message.source]}"
+        for one in worker.server.being_served.now()
+    ]
+    waited = worker.closing.waited(now)
+    found += [] if waited is None else [f"{waited:.1f} s in shutdown"]
+    return found or ["waits for nothing"]

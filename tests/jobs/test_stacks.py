@@ -1,0 +1,40 @@
+"""`jdistgrad stacks`: it shows what each rank of a job waits for, also of one that runs no Python."""
+
+PROGRAM = """
+import os, signal, subprocess, sys, threading, time
+import jax.numpy as jnp
+import jdistgrad as jd
+
+def ask():
+    time.sleep(1)
+    shown = subprocess.run([sys.executable, "-m", "jdistgrad", "stacks"], capture_output=True, text=True)
+    print(shown.stdout, shown.stderr, flush=True)
+    os._exit(0)
+
+me = jd.init()
+if me.rank == 0:
+    jd.rpc_sync(1, ask)
+if me.rank == 1:
+    time.sleep(60)
+if me.rank == 2:
+    HANGS
+    jd.DataParallel().average(jnp.ones(3))
+"""
+
+
+def test_what_each_rank_waits_for(mpi_job, tmp_path):
+    job = mpi_job(3, PROGRAM.replace("HANGS", ""), JDISTGRAD_DEBUG="1", JDISTGRAD_DEBUG_DIR=str(tmp_path))
+    job.expect("worker0 (rank 0) of 3:", "waiting for worker1 (rank 1) to answer __main__.ask", status=None)
+    job.expect("serving __main__.ask for worker0 (rank 0)", "in new collectives, with worker0", status=None)
+    job.expect("File ", "in ask", status=None)
+
+
+def test_a_rank_in_which_python_does_not_run_shows_its_stacks(mpi_job, tmp_path):
+    hangs = "import ctypes; ctypes.PyDLL(None).sleep(8)"  # holds Python's lock
+    job = mpi_job(3, PROGRAM.replace("HANGS", hangs), JDISTGRAD_DEBUG="1", JDISTGRAD_DEBUG_DIR=str(tmp_path))
+    assert "ctypes" in job.output or 'program.py", line 19' in job.output, job.output
+
+
+def test_without_a_job_it_says_how_to_start_one(mpi_job, tmp_path):
+    program = PROGRAM.replace("HANGS", "")
+    mpi_job(3, program, JDISTGRAD_DEBUG_DIR=str(tmp_path)).expect("Start it with JDISTGRAD_DEBUG=1", status=None)
