@@ -117,7 +117,7 @@ WORLDS ?= local-2 local-3 local-4 mpi-2 mpi-3 mpi-4
 torture: .venv/installed-test
 	PYTHONPATH=tests $(BIN)/python -m torture --programs $(PROGRAMS) --seed $(SEED) --worlds $(WORLDS)
 
-# Every fault of docs/reliability.md, as often as its table says; SHARE=0.1: a tenth. The exit status is 1 unless each was
+# The faults of docs/fault-model.md, as often as tests/faults/rows.py says; SHARE=0.1: a tenth. The exit status is 1 unless each was
 # named or survived.
 SHARE ?= 1
 faults: .venv/installed-test

@@ -20,6 +20,7 @@ from typing import IO
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.places import where
 from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
@@ -92,7 +93,7 @@ def _lines() -> Iterator[str]:
     now = time.monotonic()
     for worker in sorted(_workers, key=lambda one: one.rank):
         if not worker.closed:
-            yield f"{worker.info} of {worker.size}:"
+            yield f"{worker.info} at {where(worker.home)}:"
             yield from (f"  {line}" for line in waits_of(worker, now))
 
 
@@ -117,7 +118,7 @@ def waits_of(worker: Worker, now: float) -> list[str]:
         if not any(one.thread == meeting.thread and one.since >= meeting.since for meeting in meetings)
     ]
     found += [
-        f"{now - one.since:.1f} s serving {name_of(one)} for {names[one.message.source]}"
+        f"{now - one.since:.1f} s serving {name_of(one)} for {names[one.message.source]}, at {where(one.thread)}"
         for one in worker.server.being_served.now()
     ]
     waited = worker.closing.waited(now)
