@@ -133,7 +133,7 @@ test-machines: .venv/installed-test
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/mypy tests/typing/user_code.py && $(BIN)/basedpyright
+	$(BIN)/mypy tests/typing/user_code.py && $(BIN)/basedpyright && $(BIN)/python .ci/ratchet.py
 
 # ROUNDS=1: jobs of each kind; a quarter of an hour. The exit status is 1 if some rows are missing, which are named.
 ROUNDS ?= 5

@@ -219,9 +219,13 @@ def run(
 
 
 def say_who_did_not_come(n: int, notes: str) -> None:
-    """Say which ranks of a job that failed had not called `init`, if others had, who wait for them inside of MPI."""
+    """Say which ranks of a job that failed had not called `init` in time, if others had, who wait for them inside MPI.
+
+    A rank that was stopped is woken when its job ends, and may call `init` then.
+    """
     called = launcher_env.notes(notes, launcher_env.CALLED)
-    late = [rank for rank in range(n) if rank not in called]
+    ended = min((float(gives_up) for _, gives_up in map(str.split, called.values())), default=0.0)
+    late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= ended]
     if called and late:
         say(f"ranks {late} of {n} had not called init when the job ended")
 

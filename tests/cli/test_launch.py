@@ -20,10 +20,6 @@ def test_open_mpi_is_told_what_it_needs_to_know(root):
     assert told[3:] == ["--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if root else [])]
 
 
-def test_open_mpi_is_told_not_to_read_what_the_first_rank_reads():
-    assert launch.flags(OPEN_MPI, root=False, forwarded=False)[-2:] == ["--stdin", "none"]
-
-
 def test_mpich_is_told_to_stay_on_this_machine():
     assert launch.flags("HYDRA build details:\n    Version: 5.0.2", root=True) == ["-launcher", "fork", "-rmk", "user"]
 

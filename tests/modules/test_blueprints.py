@@ -68,12 +68,6 @@ def test_functions_that_others_have_made_are_made_again(layer):
     assert (built.__code__, built.__qualname__) == (layer.__code__, layer.__qualname__)
 
 
-def test_a_function_is_itself_where_another_would_not_be_the_same():
-    """In one process nothing else is needed; another one refuses the function."""
-    for layer in (counted([]), scaled(np.ones(3)), recursive(), scaled(counted({}))):
-        assert linen.blueprint_of(Encoder(2, (layer,))).build().layers[0] is layer
-
-
 def test_a_function_that_makes_a_module_gives_the_module_its_name():
     def make(rngs):
         return Both(4, 3, rngs=rngs)

@@ -7,6 +7,7 @@ import importlib
 import math
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -88,7 +89,8 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
     stacks.start_if_asked()
     if survive:
         refuse_what_cannot_survive(with_devices=with_devices)
-    launcher_env.leave_note(launcher_env.CALLED)
+    now = time.monotonic()
+    launcher_env.leave_note(launcher_env.CALLED, f"{now} {now + timeout}")
     with ends_when_stuck(timeout):
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
     launcher_env.take_place()
