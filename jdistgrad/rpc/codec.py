@@ -11,7 +11,7 @@ import jax
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import by_value, trees
-from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
+from jdistgrad.rpc.references.claims import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.frames import is_bulk

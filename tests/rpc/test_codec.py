@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec
 
 LARGE = 100_000

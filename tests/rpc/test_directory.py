@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
-from jdistgrad.rpc import likeness
+from jdistgrad.rpc import directory
 from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, check_names, checked_name, name_of
 
 
@@ -49,11 +49,11 @@ def test_what_a_rank_does_not_tell_is_not_compared():
 
 
 def test_what_this_process_tells():
-    found = likeness.of_this_process()
+    found = directory.facts_of_this_process()
     assert found["jax"] == jax.__version__
-    assert found[likeness.X64] == "False"
+    assert found[directory.X64] == "False"
     with jax.enable_x64(True):
-        assert likeness.of_this_process() == {**found, likeness.X64: "True"}
+        assert directory.facts_of_this_process() == {**found, directory.X64: "True"}
 
 
 @pytest.mark.parametrize("name", ["", "a b", "worker\n1", "tab\t", "nul\0", "\u2028", "w" * 65, 7, b"worker", None])

@@ -44,7 +44,7 @@ def release():
 def until_two_are_served():
     """Wait until this worker serves this call and one more."""
     end = time.monotonic() + 20
-    while len(current_worker().server.being_served) < 2:
+    while len(current_worker().server.now()) < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -180,7 +180,7 @@ def being_served():
     """Return the functions of the calls being served here, once calls that were answered have left the table."""
     end = time.monotonic() + 20
     while True:
-        found = [call.function for call in current_worker().server.being_served.shown()]
+        found = [call.function for call in current_worker().server.shown()]
         if len(found) == 1 or time.monotonic() > end:
             return found
         time.sleep(0.01)
@@ -293,53 +293,6 @@ def test_a_callback_that_runs_for_long_is_named_with_its_call(big_world):
                 jd.shutdown(timeout=1)
             returns.set()
         jd.shutdown()
-
-    big_world.run(main)
-
-
-def in_threads(function, count):
-    """Call a function in threads that belong to this worker; return what they return."""
-    with concurrent.futures.ThreadPoolExecutor(count) as threads:
-        calls = [threads.submit(contextvars.copy_context().run, function) for _ in range(count)]
-        return [call.result(30) for call in calls]
-
-
-def test_several_threads_of_a_worker_may_call_shutdown(world):
-    """All return when the world is closed, also those whose worker conducts the end."""
-
-    def main():
-        jd.init()
-        together = threading.Barrier(3)
-
-        def leave():
-            together.wait(20)
-            with contextlib.suppress(jd.NotInitializedError):  # of one that comes late
-                assert jd.shutdown() == []
-
-        in_threads(leave, 3)
-
-    world.run(main)
-
-
-def test_a_thread_may_end_the_shutdown_that_another_one_waits_in(big_world):
-    def main():
-        if jd.init().rank:
-            with pytest.raises(jd.WorkerLostError, match=r"it left with shutdown\(graceful=False\)"):
-                jd.shutdown()
-            return
-        worker, go_on = current_worker(), threading.Event()
-
-        def leave():
-            assert poll(lambda: worker.closing.wanted, 20)
-            jd.shutdown(graceful=False)
-            go_on.set()
-
-        jd.rpc_async(0, go_on.wait, args=(30,))
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(leave,))
-        thread.start()
-        with pytest.raises(jd.WorldClosedError, match="another thread has left the world meanwhile"):
-            jd.shutdown()
-        thread.join()
 
     big_world.run(main)
 

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.references.claims import ClaimTable
+from jdistgrad.rpc.references.claims import WHOLE, ClaimTable
 from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
-from jdistgrad.rpc.references.weights import WHOLE
 
 
 def test_a_value_lives_until_all_weight_is_home():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from jdistgrad.rpc.mailbox import WorkCount
 from jdistgrad.rpc.members.termination import Report, Serving, Survey
-from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.wire.message import Kind
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.members.termination import Report, Serving
-from jdistgrad.rpc.members.waiting import Patience, describe
+from jdistgrad.rpc.members.termination import Patience, Report, Serving, describe
 
 WORKERS = [WorkerInfo(rank, f"worker{rank}") for rank in range(3)]
 IDLE, OUTSIDE = Report(True, False, 3, 3), Report(False, False, 3, 3)

@@ -5,8 +5,7 @@ from fractions import Fraction
 
 from hypothesis import given, strategies as st
 
-from jdistgrad.rpc.references.claims import emptied
-from jdistgrad.rpc.references.weights import WHOLE, Weight
+from jdistgrad.rpc.references.claims import WHOLE, Weight, emptied
 
 
 def value(weight):

@@ -16,7 +16,7 @@ from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
-from jdistgrad.rpc.references import in_messages
+from jdistgrad.rpc.references import claims
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
 from jdistgrad.rpc.references.handles import HANDLE, Handle, is_gradient, renewed
 from jdistgrad.rpc.references.table import References
@@ -215,7 +215,7 @@ class RRef(Elsewhere, Generic[T]):
         self._home("sending")
         if isinstance(self._claim, StandIn):
             return RRef._of, (self._claim,)
-        return _arrived, (in_messages.ship(self._claim),)
+        return _arrived, (claims.ship(self._claim),)
 
 
 def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[Any]:
@@ -245,7 +245,7 @@ trees.OPAQUE.add(RRef)
 
 
 def _arrived(number: int) -> RRef[Any]:
-    return RRef._of(in_messages.arrived(number))
+    return RRef._of(claims.arrived(number))
 
 
 def by_reference(rref: Any) -> Any:

@@ -1,22 +1,25 @@
-"""The references of one worker: the claims it holds, and the values it owns for others."""
+"""The references of one worker: the claims it holds, the values it owns for others, and their release."""
 
 import collections
 import concurrent.futures
+import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from jdistgrad.errors import WorkerLostError
+from jdistgrad import errors
 from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key, emptied
-from jdistgrad.rpc.references.in_messages import claims_of, gifts_in
+from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, ClaimTable, Key, Weight, emptied, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
-from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Parcel
+from jdistgrad.wire.message import Kind, Message, Parcel
+
+log = logging.getLogger("jdistgrad.rpc")
 
 
 class References:
@@ -124,7 +127,7 @@ class References:
     @property
     def has_news(self) -> bool:
         """Return whether there is something for ``dropped`` or ``to_forget`` to return."""
-        return self.claims.has_dropped or bool(self._to_forget)
+        return bool(self.claims.drops or self._to_forget)
 
     def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
         """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
@@ -138,22 +141,17 @@ class References:
 
     def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
-        gifts = gifts_in(parcel)
-        if (
-            self.accounts is not None
-            and gifts
-            and source != self._mailbox.rank
-            and not self.accounts.take(source, gifts)
-        ):
+        gifts, accounts = gifts_in(parcel), self.accounts
+        if accounts is not None and gifts and source != self._mailbox.rank and not accounts.take(source, gifts):
             return None
-        return claims_of(gifts, self.claims)
+        return [self.claims.add(*gift) for gift in gifts]
 
     def _note_gifts(self, peer: int, parcel: Parcel) -> None:
         accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
         assert accounts is not None
         assert undo is not None
         if not accounts.give(peer, gifts):
-            raise WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
+            raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
 
         def take_back() -> None:
             if accounts.take(peer, gifts):  # else the account was settled: the weight has gone to its owner
@@ -207,6 +205,70 @@ class References:
                 self._to_forget.extend((peer, identifier) for peer in noted_by)
                 self.forgettable.update(noted_by)
         return list(entries.values())
+
+
+class Releasing:
+    """The part of a worker that releases closed scopes and freed values, and returns dropped weights.
+
+    Arguments:
+      lost: the lost workers, which are not notified.
+    """
+
+    def __init__(self, mailbox: Mailbox, scopes: ScopeTable, references: References, lost: Collection[int]):
+        self._mailbox, self._scopes, self._references, self._lost = mailbox, scopes, references, lost
+        self._abandoned = collections.deque[int]()
+
+    def abandon_scope(self, identifier: int) -> None:
+        """Close a scope at the next ``flush``. Safe to call during garbage collection."""
+        self._abandoned.append(identifier)
+
+    def close_scope(self, identifier: int) -> None:
+        """Release a scope, here and on every worker that was called in it.
+
+        Raises:
+          WireError: one of them, or several, could not be told.
+        """
+        with put_off_interrupt():  # or a part of the workers might never be told
+            scope = self._scopes.release(identifier)
+            if scope is None:
+                return
+            peers, contents = scope.close()
+            try:
+                release = Message(Kind.RELEASE, self._mailbox.rank, identifier)
+                self._tell_all([(peer, release) for peer in peers - {self._mailbox.rank, *self._lost}])
+            finally:
+                for content in contents:
+                    content.close()
+
+    def flush(self) -> None:
+        """Close abandoned scopes, and return dropped weights to their owners."""
+        here, references = self._mailbox.rank, self._references
+        if not (self._abandoned or references.has_news):
+            return
+        with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
+            for identifier in emptied(self._abandoned):
+                self.close_scope(identifier)
+            dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
+            gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in references.to_forget().items()]
+            self._tell_all([*dropped, *gone])
+
+    def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
+        """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""
+        failed = []
+        for peer, message in messages:
+            try:
+                self.tell(peer, message)
+            except errors.WireError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def tell(self, peer: int, message: Message) -> None:
+        """Send a message to a worker, if it is still there."""
+        try:
+            self._mailbox.post(peer, message)
+        except (errors.WorkerLostError, errors.WorldClosedError):
+            log.debug("%s: rank %d has gone before it could be told of %s", self._mailbox.info, peer, message.kind.name)
 
 
 # Functions that every worker serves for the references of other workers.

@@ -16,7 +16,7 @@ from typing import Any
 
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.by_value import ObjectPickler
-from jdistgrad.rpc.references.in_messages import encoding
+from jdistgrad.rpc.references.claims import encoding
 
 PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 SHORT = 160  # characters

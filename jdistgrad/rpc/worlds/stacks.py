@@ -20,7 +20,7 @@ from typing import IO
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.serving.being_served import name_of
+from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
@@ -102,24 +102,18 @@ def waits_of(worker: Worker, now: float) -> list[str]:
     Arguments:
       now: the time, as ``time.monotonic`` has it.
     """
-    names, meetings = worker.directory.workers, list(worker.watchdog.by_calls().values())
+    names, meetings = worker.directory.workers, worker.watchdog.by_calls()
+    engaged: list[Participation | MeetingByCalls] = [*worker.watchdog.engaged(), *meetings]
     found = [
         f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
-        for one in worker.watchdog.engaged()
-    ]
-    found += [
-        f"{now - one.since:.1f} s in {one.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
-        for one in meetings
+        for one in engaged
     ]
     found += [
         f"{now - one.since:.1f} s waiting for {one.peer} to answer {describe(one.function)} (call {spell(one.id)})"
         for one in worker.calls.pending()
         if not any(one.thread == meeting.thread and one.since >= meeting.since for meeting in meetings)
     ]
-    found += [
-        f"{now - one.since:.1f} s serving {name_of(one)} for {names[one.message.source]}"
-        for one in worker.server.being_served.now()
-    ]
+    found += [f"{now - one.since:.1f} s serving {one} for {names[one.message.source]}" for one in worker.server.now()]
     waited = worker.closing.waited(now)
     found += [] if waited is None else [f"{waited:.1f} s in shutdown"]
     return found or ["waits for nothing"]

@@ -1,13 +1,12 @@
 """Opening and closing worlds: under mpirun, as threads of one process, in a notebook."""
 
 import contextvars
-import functools
 import gc
 import logging
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import errors
@@ -17,7 +16,6 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
 from jdistgrad.rpc.members.losses import Callback
-from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import (
@@ -26,10 +24,10 @@ from jdistgrad.rpc.worlds.opening import (
     open_local,
     open_mpi,
     refuse_second_world,
-    whole_or_closed,
 )
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -120,7 +118,7 @@ def init(
             worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
             current.bind_process(worker)
         else:
-            with whole_or_closed():
+            with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
                 worker = open_local(Hub(1), 0, name, seconds)
                 current.bind_process(worker)
     return worker.info
@@ -134,8 +132,6 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     takes long, warnings of the logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is
     not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers
     that wait for this one.
-
-    If several threads of a worker call it, the first of them closes the world, and the others return with it.
 
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
     leaves without waiting: the other workers may wait for calls that this worker did not make.
@@ -154,7 +150,6 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
-      WorldClosedError: another thread of this worker has called ``shutdown(graceful=False)`` meanwhile.
       WorldError: a function that another worker has called, or a callback of a call or of ``on_lost``, called this:
         ``shutdown`` would wait for that function to return.
     """
@@ -163,33 +158,37 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if failed is not None:
         worker.process.report(failed)
         graceful = False
-    if not graceful:
-        return _leave(worker, functools.partial(worker.peers.leave, why_it_leaves(failed)), graceful=False)
-    refuse_to_wait_for_itself(worker)
-    seconds = float("inf") if timeout is None else checked_timeout(timeout)
-    with worker.closing.turn(seconds):
-        ended = worker.closed and worker.closing.told  # by another thread's shutdown
-        return [] if ended else _leave(worker, functools.partial(worker.closing.run, seconds), graceful=True)
-
-
-def _leave(worker: Worker, tell_others: Callable[[], None], *, graceful: bool) -> list[str]:
-    """Close a worker when the others have been told. Returns what its tables still held."""
+    seconds = math.inf
+    if graceful:
+        refuse_to_wait_for_itself(worker)
+        seconds = seconds if timeout is None else checked_timeout(timeout)
     try:
         _collect_garbage()  # drops references that are caught in cycles
-        tell_others()
+        if graceful:
+            worker.closing.run(seconds)
+        elif failed is None:
+            worker.peers.leave("it left with shutdown(graceful=False)")
+        else:
+            worker.peers.leave(f"it left with shutdown() because of {in_short(failed)}")
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
-        if worker.closed:  # another thread has told the others why
-            raise
-        try:
+        if not worker.closed:
             worker.peers.leave(f"its shutdown failed: {spelled(error)}")
-        finally:
             _close(worker, graceful=False)
         raise
-    found = leftovers(worker)
+    return _end(worker, graceful=graceful)
+
+
+def _end(worker: Worker, *, graceful: bool) -> list[str]:
+    """Close a worker when the others have been told. Return a text for each entry that its tables still held."""
+    references, scopes = worker.references, worker.scopes.identifiers()
+    found = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
+    found += [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
+    found += [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
     if found:
-        log.info("shutdown: %s", describe_leftovers(found))
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        log.info("shutdown: %s", shown)
     if worker.refused:
         text = "shutdown of %s: messages refused or too late: %d, by the rank that sent them: %s"
         log.info(text, worker.info, worker.refused.total(), dict(worker.refused))
@@ -201,9 +200,9 @@ def _leave(worker: Worker, tell_others: Callable[[], None], *, graceful: bool) -
 
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
-    calls, callbacks = worker.server.being_served.on_this_thread(), worker.callbacks.here()
+    calls, callbacks = worker.server.on_this_thread(), worker.callbacks.here()
     if calls or callbacks is not None:
-        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {name_of(calls[0])}"
+        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {calls[0]}"
         raise errors.WorldError(
             f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
             "function set a flag, and call shutdown in the program that called init."
@@ -215,12 +214,6 @@ def failure_being_handled(worker: Worker) -> BaseException | None:
     error = sys.exception()
     ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
     return None if ends_well or error is worker.handled_before else error
-
-
-def why_it_leaves(failed: BaseException | None) -> str:
-    if failed is None:
-        return "it left with shutdown(graceful=False)"
-    return f"it left with shutdown() because of {in_short(failed)}"
 
 
 def on_lost(callback: Callback) -> Callback:
@@ -288,18 +281,6 @@ def world_size() -> int:
 def _close(worker: Worker, *, graceful: bool) -> None:
     close(worker, graceful=graceful)
     forget_failed_effects()
-
-
-def leftovers(worker: Worker) -> list[str]:
-    """Return a text for each entry that a worker's tables still hold at its end."""
-    references, scopes = worker.references, worker.scopes.identifiers()
-    held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
-    owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
-    return held + owned + [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
-
-
-def describe_leftovers(found: list[str]) -> str:
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def _collect_garbage() -> None:
