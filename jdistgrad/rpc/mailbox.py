@@ -59,7 +59,6 @@ class WorkCount:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Keep this worker busy during a block."""
         self._started()
         try:
             yield
@@ -88,7 +87,6 @@ class WorkCount:
 
     @property
     def serves_any(self) -> bool:
-        """Return whether this worker does any work."""
         return any(self._serving)
 
     def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
@@ -217,7 +215,6 @@ class Mailbox:
         return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
 
     def refuse(self, source: int, what: str, why: object, level: int = logging.ERROR) -> None:
-        """Count and log a message that is not applied."""
         with self._counting:
             self.refused[source] += 1
         log.log(level, "%s refuses %s from rank %d: %s", self.info, what, source, why)
@@ -227,7 +224,6 @@ class Mailbox:
         self.transport.wait_for(futures, timeout)
 
     def run(self, task: Task) -> None:
-        """Run a task on another thread of this worker."""
         self.threads.run(task)
 
     def run_counted(self, task: Callable[[], Any]) -> None:
@@ -235,7 +231,6 @@ class Mailbox:
         self.run(self.work.counted(task))
 
     def enter_thread(self) -> None:
-        """Let this thread belong to this worker."""
         current.bind_thread(self)
 
     def wait_for_arguments(self, tree: Any) -> None:

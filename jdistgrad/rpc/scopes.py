@@ -52,7 +52,6 @@ class Scope:
             self._peers.add(peer)
 
     def peers(self) -> set[int]:
-        """Return the ranks of the workers that were called from here."""
         with self._lock:
             return set(self._peers)
 
@@ -95,7 +94,6 @@ class ScopeTable:
         return self._ids.next()
 
     def open(self) -> Scope:
-        """Open a new scope."""
         return self.enter(self.draw())
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
@@ -146,7 +144,6 @@ class ScopeTable:
             return self._open.pop(identifier, None)
 
     def find_open(self, identifier: int) -> Scope | None:
-        """Return a scope, or None if it is not open here."""
         return self._open.get(identifier)
 
     def lose(self, peer: int) -> None:

@@ -55,12 +55,12 @@ class Worker(Mailbox):
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
     def _check(self, call: Pending) -> None:
-        """Raise if a call cannot be made."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)  # else it would grow each time it is raised
         if self.closed:
             raise errors.NotInitializedError(f"{call}: this world has been shut down. Call jdistgrad.init() again.")
-        self.peers.check(call)
+        if call.peer.rank in self.peers.lost:
+            raise errors.WorkerLostError(f"{call}: {self.peers.lost[call.peer.rank]}", worker=call.peer)
 
     def _lost(self, peer: WorkerInfo, why: str) -> None:
         """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
@@ -110,7 +110,6 @@ class Worker(Mailbox):
                 self.work.received(source)
 
     def _take_note(self, message: Message) -> Task | None:
-        """Handle a message that is no call."""
         kind, source = message.kind, message.source
         if kind in ANSWERS:
             self.calls.answered(message)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import contextvars
-import ctypes
 import functools
 import threading
 import time
@@ -14,8 +13,6 @@ from helpers.worlds import last, on_worker0
 import jdistgrad as jd
 from jdistgrad.rpc.members import closing
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire import local
-from jdistgrad.wire.message import Kind
 from jdistgrad.wire.polling import poll
 
 released = [threading.Event() for _ in range(4)]
@@ -186,32 +183,6 @@ def being_served():
         time.sleep(0.01)
 
 
-def test_a_worker_that_is_told_late_may_ask_workers_that_have_left(monkeypatch):
-    """Workers that got the message to close earlier have left: they do not count as lost."""
-    monkeypatch.setattr(closing, "SPEAK_SECONDS", 0.05)
-    asked, send = threading.Event(), local.LocalTransport.send
-
-    def late(transport, peer, message):
-        if message.kind is Kind.CLOSE and peer == 2:
-            threading.Thread(target=lambda: (asked.wait(20), send(transport, peer, message))).start()
-            return
-        try:
-            send(transport, peer, message)
-        except jd.WorkerLostError:
-            asked.set()
-            raise
-
-    monkeypatch.setattr(local.LocalTransport, "send", late)
-
-    def main():
-        rank = jd.init().rank
-        jd.shutdown(timeout=20)
-        return rank
-
-    assert jd.spawn(main, 3) == [0, 1, 2]
-    assert asked.is_set()
-
-
 def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
     """The thread gets no core between taking note of the weights and sending them, while the workers are surveyed."""
     surveyed, slow = threading.Event(), threading.Event()
@@ -301,27 +272,9 @@ def test_a_callback_cannot_wait_for_its_own_end(big_world):
     def main():
         if jd.init().rank == 1:
             ended = jd.rpc_async(2, shared_zeros).then(lambda shared: jd.shutdown())
-            with pytest.raises(jd.WorldError, match=r"shutdown of worker1 .*: this thread runs a callback of a call"):
+            with pytest.raises(jd.WorldError):
                 ended.result(20)
         jd.shutdown()
-
-    big_world.run(main)
-
-
-def test_the_others_are_told_by_what_a_shutdown_was_interrupted(big_world, beside):
-    def interrupt_when_closing(worker, thread):
-        assert poll(lambda: worker.closing.wanted, 20)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
-
-    def main():
-        if jd.init().rank == 0:
-            beside(functools.partial(interrupt_when_closing, current_worker(), threading.get_ident()))
-            with pytest.raises(KeyboardInterrupt):
-                jd.shutdown()
-        else:
-            assert poll(lambda: current_worker().peers.lost, 20)
-            with pytest.raises(jd.WorkerLostError, match=r"worker0 .* is lost: its shutdown failed: KeyboardInterrupt"):
-                jd.shutdown()
 
     big_world.run(main)
 

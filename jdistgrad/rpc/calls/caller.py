@@ -75,11 +75,9 @@ class Callbacks:
         self._mailbox.run_counted(run_here)
 
     def here(self) -> CallbacksUnderWay | None:
-        """Return the callbacks that this thread runs, if any."""
         return self._by_thread.get(threading.get_ident())
 
     def now(self) -> list[CallbacksUnderWay]:
-        """Return what runs, longest first."""
         return list(self._by_thread.values())
 
 
@@ -124,7 +122,6 @@ class Caller:
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
     ) -> CallFuture[Any]:
-        """Send a call and return its future. Raises if the call cannot be sent."""
         peer = self._mailbox.directory.find(to)
         pending = self._pending(identifier, peer, call, timeout)
         future: CallFuture[Any] = pending.future
@@ -203,8 +200,7 @@ class Caller:
         return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose deadline has passed."""
-        if not self._calls.is_overdue(now):
+        if not self._calls.may_expire(now):
             return
         with self._mailbox.work.under_way():  # from a call's end to its callbacks
             for pending in self._calls.expire(now):
@@ -221,11 +217,9 @@ class Caller:
                 self._fail(pending, make_error(pending))
 
     def pending(self) -> list[Pending]:
-        """Return the calls that are not answered yet."""
         return self._calls.now()
 
     def awaited(self) -> set[int]:
-        """Return the ranks of the workers whose answers are awaited."""
         return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
@@ -238,7 +232,6 @@ class Caller:
 
 
 def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
-    """Return an error of encoding or sending again, with the name of the call."""
     return type(error)(f"cannot call {what}: {error}")
 
 

@@ -1,6 +1,5 @@
 """Pending calls and their deadlines, a state machine without clock or I/O; and the events of calls."""
 
-import collections
 import dataclasses
 import math
 import threading
@@ -50,13 +49,12 @@ class Pending:
 class PendingCalls:
     """The table of pending calls. Every call leaves it exactly once: answered, expired or failed.
 
-    Each timeout has a queue of its own, in which deadlines are in order: opening, answering and finding an expired call
-    take constant time, and an answered call leaves nothing behind.
+    Opening and answering a call takes constant time. All calls are looked through only when one may have expired.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, Pending] = {}
-        self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
+        self._first_deadline = math.inf  # or that of a call which has been answered since
         self._leaving: InterruptibleFuture[None] | None = None  # somebody waits until a call with a size leaves
         self._lock = threading.Lock()
         self.bytes = 0  # of all calls
@@ -67,8 +65,7 @@ class PendingCalls:
     def open(self, call: Pending) -> None:
         with self._lock:
             self._by_id[call.id] = call
-            if call.timeout != math.inf:
-                self._queues.setdefault(call.timeout, collections.OrderedDict())[call.id] = call
+            self._first_deadline = min(self._first_deadline, call.deadline)
 
     def sent(self, call: Pending, size: int) -> None:
         """Note the size of a call's message, unless the call has been answered since."""
@@ -94,19 +91,14 @@ class PendingCalls:
             call = self._by_id.get(identifier)
             return None if call is None else self._remove(call)
 
-    def is_overdue(self, now: float) -> bool:
-        """Return whether the deadline of any call has passed."""
-        with self._lock:
-            return any(next(iter(queue.values())).deadline <= now for queue in self._queues.values())
+    def may_expire(self, now: float) -> bool:
+        return self._first_deadline <= now
 
     def expire(self, now: float) -> list[Pending]:
-        """Remove and return every call whose deadline has passed."""
-        expired = []
         with self._lock:
-            for queue in list(self._queues.values()):
-                while queue and next(iter(queue.values())).deadline <= now:
-                    expired.append(self._remove(next(iter(queue.values()))))
-        return expired
+            expired = [self._remove(call) for call in list(self._by_id.values()) if call.deadline <= now]
+            self._first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
+            return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
         """Remove and return every call, or every call to one peer."""
@@ -119,7 +111,6 @@ class PendingCalls:
         return list(self._by_id.values())
 
     def peers(self) -> set[int]:
-        """Return the ranks of the peers that owe an answer."""
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 
@@ -129,11 +120,6 @@ class PendingCalls:
         if call.bytes and self._leaving is not None:
             self._leaving.set_result(None)
             self._leaving = None
-        if call.timeout != math.inf:
-            queue = self._queues[call.timeout]
-            del queue[call.id]
-            if not queue:
-                del self._queues[call.timeout]
         return call
 
 
@@ -155,7 +141,6 @@ def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since
 
 
 def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
-    """Report one of several functions that were called together."""
     call_served(None, function, worker, since, failed=failed)
 
 

@@ -71,7 +71,6 @@ class Closing:
         return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
 
     def waited(self, now: float) -> float | None:
-        """Return how long this worker has been in ``shutdown``, or None."""
         return now - self._patience.started if self.wanted else None
 
     def awaited(self) -> set[int]:
@@ -97,7 +96,8 @@ class Closing:
         self._check()
         self.gave_up, self.only_serves = None, only_serves
         self._patience = Patience(math.inf if only_serves else SPEAK_SECONDS, now)
-        self._want_to_close(wanted=True)
+        self.wanted = True
+        mailbox.transport.serve_only(only=True)
         try:
             while not self.told:
                 if mailbox.rank == self.conductor:
@@ -107,13 +107,10 @@ class Closing:
                 everybody = set(range(mailbox.size))
                 poll(lambda: self._gone | self._peers.lost.keys() | {mailbox.rank} >= everybody, TOGETHER_SECONDS)
         except errors.CallTimeoutError as error:
-            self._want_to_close(wanted=False)
+            self.wanted = False
+            mailbox.transport.serve_only(only=False)
             self.gave_up = str(error)
             raise
-
-    def _want_to_close(self, *, wanted: bool) -> None:
-        self.wanted = wanted
-        self._mailbox.transport.serve_only(only=wanted)
 
     def _conduct(self) -> None:
         pause = FIRST_PAUSE
@@ -218,7 +215,6 @@ class Closing:
         self._gone.add(peer)
 
     def lose(self, peer: int) -> None:
-        """Do without a lost worker's reports."""
         if self._mailbox.survives:
             self._survey.leave_out(peer)
             if self._survey.complete:

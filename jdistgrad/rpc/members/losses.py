@@ -64,8 +64,6 @@ class Losses:
             self._call(callback, info)
 
     def _call(self, callback: Callback, info: WorkerInfo) -> None:
-        """Call a callback on another thread."""
-
         def run() -> None:
             try:
                 callback(info, self._peers.reasons[info.rank])
@@ -139,7 +137,6 @@ class Losses:
                 self._asked.append((lost, owner, count))
 
     def settled(self, message: Message) -> None:
-        """Take a survivor's settlement with a lost worker."""
         with self._lock:
             self._references.settled(message.source, message.body)
             self._settling.settled(message.source, message.id)

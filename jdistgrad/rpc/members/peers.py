@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 from jdistgrad import errors
 from jdistgrad.config import settings
-from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.wire.message import Kind, Message
@@ -86,11 +85,6 @@ class Peers:
     def heard(self, peer: int) -> None:
         self._liveness.heard(peer)
 
-    def check(self, call: Pending) -> None:
-        """Raise WorkerLostError if a call is to a lost worker."""
-        if call.peer.rank in self.lost:
-            raise errors.WorkerLostError(f"{call}: {self.lost[call.peer.rank]}", worker=call.peer)
-
     def look(self, awaited: set[int], now: float) -> None:
         """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
 
@@ -124,7 +118,6 @@ class Peers:
         self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {self.reasons[peer]}"))
 
     def leave(self, why: str) -> None:
-        """Tell all other workers that this worker leaves."""
         self.left, mailbox = True, self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:

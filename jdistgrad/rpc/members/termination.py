@@ -118,7 +118,6 @@ class Patience:
         self._before: Any = None
 
     def wants_to_look(self, now: float) -> bool:
-        """Return whether it is time to ask for reports again."""
         if now < self._next_look:
             return False
         self._next_look = now + self._seconds

@@ -74,7 +74,6 @@ class Accounts:
         return identifier in self._balances
 
     def forget(self, identifiers: Iterable[int]) -> None:
-        """Forget references whose values are gone."""
         with self._lock:
             for identifier in identifiers:
                 self._forget(identifier)

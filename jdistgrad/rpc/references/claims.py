@@ -155,7 +155,6 @@ class Claim:
             self._weight = self._weight + weight
 
     def split(self) -> Weight:
-        """Split off a part of the weight, and return that part."""
         with self._lock:
             self._weight, given = self._weight.split()
             return given
@@ -193,7 +192,6 @@ class ClaimTable:
             return claim
 
     def find(self, identifier: int) -> Claim | None:
-        """Return the claim to a reference, or None if it is not held here."""
         with self._lock:
             return self._claims.get(identifier)
 

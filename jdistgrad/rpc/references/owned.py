@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.futures import Promise
 from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Weight
 from jdistgrad.wire.ids import spell, worker_of
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 
@@ -20,7 +20,7 @@ REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 class Owned:
     """A value, or the promise of it, and the weight that its references hold."""
 
-    value: concurrent.futures.Future[Any] = dataclasses.field(default_factory=Promise)
+    value: concurrent.futures.Future[Any] = dataclasses.field(default_factory=InterruptibleFuture)
     outstanding: Weight = WHOLE
     announced: bool = False
     freed: bool = False
@@ -65,7 +65,7 @@ class OwnerTable:
                 )
             if error is None or identifier in self._entries:
                 return self._entries.setdefault(identifier, Owned()).value
-        promise = Promise()
+        promise = InterruptibleFuture[Any]()
         promise.set_exception(error)
         return promise
 
@@ -79,7 +79,7 @@ class OwnerTable:
 
     def replace(self, identifier: int, value: object) -> None:
         """Put another value in place of an owned one. Workers that have fetched the old value keep it."""
-        made = Promise()
+        made = InterruptibleFuture[Any]()
         made.set_result(value)
         with self._lock:
             entry = self._entries.get(identifier)

@@ -56,7 +56,6 @@ class MethodCaller:
 
 
 def call_method(reference: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Call a method of a referenced value; runs on its owner."""
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
@@ -287,20 +286,17 @@ def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.Tr
 
 
 def rpc_sync(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-    """Call a function on a worker and wait for its result."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     return (handler or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-    """Call a function on a worker and return a future of its result."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     caller.make_room()
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
-    """Call a function on several workers and return futures of the results."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     if handler is not None:
         return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]
@@ -309,7 +305,6 @@ def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, t
 
 
 def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
-    """Run a function on a worker and return a reference to its result."""
     references, handler = current_part(References), handler_of_call(function, args, kwargs)
     current_part(Caller).make_room()
     if handler is not None:

@@ -27,6 +27,7 @@ class References:
 
     Attributes:
       accounts: the weight that went to each worker and came from it, in a world that survives.
+      forgettings: the workers, and references that they may forget, which have not been told yet.
       forgettable: how many references each worker may forget, told of or still to be told; ``forgotten``: how many each
         owner has told this worker to forget.
     """
@@ -34,12 +35,12 @@ class References:
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
-        self.accounts = Accounts(mailbox.rank) if mailbox.survives else None
+        self.accounts, self._survives = Accounts(mailbox.rank), mailbox.survives
         self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
-        self._to_forget = collections.deque[tuple[int, int]]()
+        self.forgettings = collections.deque[tuple[int, int]]()
         self.forgettable = collections.Counter[int]()
         self.forgotten = collections.Counter[int]()
-        if self.accounts is not None:
+        if self._survives:
             mailbox.note_gifts = self._note_gifts
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
@@ -53,7 +54,6 @@ class References:
             return claim
 
     def own(self, value: Any) -> Claim:
-        """Keep a value here; return the claim to it."""
         with put_off_interrupt():
             claim = self.claim_new(self._mailbox.rank)
             self.announce(claim.id).value.set_result(value)
@@ -62,10 +62,10 @@ class References:
 
     def announce(self, identifier: int) -> Owned:
         """Note that a value is being created here; return its entry."""
-        creator, accounts = worker_of(identifier), self.accounts
-        if accounts is None or creator == self._mailbox.rank:
+        creator = worker_of(identifier)
+        if not self._survives or creator == self._mailbox.rank:
             return self.owned.announce(identifier)
-        noted = accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
+        noted = self.accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
         entry = self.owned.announce(identifier, NOTHING if noted else WHOLE)
         if entry.freed:  # all of its weight was here before
             self._freed({identifier: entry})
@@ -115,23 +115,18 @@ class References:
     def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
         """Take back weights that a worker has dropped; return the entries of values without references."""
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in dropped]
-        here, accounts = self._mailbox.rank, self.accounts
-        if accounts is not None and source != here:
-            if not accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
+        here = self._mailbox.rank
+        if self._survives and source != here:
+            if not self.accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
                 return []
             for identifier, *_, noted in dropped:
                 if noted:
                     self._noted_by.setdefault(identifier, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
-    @property
-    def has_news(self) -> bool:
-        """Return whether there is something for ``dropped`` or ``to_forget`` to return."""
-        return bool(self.claims.drops or self._to_forget)
-
     def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
         """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
-        has = self.accounts.has if self.accounts is not None else lambda identifier: False
+        has = self.accounts.has
         return {
             owner: [(identifier, weight.units, weight.scale, has(identifier)) for identifier, weight in weights]
             for owner, weights in self.claims.dropped().items()
@@ -141,14 +136,14 @@ class References:
 
     def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
-        gifts, accounts = gifts_in(parcel), self.accounts
-        if accounts is not None and gifts and source != self._mailbox.rank and not accounts.take(source, gifts):
+        gifts = gifts_in(parcel)
+        noted = self._survives and gifts and source != self._mailbox.rank
+        if noted and not self.accounts.take(source, gifts):
             return None
         return [self.claims.add(*gift) for gift in gifts]
 
     def _note_gifts(self, peer: int, parcel: Parcel) -> None:
         accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
-        assert accounts is not None
         assert undo is not None
         if not accounts.give(peer, gifts):
             raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
@@ -161,7 +156,6 @@ class References:
 
     def lose(self, lost: int, error: BaseException) -> list[Owned]:
         """Hold what is owned here, and close the account with a lost worker; return the values it will not make."""
-        assert self.accounts is not None
         self.owned.hold(held=True)
         self.accounts.close(lost)
         self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
@@ -169,13 +163,11 @@ class References:
 
     def settle(self, lost: int, owner: int) -> list[tuple[int, int, int]]:
         """Return the balances with a lost worker to the owner that asks for them."""
-        assert self.accounts is not None
         balances = self.accounts.settle(lost, owner)
         return [(identifier, weight.units, weight.scale) for identifier, weight in balances]
 
     def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
         """Take back weight that a survivor returns in the place of a lost worker."""
-        assert self.accounts is not None
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale in balances]
         if self.accounts.take(source, [(identifier, self._mailbox.rank, weight) for identifier, weight in weights]):
             self._freed(self.owned.release_all(weights))
@@ -186,23 +178,22 @@ class References:
 
     def forget(self, owner: int, identifiers: list[int]) -> None:
         """Forget references whose values are gone, as their owner says."""
-        assert self.accounts is not None
         self.accounts.forget(identifiers)
         self.forgotten[owner] += len(identifiers)
 
     def to_forget(self) -> dict[int, list[int]]:
         """Return the references that other workers may forget since the last call, by worker."""
         forget: dict[int, list[int]] = {}
-        for peer, identifier in emptied(self._to_forget):
+        for peer, identifier in emptied(self.forgettings):
             forget.setdefault(peer, []).append(identifier)
         return forget
 
     def _freed(self, entries: dict[int, Owned]) -> list[Any]:
-        if self.accounts is not None and entries:
+        if self._survives and entries:
             self.accounts.forget(entries)
             for identifier in entries:
                 noted_by = self._noted_by.pop(identifier, ())
-                self._to_forget.extend((peer, identifier) for peer in noted_by)
+                self.forgettings.extend((peer, identifier) for peer in noted_by)
                 self.forgettable.update(noted_by)
         return list(entries.values())
 
@@ -243,7 +234,7 @@ class Releasing:
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
         here, references = self._mailbox.rank, self._references
-        if not (self._abandoned or references.has_news):
+        if not (self._abandoned or references.claims.drops or references.forgettings):
             return
         with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
             for identifier in emptied(self._abandoned):
@@ -264,7 +255,6 @@ class Releasing:
             raise failed[0]
 
     def tell(self, peer: int, message: Message) -> None:
-        """Send a message to a worker, if it is still there."""
         try:
             self._mailbox.post(peer, message)
         except (errors.WorkerLostError, errors.WorldClosedError):
@@ -276,7 +266,6 @@ class Releasing:
 
 @shown_as("the fetch of a reference's value")
 def value_of(identifier: int) -> concurrent.futures.Future[Any]:
-    """Return the future of a reference's value."""
     return current_part(References).owned.value(identifier)
 
 

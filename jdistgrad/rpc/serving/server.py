@@ -115,7 +115,6 @@ class Served:
         self.server.mailbox.work.served(self.message.source)
 
     def _called(self) -> Any:
-        """Call the function and return its result."""
         mailbox, scopes = self.server.mailbox, self.server.scopes
         function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function

@@ -14,7 +14,7 @@ from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world
+from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -163,8 +163,7 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
     refuse_second_world("local_workers")
     refuse_seat("local_workers")
     size, seconds = checked_size(n), checked_timeout(timeout)
-    with only_world_of_process("local_workers"):
-        return LocalWorkers(size, seconds)
+    return LocalWorkers(size, seconds)
 
 
 def checked_size(n: Any) -> int:

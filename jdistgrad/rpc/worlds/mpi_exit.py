@@ -61,7 +61,6 @@ def report(error: BaseException) -> None:
 
 
 def joined(worker: Worker) -> None:
-    """Note that this process is this worker from now on."""
     global _latest
     _latest = worker
     launcher_env.leave_note(launcher_env.JOINED)
@@ -120,5 +119,4 @@ def _hung(worker: Worker) -> str:
 
 
 def others_of(worker: Worker) -> set[int]:
-    """Return the ranks of the other workers that are not lost."""
     return set(range(worker.size)) - {worker.rank, *worker.peers.lost}

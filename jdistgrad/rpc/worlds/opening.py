@@ -7,7 +7,6 @@ import importlib
 import logging
 import math
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +28,6 @@ from jdistgrad.wire.transport import Transport
 THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "saving", "threads", "wire"))
 
-_opening = threading.Lock()
-
 
 def refuse_second_world(what: str) -> None:
     why = current.fork_error()
@@ -41,15 +38,6 @@ def refuse_second_world(what: str) -> None:
         raise errors.AlreadyInitializedError(
             f"{what}: {worker.info} is already in a world of {worker.size}. Call jdistgrad.shutdown() first."
         )
-
-
-@contextlib.contextmanager
-def only_world_of_process(what: str) -> Iterator[None]:
-    """Open a block that opens this process's world. Another thread that would open one waits, and finds it."""
-    refuse_second_world(what)
-    with _opening:
-        refuse_second_world(what)
-        yield
 
 
 def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
@@ -109,7 +97,6 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
 
 
 def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
-    """Meet the other ranks, and open this rank's worker."""
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
     from jdistgrad.wire.doorbell import Doorbell

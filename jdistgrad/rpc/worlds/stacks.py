@@ -67,7 +67,6 @@ def start_if_asked() -> None:
 
 
 def watch(worker: Worker) -> None:
-    """Show what this worker waits for, too."""
     _workers.add(worker)
 
 

@@ -6,8 +6,6 @@ import logging
 import math
 import sys
 import threading
-import time
-from typing import Any
 
 from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
@@ -20,7 +18,6 @@ from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.rpc.worlds.opening import (
     close,
-    only_world_of_process,
     open_local,
     open_mpi,
     refuse_second_world,
@@ -111,16 +108,15 @@ def init(
         worker = open_local(*seat, name, seconds)
         current.bind_thread(worker)
         return worker.info
-    with only_world_of_process("init"):
-        if launcher_env.launched():
-            with_devices = settings.devices if devices is None else devices
-            survives = settings.survive if survive is None else survive
-            worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
+    if launcher_env.launched():
+        with_devices = settings.devices if devices is None else devices
+        survives = settings.survive if survive is None else survive
+        worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
+        current.bind_process(worker)
+    else:
+        with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
+            worker = open_local(Hub(1), 0, name, seconds)
             current.bind_process(worker)
-        else:
-            with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
-                worker = open_local(Hub(1), 0, name, seconds)
-                current.bind_process(worker)
     return worker.info
 
 
@@ -175,7 +171,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     except BaseException as error:
         if not worker.closed:
             worker.peers.leave(f"its shutdown failed: {spelled(error)}")
-            _close(worker, graceful=False)
+            close(worker, graceful=False)
+            forget_failed_effects()
         raise
     return _end(worker, graceful=graceful)
 
@@ -194,7 +191,8 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
         log.info(text, worker.info, worker.refused.total(), dict(worker.refused))
     if graceful and worker.peers.lost and worker.rank == worker.closing.conductor:
         log.warning("the world went on without lost workers: %s", "; ".join(worker.peers.lost.values()))
-    _close(worker, graceful=graceful)
+    close(worker, graceful=graceful)
+    forget_failed_effects()
     return found
 
 
@@ -278,26 +276,9 @@ def world_size() -> int:
     return current_worker().size
 
 
-def _close(worker: Worker, *, graceful: bool) -> None:
-    close(worker, graceful=graceful)
-    forget_failed_effects()
-
-
 def _collect_garbage() -> None:
     """Collect all garbage. ``gc.collect`` does nothing while another thread collects, perhaps only what is young."""
-    mine = threading.get_ident()
-    begun: list[int] = []
-
-    def note(phase: str, info: Any) -> None:
-        if phase == "start" and threading.get_ident() == mine:
-            begun.append(info["generation"])
-
     with _collecting:
-        gc.callbacks.append(note)
-        try:
+        before = gc.get_stats()[2]["collections"]
+        while gc.get_stats()[2]["collections"] == before:
             gc.collect()
-            while 2 not in begun:
-                time.sleep(0.001)
-                gc.collect()
-        finally:
-            gc.callbacks.remove(note)
