@@ -1,5 +1,6 @@
 """A map over workers: each item goes to a worker that is free."""
 
+import collections
 import contextlib
 import functools
 import queue
@@ -15,6 +16,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import current_mailbox
 from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.references.claims import emptied
 from jdistgrad.rpc.references.rref import handler_of_call
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import refuse_traced
@@ -92,12 +94,13 @@ class Feed:
     def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: int):
         self._call, self._tasks = call, tasks
         self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-        self._next, self._workers, self._lock = 0, workers, threading.Lock()
+        self._left = collections.deque(range(len(tasks)))
+        self._workers, self._lock = workers, threading.Lock()
 
     def keep_busy(self, worker: WorkerInfo, scope: Scope | None) -> None:
         """Let a worker do tasks until all have been taken. A worker that is lost takes no more."""
         with within(scope):
-            while (number := self._take()) is not None:
+            for number in emptied(self._left):
                 try:
                     result, error = self._call(worker, self._tasks[number]), None
                 except BaseException as raised:
@@ -107,7 +110,7 @@ class Feed:
                     with self._lock:
                         self._workers -= 1
                     if not self._workers:  # with the last worker, all tasks that are left fail
-                        for left in self._take_all():
+                        for left in emptied(self._left):
                             self._ended.put((left, None, error))
                     return
 
@@ -134,20 +137,7 @@ class Feed:
                     raise error
                 yield result if error is None else error
         finally:
-            self._take_all()
-
-    def _take(self) -> int | None:
-        with self._lock:
-            number = self._next
-            if number == len(self._tasks):
-                return None
-            self._next += 1
-            return number
-
-    def _take_all(self) -> list[int]:
-        with self._lock:
-            rest, self._next = list(range(self._next, len(self._tasks))), len(self._tasks)
-            return rest
+            self._left.clear()
 
 
 def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:

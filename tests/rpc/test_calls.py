@@ -125,23 +125,3 @@ def test_shutdown_waits_for_calls_nobody_waits_for(world):
 
     ranks = world.run(main)
     assert sorted(hits) == sorted(20 - k for k in range(21) if k % world.size in ranks)
-
-
-def test_registered_functions_are_found_by_name(world):
-    captured = 5
-
-    def main():
-        @jd.register
-        def closure(x):
-            return x + captured
-
-        jd.init()
-        assert [jd.rpc_sync(rank, closure, args=(1,)) for rank in range(jd.world_size())] == [6] * jd.world_size()
-        assert jd.rpc_sync(0, apply, args=(closure, 2)) == 7
-        jd.shutdown()
-
-    world.run(main)
-
-
-def apply(function, x):
-    return function(x)

@@ -158,31 +158,6 @@ def test_workers_of_a_notebook_do_not_say_that_they_wait(said, caplog):
     assert caplog.text == ""
 
 
-@on_worker0
-def test_calls_that_are_answered_are_not_being_served(world):
-    for rank in range(jd.world_size()):
-        for function in (release, promise, fail):
-            future = jd.rpc_async(rank, function)
-            if function is promise:
-                jd.rpc_sync(rank, release)
-            assert isinstance(future.exception(30), ValueError if function is fail else type(None))
-        assert jd.rpc_sync(rank, being_served) == [f"{__name__}.being_served"]
-
-
-def fail():
-    raise ValueError("on purpose")
-
-
-def being_served():
-    """Return the functions of the calls being served here, once calls that were answered have left the table."""
-    end = time.monotonic() + 20
-    while True:
-        found = [call.function for call in current_worker().server.shown()]
-        if len(found) == 1 or time.monotonic() > end:
-            return found
-        time.sleep(0.01)
-
-
 def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
     """The thread gets no core between taking note of the weights and sending them, while the workers are surveyed."""
     surveyed, slow = threading.Event(), threading.Event()

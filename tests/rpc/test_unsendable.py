@@ -14,7 +14,6 @@ from helpers.worlds import (
     needs_pickling,
     on_worker0,
     still_works,
-    wait_until_owned,
     wire_world as wire_world,
 )
 
@@ -28,16 +27,6 @@ def test_an_argument_that_cannot_be_sent_is_named(wire_world):
     with pytest.raises(jd.EncodingError, match=r"cannot call .*apply on worker.*\['bad'\]\[1\], a generator"):
         jd.rpc_sync(last(), apply, args=(len, bad))
     still_works()
-
-
-@needs_pickling
-@on_worker0
-def test_an_argument_that_cannot_be_sent_is_named_beside_references(wire_world):
-    kept = jd.by_reference(jd.RRef(1))
-    with pytest.raises(jd.EncodingError):
-        jd.rpc_sync(last(), apply, args=(len, [kept, {"bad": (k for k in range(3))}]))
-    del kept
-    wait_until_owned(0, 0)
 
 
 @needs_pickling

@@ -113,23 +113,6 @@ def test_init_wants_a_real_timeout():
         jd.init(timeout="long")
 
 
-def test_who_gave_up_waiting_is_waited_for(big_world):
-    """A shutdown that has timed out does not count as called."""
-
-    def main():
-        me = jd.init()
-        if me.rank == 1:
-            with pytest.raises(jd.CallTimeoutError):
-                jd.shutdown(timeout=0.2)
-            time.sleep(0.5)
-            assert jd.rpc_sync(2, operator.add, args=(1, 2)) == 3
-        elif me.rank == 2:
-            time.sleep(0.4)
-        jd.shutdown()
-
-    big_world.run(main)
-
-
 def test_an_impatient_shutdown_fails_calls_on_both_sides(big_world):
     def main():
         me = jd.init()

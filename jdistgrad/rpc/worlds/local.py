@@ -15,7 +15,7 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
-from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
+from jdistgrad.rpc.worlds.worlds import seat, shutdown
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
@@ -57,7 +57,8 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     def run(rank: int) -> None:
         try:
-            take_seat(hub, rank)
+            current.detach_thread()
+            seat.set((hub, rank))
             results[rank] = main(*args)
             worker = find_worker()
             if worker is not None and not worker.closed:
@@ -161,7 +162,12 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
       3
     """
     refuse_second_world("local_workers")
-    refuse_seat("local_workers")
+    place = seat.get()
+    if place is not None:
+        raise errors.AlreadyInitializedError(
+            f"local_workers: this program is already a worker (rank {place[1]}) of a local world, that of `jdistgrad "
+            "run --local` or jdistgrad.spawn. Call jdistgrad.init() here; or run it by plain python, as one program."
+        )
     size, seconds = checked_size(n), checked_timeout(timeout)
     return LocalWorkers(size, seconds)
 

@@ -16,12 +16,7 @@ from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
 from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.rpc.worlds.opening import (
-    close,
-    open_local,
-    open_mpi,
-    refuse_second_world,
-)
+from jdistgrad.rpc.worlds.opening import close, open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -32,23 +27,7 @@ log = logging.getLogger("jdistgrad.rpc")
 _collecting = threading.Lock()  # one worker of this process at a time
 
 # In a thread that ``spawn`` started: its hub and rank.
-_seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
-
-
-def take_seat(hub: Hub, rank: int) -> None:
-    """Let ``init`` in this thread join a local world."""
-    current.detach_thread()
-    _seat.set((hub, rank))
-
-
-def refuse_seat(what: str) -> None:
-    """Raise AlreadyInitializedError in a thread that has a place in a local world, whether it has called ``init``."""
-    seat = _seat.get()
-    if seat is not None:
-        raise errors.AlreadyInitializedError(
-            f"{what}: this program is already a worker (rank {seat[1]}) of a local world, that of `jdistgrad run "
-            "--local` or jdistgrad.spawn. Call jdistgrad.init() here; or run it by plain python, as one program."
-        )
+seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 
 
 def init(
@@ -103,9 +82,9 @@ def init(
     forget_failed_effects()
     seconds = checked_timeout(timeout)
     check_names(name)
-    seat = _seat.get()
-    if seat is not None:
-        worker = open_local(*seat, name, seconds)
+    place = seat.get()
+    if place is not None:
+        worker = open_local(*place, name, seconds)
         current.bind_thread(worker)
         return worker.info
     if launcher_env.launched():
@@ -245,7 +224,7 @@ def launched() -> bool:
     Example:
       >>> main() if jd.launched() else jd.spawn(main, 3)
     """
-    return _seat.get() is not None or launcher_env.launched()
+    return seat.get() is not None or launcher_env.launched()
 
 
 def rank() -> int:
@@ -254,11 +233,11 @@ def rank() -> int:
     Example:
       >>> name = "server" if jd.rank() == 0 else "trainer{rank}"
     """
-    worker, seat = find_worker(), _seat.get()
+    worker, place = find_worker(), seat.get()
     if worker is not None:
         return worker.rank
-    if seat is not None:
-        return seat[1]
+    if place is not None:
+        return place[1]
     if not launcher_env.launched() and current.is_stray_thread():
         return current_worker().rank  # raises
     return launcher_env.rank()
@@ -267,7 +246,7 @@ def rank() -> int:
 def local_rank() -> int:
     """Return the rank of this worker among the workers of its machine: also before ``init`` and after ``shutdown``."""
     worker = find_worker()
-    is_thread = _seat.get() is not None or (worker is not None and worker.hands_over)
+    is_thread = seat.get() is not None or (worker is not None and worker.hands_over)
     return launcher_env.local_rank() if launcher_env.launched() and not is_thread else rank()
 
 
