@@ -29,8 +29,8 @@ from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
 from jdistgrad.pipeline.under_way import UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
-from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.references.table import value_of
+from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind

@@ -15,7 +15,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import cloudpickle
 import jax
@@ -23,22 +23,49 @@ import numpy as np
 
 from jdistgrad._compat import static_arguments
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, registered_name, shown_as
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
-from jdistgrad.rpc.references.in_messages import encoding
+from jdistgrad.rpc.references.claims import encoding
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.array_block import ArrayBlock
 
-OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
+T = TypeVar("T")
+
 WITH_RULES: Any = jax.custom_vjp | jax.custom_jvp
 CODE = types.FunctionType, type, JITTED, jax.custom_vjp, jax.custom_jvp
 KEPT = 256  # functions that came by value: some KiB each, and what they hold
 LARGEST = 1 << 20  # bytes: a function that closes over more is sent and made anew in each call
 
 Path = tuple[str, str]  # module and qualified name
+
+
+class Cached(Generic[T]):
+    """A value that is sent often and never changes, encoded once and decoded once.
+
+    It is made of the package's own classes, numbers and strings, without functions or objects of users: these may
+    change, or be defined anew under the same name.
+    """
+
+    def __init__(self, value: T):
+        self.value = value
+
+    @functools.cached_property
+    def stream(self) -> bytes:
+        return pickle.dumps(self.value, protocol=5)
+
+    def __reduce__(self) -> Any:
+        return from_cache, (self.stream,)
+
+
+@functools.lru_cache(maxsize=4096)
+def from_cache(stream: bytes) -> Cached[Any]:
+    """Return the value that arrived, decoded only if it has not been seen before."""
+    return Cached(pickle.loads(stream))
+
+
+OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
 
 _asked_for: set[tuple[Path, int]] = set()  # functions of the program that a worker did not have, with their likeness
 _sent: "weakref.WeakKeyDictionary[Any, tuple[Any, bytes | None]]" = weakref.WeakKeyDictionary()
@@ -140,18 +167,16 @@ def _written(value: Any) -> bytes | None:
     return stream.getvalue() if stream.tell() <= LARGEST else None
 
 
-loaded = functools.lru_cache(maxsize=KEPT)(pickle.loads)
-
-
+@functools.lru_cache(maxsize=KEPT)
 def from_code(code: bytes) -> Any:
     """Return what was sent by value: what came before by the same bytes, if it is still kept."""
-    return loaded(code)
+    return pickle.loads(code)
 
 
 def own_or_sent(module: str, qualname: str, like: int, code: bytes) -> Any:
     """Return this worker's own function or class of this name, if it is alike, or else the one that was sent."""
     own = _own(module, qualname, like)
-    return loaded(code) if own is None else own
+    return from_code(code) if own is None else own
 
 
 def own_or_asked(module: str, qualname: str, like: int, rank: int) -> Any:
@@ -160,7 +185,7 @@ def own_or_asked(module: str, qualname: str, like: int, rank: int) -> Any:
     if own is not None:
         return own
     with within(None):
-        return loaded(current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None))
+        return from_code(current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None))
 
 
 def _own(module: str, qualname: str, like: int) -> Any:
@@ -225,7 +250,12 @@ def _module_with_file(function: types.FunctionType) -> str | None:
 
 
 def _with_globals_of(module: str, function: types.FunctionType) -> Any:
-    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    cells = list[tuple[Any, ...]]()
+    for cell in function.__closure__ or ():
+        try:
+            cells.append((cell.cell_contents,))
+        except ValueError:  # empty
+            cells.append(())
     names = function.__name__, function.__qualname__, function.__module__
     rest = function.__defaults__, function.__kwdefaults__, function.__dict__
     return make, (module, function.__code__, len(cells)), (cells, names, rest), None, None, complete
@@ -246,10 +276,3 @@ def complete(function: types.FunctionType, state: Any) -> None:
     function.__name__, function.__qualname__, function.__module__ = names
     function.__defaults__, function.__kwdefaults__ = defaults, keyword_defaults
     function.__dict__.update(attributes)
-
-
-def _contents(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # empty
-        return ()

@@ -3,15 +3,17 @@
 Functions and classes travel by name if the name leads back to them, else by value (``by_value``).
 """
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
 from jdistgrad.rpc import by_value, trees
-from jdistgrad.rpc.references.in_messages import Shipment, decoding, encoding
+from jdistgrad.rpc.references.claims import Shipment, decoding, encoding
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.frames import is_bulk
@@ -51,26 +53,17 @@ class PickleCodec:
             return EncodingError(
                 f"it is nested too deeply to be sent ({spelled(error)}). Send it as a flat list or array"
             )
-        return EncodingError(f"{self._culprit(value)}{spelled(error)}")
-
-    def _culprit(self, value: Any) -> str:
-        """Return the path and type of the first leaf that cannot be encoded by itself, as text."""
-        shipment = Shipment()
-        try:
-            for path, leaf in trees.leaves_with_keys(value):
-                if not self._can_encode(leaf, shipment):
-                    return f"at {jax.tree_util.keystr(path)}, a {type(leaf).__name__}: " if path else ""
-        finally:
-            shipment.take_back()
-        return ""
-
-    def _can_encode(self, leaf: Any, shipment: Shipment) -> bool:
-        try:
-            with encoding(shipment):
-                MessagePickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
-        except Exception:  # whatever the reason: the original error is reported
-            return False
-        return True
+        where, shipment = "", Shipment()
+        with contextlib.suppress(Exception):  # of a value that JAX cannot take apart
+            for path, leaf in jax.tree.leaves_with_path(value, is_leaf=lambda one: isinstance(one, Iterator)):
+                try:
+                    with encoding(shipment):
+                        MessagePickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(leaf)
+                except Exception:
+                    where = f"at {jax.tree_util.keystr(path)}, a {type(leaf).__name__}: " if path else ""
+                    break
+        shipment.take_back()
+        return EncodingError(f"{where}{spelled(error)}")
 
     def decode(self, parcel: Parcel) -> Any:
         try:
@@ -93,10 +86,8 @@ def hides_traced(value: Any) -> bool:
     try:
         with encoding(None):
             MessagePickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
-    except EncodingError as error:
-        return str(error) == arrays.TRACED
-    except Exception:  # an object that cannot be pickled is not searched
-        return False
+    except Exception as error:  # an object that cannot be pickled is not searched
+        return isinstance(error, EncodingError) and str(error) == arrays.TRACED
     return False
 
 

@@ -89,16 +89,13 @@ class Slots:
         with self._lock:
             slot = next((k for k, one in enumerate(self._scopes) if one is scope), None)
             if slot is None:
-                slot = self._free_slot()
+                if None not in self._scopes:
+                    self._scopes.append(None)
+                    self._threads.append(0)
+                slot = self._scopes.index(None)
                 self._scopes[slot] = scope
             self._threads[slot] += 1
             return slot
-
-    def _free_slot(self) -> int:
-        if None not in self._scopes:
-            self._scopes.append(None)
-            self._threads.append(0)
-        return self._scopes.index(None)
 
     def free(self, slot: int) -> None:
         with self._lock:
@@ -125,7 +122,6 @@ def current_resident() -> Resident:
 
 
 def find_resident() -> Resident | None:
-    """Return the worker that this code runs on, if any."""
     worker = _bound.get()
     if worker is None and not _seated.get():
         worker = _of_process
@@ -139,7 +135,6 @@ def is_stray_thread() -> bool:
 
 
 def current_scope() -> Scope | None:
-    """Return the scope that calls made by this code belong to, if any."""
     return _scope.get()
 
 
@@ -157,39 +152,30 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
         if self._scope is None or self._scope is _scope.get():
             self._outer = _scope.set(self._scope)
             return
+        slots, key = current_resident().slots, origin().key
         try:
             with put_off_interrupt():  # which would leave this thread in the scope for ever
-                self._come_in(self._scope)
+                self._slots, self._slot = slots, slots.take(self._scope)
+                self._outer_origin = _origin.set(Origin(key, self._slot))
+                self._compiling = _slot_key(self._slot) if self._slot else None
+                if self._compiling is not None:
+                    self._compiling.__enter__()
+                self._outer = _scope.set(self._scope)
         except BaseException:
             self.__exit__()
             raise
 
-    def _come_in(self, scope: Scope) -> None:
-        slots, key = current_resident().slots, origin().key
-        self._slots, self._slot = slots, slots.take(scope)
-        self._outer_origin = _origin.set(Origin(key, self._slot))
-        self._compiling = _slot_key(self._slot) if self._slot else None
-        if self._compiling is not None:
-            self._compiling.__enter__()
-        self._outer = _scope.set(scope)
-
     def __exit__(self, *error: object) -> None:
-        if self._slots is None:
-            self._go_out(*error)
-            return
         with put_off_interrupt():
-            self._go_out(*error)
-
-    def _go_out(self, *error: object) -> None:
-        if self._outer is not None:
-            _scope.reset(self._outer)
-            self._outer = None
-        if self._slots is not None:
-            if self._compiling is not None:
-                self._compiling.__exit__(*error)
-            _origin.reset(self._outer_origin)
-            self._slots.free(self._slot)
-            self._slots = None
+            if self._outer is not None:
+                _scope.reset(self._outer)
+                self._outer = None
+            if self._slots is not None:
+                if self._compiling is not None:
+                    self._compiling.__exit__(*error)
+                _origin.reset(self._outer_origin)
+                self._slots.free(self._slot)
+                self._slots = None
 
 
 def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
@@ -204,15 +190,6 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def origin() -> Origin:
@@ -233,8 +210,13 @@ def at(origin: Origin, *, called_here: bool = False) -> Iterator[None]:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
     scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(origin.slot)
-    with _setting(_bound, worker), _setting(_scope, scope), _setting(_origin, origin):
+    before = _bound.set(worker), _scope.set(scope), _origin.set(origin)
+    try:
         yield
+    finally:
+        _bound.reset(before[0])
+        _scope.reset(before[1])
+        _origin.reset(before[2])
 
 
 def detach_thread() -> None:
@@ -256,7 +238,7 @@ def bind_thread(worker: Resident) -> None:
 def _key_of(worker: Resident) -> int:
     """Return the trace key of a worker: its own, or one that no open world uses, nor a call that outlives one."""
     with _choosing:
-        keys = _trace_keys.setdefault(_seat_of(worker), [])
+        keys = _trace_keys.setdefault((worker.info, worker.directory.workers), [])
         users = {key: _workers.get(key) for key in keys}
         own = [key for key, user in users.items() if user is worker]
         free = [key for key, user in users.items() if user is None or (user.closed and not user.work.serves_any)]
@@ -267,16 +249,12 @@ def _key_of(worker: Resident) -> int:
         return key
 
 
-def _seat_of(worker: Resident) -> Seat:
-    return worker.info, worker.directory.workers
-
-
 def bind_process(worker: Resident) -> None:
     """Let every thread that is not bound belong to this worker."""
     global _of_process
     _of_process = worker
     with _choosing:
-        keys, seat = _trace_keys_of_process, _seat_of(worker)
+        keys, seat = _trace_keys_of_process, (worker.info, worker.directory.workers)
         if seat not in keys:
             keys[seat] = next(_new_keys) if keys else None
         _set_key_of_process(keys[seat])

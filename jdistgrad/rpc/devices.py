@@ -129,5 +129,4 @@ def device_of_local_worker(rank: int) -> jax.Device | None:
 
 
 def finish_programs_of_this_thread() -> None:
-    """Wait until the programs that this thread has called have run."""
     identity(np.float32(0)).block_until_ready()

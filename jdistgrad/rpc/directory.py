@@ -1,15 +1,41 @@
-"""The workers of a world: their names and ranks."""
+"""The workers of a world: their names and ranks, and the facts that must agree on all of them."""
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import numbers
+import os
+import pathlib
+import platform
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdistgrad.errors import DuplicateNameError, UnknownWorkerError
-from jdistgrad.rpc import likeness
+import jax
+import jaxlib.version
+import numpy as np
+
+from jdistgrad._version import __version__
+from jdistgrad.config import settings
+from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
 
 LONGEST_NAME = 64
+
+SCRIPT, X64, DEVICES, SURVIVE = "the script", "jax_enable_x64", "devices", "survive"
+COLLECTIVES = "JDISTGRAD_COLLECTIVES"
+TEST = "the test"
+REMEDIES = {
+    SCRIPT: "Start every rank with the same program. Where different ones are meant (mpirun -n 1 python a.py : -n 2 "
+    "python b.py), set JDISTGRAD_SAME_SCRIPT=0; functions to be called belong in modules that all can import.",
+    X64: 'Set jax.config.update("jax_enable_x64", True) on every rank before init, or on none.',
+    COLLECTIVES: "Set it on every rank, or on none; mpirun passes it on to other nodes with -x JDISTGRAD_COLLECTIVES.",
+    DEVICES: "Give init the same devices on every rank.",
+    TEST: "Every rank must run the same tests in the same order: give pytest-randomly a seed (--randomly-seed=1), "
+    "parametrize by lists, not by sets, and skip a test on all ranks or on none.",
+    SURVIVE: "Give init the same survive on every rank, or set JDISTGRAD_SURVIVE alike.",
+}
+SAME_INSTALLATION = "Start every rank with the same installation."
 
 Names = str | Sequence[str] | Callable[[int], str] | None  # what ``init`` takes as the name
 
@@ -35,7 +61,7 @@ class Hello:
     """A worker's description of itself when it joins.
 
     Attributes:
-      facts: what must agree on all workers, see ``likeness``.
+      facts: what must agree on all workers, see ``facts_of_this_process``.
       devices: this worker's part of the start of jax.distributed; None if that is not asked for.
       process: this worker's process, as its neighbours name it; None unless the others survive it.
       memory: the address of this worker's shared memory, see ``wire.shared_memory``.
@@ -105,8 +131,49 @@ def agree(hellos: Sequence[Hello]) -> Directory:
                 name=hello.name,
             )
         ranks[hello.name] = rank
-    likeness.check([hello.facts for hello in hellos])
+    check_facts([hello.facts for hello in hellos])
     return Directory([hello.name for hello in hellos])
+
+
+def check_facts(facts: Sequence[Mapping[str, str]]) -> None:
+    """Raise WorldError if ranks differ in a fact. A rank that does not state a fact is not compared in it."""
+    for what in dict.fromkeys(what for told in facts for what in told):
+        values = {rank: told[what] for rank, told in enumerate(facts) if what in told}
+        first, expected = next(iter(values.items()))
+        for rank, value in values.items():
+            if value != expected:
+                raise WorldError(
+                    f"init: the workers disagree on {what}: rank {first} has {expected}, rank {rank} has {value}. "
+                    f"{REMEDIES.get(what, SAME_INSTALLATION)}",
+                    what=what,
+                )
+
+
+def facts_of_this_process() -> dict[str, str]:
+    """Return the facts that the processes of an MPI job compare. Workers of one process need not compare them.
+
+    Functions travel by name, and arrays by dtype, so the processes must have the same of both.
+    """
+    found = {
+        "jdistgrad": __version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),  # code and pickles do not depend on the rest
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "numpy": np.__version__,
+        COLLECTIVES: settings.collectives or "the job's choice",
+        X64: str(jax.dtypes.canonicalize_dtype(np.float64) == np.float64),
+    }
+    for package in ("mpi4py", "mpi4jax"):  # without mpi4jax, compiled programs reduce in another way
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    script = pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    if settings.same_script and script.is_file():  # a notebook and the like have none
+        found[SCRIPT] = f"{script.name} (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]})"
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        found[TEST] = os.environ["PYTEST_CURRENT_TEST"]
+    return found
 
 
 def check_names(names: Any) -> None:

@@ -1,20 +1,16 @@
 """The future of a call. The thread that asks for the answer opens it, not the thread that moves messages."""
 
 import concurrent.futures
-import functools
-import logging
 import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Never, TypeVar, cast
 
 from jdistgrad.corrections import Corrected, Later
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.wire.interrupts import InterruptibleFuture, SteadyCondition
-
-log = logging.getLogger("jdistgrad.rpc")
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 IS_ASYNC = (
     "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
@@ -32,23 +28,6 @@ U = TypeVar("U")
 Outcome = tuple[Any, BaseException | None]  # the result of a call, or else its error
 
 
-class Promise(concurrent.futures.Future[Any]):
-    """The future of a value that users' code makes. Its base class ignores an exception that is false as a bool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._condition = SteadyCondition()
-
-    def result(self, timeout: float | None = None) -> Any:
-        error = self.exception(timeout)
-        if error is None:
-            return super().result()
-        try:
-            raise error
-        finally:
-            del error, self  # the traceback refers to this frame
-
-
 class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
 
@@ -62,17 +41,15 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
         super().__init__()
         self._wait_for = wait_for
-        self._open: Callable[[], Outcome] | None = None
-        self._outcome: Outcome | None = None
+        self._open: Callable[[], Outcome] | None = None  # of an answer that nobody has read
+        self._outcome: Outcome = None, None
         self._opening = threading.Lock()
         self._has_callbacks = False
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
-        adding = [threading.get_ident()]
-        super().add_done_callback(functools.partial(_called_back, fn, adding))
-        adding.clear()
+        super().add_done_callback(fn)
 
     def answer(self, opener: Callable[[], Outcome], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
         """Complete the future. ``opener`` returns the outcome, or raises if it cannot be opened.
@@ -82,24 +59,20 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         """
         if not super().set_running_or_notify_cancel():
             return
+        complete = super().set_result  # the result is read from the answer
         with self._opening:
             self._open = opener
             if not self._has_callbacks:
-                self._complete()
+                complete(cast("T", None))
                 return
-        run_elsewhere(self._complete)
+        run_elsewhere(lambda: complete(cast("T", None)))
 
-    def _complete(self) -> None:
-        super().set_result(cast("T", None))  # the result is read from the answer
+    def _refuse(self, *_: Any) -> Never:
+        raise TypeError(COMPLETED_BY_ANSWER)
 
-    def set_result(self, result: T) -> None:
-        raise TypeError(f"set_result: {COMPLETED_BY_ANSWER}")
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        raise TypeError(f"set_exception: {COMPLETED_BY_ANSWER}")
-
-    def set_running_or_notify_cancel(self) -> bool:
-        raise TypeError(f"set_running_or_notify_cancel: {COMPLETED_BY_ANSWER}")
+    set_result: Any = _refuse
+    set_exception: Any = _refuse
+    set_running_or_notify_cancel: Any = _refuse
 
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
@@ -112,17 +85,13 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
             del error, self  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._time_left_after_waiting(timeout))
-
-    def _time_left_after_waiting(self, timeout: float | None) -> float | None:
         start = time.monotonic()
         self._wait_for((self,), timeout)
-        return None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+        return super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
 
     def _opened(self) -> Outcome:
         with self._opening:
-            if self._outcome is None:
-                assert self._open is not None
+            if self._open is not None:
                 try:
                     self._outcome = self._open()
                 except BaseException as error:
@@ -154,12 +123,8 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     # The base class reads its result and its exception here, so ``Future.result(future)`` opens the answer too.
 
     @property
-    def _has_answer(self) -> bool:
-        return self._open is not None or self._outcome is not None
-
-    @property
     def _result(self) -> Any:
-        return self._opened()[0] if self._has_answer else None
+        return self._opened()[0]
 
     @_result.setter
     def _result(self, value: Any) -> None:
@@ -167,11 +132,11 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
 
     @property
     def _exception(self) -> BaseException | None:
-        return self._opened()[1] if self._has_answer else self._failure
+        return self._opened()[1]
 
     @_exception.setter
     def _exception(self, error: BaseException | None) -> None:
-        self._failure = error
+        pass
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -228,19 +193,3 @@ def refuse_coroutine(result: Any) -> None:
     if isinstance(result, types.CoroutineType):
         result.close()  # Python would warn that nobody has awaited it
         raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")
-
-
-def _called_back(fn: Callable[[Any], object], adding: list[int], future: concurrent.futures.Future[Any]) -> None:
-    """Call a callback. The base class logs an exception, but lets others, such as SystemExit, end all callbacks.
-
-    Arguments:
-      adding: the thread that adds the callback right now, if any.
-    """
-    try:
-        fn(future)
-    except Exception:
-        raise
-    except BaseException:
-        if threading.get_ident() in adding:
-            raise
-        log.exception("a callback of %r raised", future)

@@ -7,13 +7,11 @@ layouts; pickle would say the same again each time.
 import functools
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdistgrad.errors import DistgradError, EncodingError
 from jdistgrad.rpc.fingerprints import functions_in
 from jdistgrad.rpc.functions import import_path
 from jdistgrad.wire import arrays, pinned
@@ -38,11 +36,6 @@ class Layout(NamedTuple):
     types: tuple[Type, ...]
     named: tuple[tuple[tuple[str, str], Any], ...]
 
-    @property
-    def is_current(self) -> bool:
-        """Return whether the names still have these meanings: a cell of a notebook may have defined a class again."""
-        return all(import_path(one) == path for path, one in self.named)
-
 
 class Layouts:
     """The encoding of pushed values.
@@ -61,7 +54,7 @@ class Layouts:
         leaves, layout = self._apart(value)
         if not layout:
             parcel = self._codec.encode(value, snapshot=False)
-            return Parcel(pickled(key, parcel.stream), parcel.buffers, parcel.attached, parcel.undo)
+            return Parcel(_stream(key, PICKLED, parcel.stream), parcel.buffers, parcel.attached, parcel.undo)
         copies = pinned.of_all(lambda: leaves)
         buffers = [
             arrays.bytes_of(leaf if type(leaf) is np.ndarray else np.asarray(copies.of(leaf))) for leaf in leaves
@@ -91,39 +84,29 @@ class Layouts:
         Only where there are accelerators, large arrays are JAX's, so that they are copied there once.
 
         Raises:
-          EncodingError: the bytes are no pushed value.
-          FunctionError: they name what may not be named in a message.
+          FunctionError: the value has a function or class that this worker does not have.
         """
-        try:
-            numbers, form = HEAD.unpack_from(parcel.stream)
-            _, _, *key = _numbers(numbers).unpack_from(parcel.stream)
-            rest = parcel.stream[HEAD.size + 8 * numbers :]
-            below = arrays.ALIAS_FROM if pinned.accelerated() else math.inf
-            if form == LAID_OUT:
-                return tuple(key), _together(self._layout(bytes(rest)), parcel.buffers, below)
+        numbers, form = HEAD.unpack_from(parcel.stream)
+        _, _, *key = _numbers(numbers).unpack_from(parcel.stream)
+        rest = parcel.stream[HEAD.size + 8 * numbers :]
+        below = arrays.ALIAS_FROM if pinned.accelerated() else math.inf
+        if form != LAID_OUT:
             with arrays.as_numpy(below):
                 return tuple(key), self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
-        except (DistgradError, FloatingPointError):  # the latter from arrays, where jax_debug_nans is set
-            raise
-        except Exception as error:
-            raise EncodingError(f"a pushed value could not be rebuilt: {type(error).__name__}") from error
-
-    def _layout(self, written: bytes) -> Layout:
-        layout = self._read(written)
-        if layout.is_current:
-            return layout
-        self._read.cache_clear()
-        return self._read(written)
+        layout = self._read(bytes(rest))
+        if not all(import_path(one) == path for path, one in layout.named):  # a cell of a notebook has defined it again
+            self._read.cache_clear()
+            layout = self._read(bytes(rest))
+        leaves = [
+            (arrays.rebuild_jax if is_jax and data.nbytes >= below else arrays.rebuild_numpy)(data, dtype, shape)
+            for (is_jax, dtype, shape), data in zip(layout.types, parcel.buffers, strict=True)
+        ]
+        return tuple(key), jax.tree.unflatten(layout.tree, leaves)
 
     def _decoded(self, written: bytes) -> Layout:
         example, types = self._codec.decode(Parcel(written, []))
         named = ((import_path(one), one) for one in functions_in(example))
         return Layout(jax.tree.structure(example), types, tuple((path, one) for path, one in named if path is not None))
-
-
-def pickled(key: Key, stream: Any) -> memoryview:
-    """Return what comes first in the message of a value that is pickled."""
-    return _stream(key, PICKLED, stream)
 
 
 def _stream(key: Key, form: int, rest: Any) -> memoryview:
@@ -145,12 +128,3 @@ def _type_of(leaf: Any) -> Type | None:
     if not isinstance(leaf.dtype, np.dtype) or (leaf.weak_type and not leaf.ndim):  # random keys; numbers
         return None
     return True, arrays.dtype_name(leaf.dtype), leaf.shape
-
-
-def _together(layout: Layout, buffers: Sequence[Any], below: float) -> Any:
-    """Return a value of this layout, in which JAX arrays of fewer bytes are NumPy arrays."""
-    leaves = [
-        (arrays.rebuild_jax if is_jax and data.nbytes >= below else arrays.rebuild_numpy)(data, dtype, shape)
-        for (is_jax, dtype, shape), data in zip(layout.types, buffers, strict=True)
-    ]
-    return jax.tree.unflatten(layout.tree, leaves)

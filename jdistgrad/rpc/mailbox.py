@@ -2,10 +2,11 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -15,17 +16,86 @@ from jdistgrad.ffi import sites
 from jdistgrad.rpc import current, devices, trees
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.layouts import Layouts
-from jdistgrad.rpc.work_count import WorkCount
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import CALLS, ENCODED, Codec, Kind, Message, Parcel
+from jdistgrad.wire.message import CALLS, ENCODED, WORK, Codec, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")
 
 P = TypeVar("P")
+
+
+class WorkCount:
+    """The numbers of messages with work sent to each worker, received from each, and being served. For any thread.
+
+    By these a world decides when it may close. They are counted by worker, so that those of lost workers can be left
+    out.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._lock, self._rank = threading.Lock(), rank
+        self._sent, self._received, self._serving = [0] * size, [0] * size, [0] * size
+
+    def sending(self, kind: Kind, peer: int, count: int = 1) -> None:
+        if kind in WORK:
+            with self._lock:
+                self._sent[peer] += count
+
+    def received(self, peer: int) -> None:
+        with self._lock:
+            self._received[peer] += 1
+
+    def serving(self, peer: int) -> None:
+        with self._lock:
+            self._received[peer] += 1
+            self._serving[peer] += 1
+
+    def served(self, peer: int) -> None:
+        with self._lock:
+            self._serving[peer] -= 1
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        self._started()
+        try:
+            yield
+        finally:
+            self.served(self._rank)
+
+    def counted(self, task: Callable[[], Any]) -> Callable[[], None]:
+        """Return a task, for any thread, that keeps this worker busy from now until it has run."""
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                self.served(self._rank)
+
+        self._started()
+        return run
+
+    def _started(self) -> None:
+        with self._lock:
+            self._serving[self._rank] += 1
+
+    def serves(self, peer: int) -> bool:
+        """Return whether a call of this worker has arrived that has not been answered."""
+        return self._serving[peer] > 0
+
+    @property
+    def serves_any(self) -> bool:
+        return any(self._serving)
+
+    def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
+        """Return the numbers sent to and received from workers that are not lost, and being served, at one moment."""
+        with self._lock:
+            sent, received = (
+                sum(n for rank, n in enumerate(of) if rank not in lost) for of in (self._sent, self._received)
+            )
+            return sent, received, sum(self._serving)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +121,7 @@ class Mailbox:
       home: the thread that opened the world.
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
+      threads: the threads that serve calls.
       refused: how many messages were refused or came too late, by the rank that sent them.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
     """
@@ -77,7 +148,7 @@ class Mailbox:
         self.note_gifts: Callable[[int, Parcel], None] | None = None
         self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
-        self._threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
+        self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self._parts: dict[type, Any] = {}
 
     def add(self, part: P) -> P:
@@ -103,31 +174,26 @@ class Mailbox:
             self.work.sending(message.kind, peer)
             parcel: Parcel | None = None
             try:
-                if message.kind in ENCODED and self._wants_encoding(peer, message.body):
-                    parcel = self._encoded(message, snapshot=snapshot)
-                    message = Message(message.kind, message.source, message.id, parcel)
+                kind, body = message.kind, message.body
+                if isinstance(body, Parcel):
+                    body = _for_itself(body) if peer == self.rank else body
+                elif kind in ENCODED and body is not None and not self.hands_over and peer != self.rank:
+                    if kind is Kind.PUSH:
+                        body = parcel = self._layouts.encode(*body)
+                    else:
+                        body = parcel = self.codec.encode(body, snapshot=snapshot)
                     if parcel.attached and self.note_gifts is not None:
                         self.note_gifts(peer, parcel)
-                elif isinstance(message.body, Parcel) and peer == self.rank:
-                    message = Message(message.kind, message.source, message.id, _for_itself(message.body))
-                elif snapshot and message.kind in CALLS and not isinstance(message.body, Parcel):
-                    message = Message(message.kind, message.source, message.id, _steady(message.body))
-                size = message.body.bytes if isinstance(message.body, Parcel) else 0
-                self.transport.send(peer, message)
+                elif snapshot and kind in CALLS:
+                    body = _steady(body)
+                size = body.bytes if isinstance(body, Parcel) else 0
+                self.transport.send(peer, Message(kind, message.source, message.id, body))
             except BaseException:
                 if parcel is not None and parcel.undo is not None:
                     parcel.undo()
-                self.work.not_sent(message.kind, peer)
+                self.work.sending(message.kind, peer, -1)
                 raise
         return size
-
-    def _encoded(self, message: Message, *, snapshot: bool) -> Parcel:
-        if message.kind is Kind.PUSH:
-            return self._layouts.encode(*message.body)
-        return self.codec.encode(message.body, snapshot=snapshot)
-
-    def _wants_encoding(self, peer: int, body: Any) -> bool:
-        return not (body is None or self.hands_over or peer == self.rank or isinstance(body, Parcel))
 
     def for_several(self, body: Any) -> Any:
         """Encode a body that will be posted to several workers; return it as it is if each needs its own parcel."""
@@ -146,14 +212,9 @@ class Mailbox:
             raise body
         if not isinstance(body, Parcel):
             return body
-        try:
-            return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
-        except errors.FunctionError as error:
-            self.refuse(message.source, f"a {message.kind.name}", error)
-            raise
+        return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
 
     def refuse(self, source: int, what: str, why: object, level: int = logging.ERROR) -> None:
-        """Count and log a message that is not applied."""
         with self._counting:
             self.refused[source] += 1
         log.log(level, "%s refuses %s from rank %d: %s", self.info, what, source, why)
@@ -163,15 +224,13 @@ class Mailbox:
         self.transport.wait_for(futures, timeout)
 
     def run(self, task: Task) -> None:
-        """Run a task on another thread of this worker."""
-        self._threads.run(task)
+        self.threads.run(task)
 
-    def resume_tasks(self) -> None:
-        """Run tasks for which there was no thread, if there is one now."""
-        self._threads.resume()
+    def run_counted(self, task: Callable[[], Any]) -> None:
+        """Run a task on another thread of this worker, which is busy until the task has run."""
+        self.run(self.work.counted(task))
 
     def enter_thread(self) -> None:
-        """Let this thread belong to this worker."""
         current.bind_thread(self)
 
     def wait_for_arguments(self, tree: Any) -> None:
@@ -195,12 +254,6 @@ class Mailbox:
             devices.finish_programs_of_this_thread()
             _wait_for_arrays(trees.leaves_once(result))
 
-    def close_transport(self, *, graceful: bool) -> None:
-        self.transport.close(graceful=graceful and self.failure is None)
-
-    def close_threads(self) -> None:
-        self._threads.close()
-
 
 def _wait_for_arrays(leaves: Iterable[Any]) -> None:
     for leaf in leaves:
@@ -210,12 +263,10 @@ def _wait_for_arrays(leaves: Iterable[Any]) -> None:
 
 def _for_itself(parcel: Parcel) -> Parcel:
     """Return a parcel for the worker that has made it, and that sends it to others too, with arrays of its own."""
-    return Parcel(parcel.stream, [_own(buffer) for buffer in parcel.buffers], parcel.attached)
-
-
-def _own(buffer: memoryview) -> memoryview:
-    changes = not buffer.readonly or may_be_written(buffer)
-    return memoryview(bytearray(buffer)) if changes else buffer
+    buffers = [
+        one if one.readonly and not may_be_written(one) else memoryview(bytearray(one)) for one in parcel.buffers
+    ]
+    return Parcel(parcel.stream, buffers, parcel.attached)
 
 
 def _steady(call: Any) -> Any:

@@ -1,5 +1,6 @@
 """A map over workers: each item goes to a worker that is free."""
 
+import collections
 import contextlib
 import functools
 import queue
@@ -13,8 +14,9 @@ from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.mailbox import Mailbox, current_mailbox
+from jdistgrad.rpc.mailbox import current_mailbox
 from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.references.claims import emptied
 from jdistgrad.rpc.references.rref import handler_of_call
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import refuse_traced
@@ -65,7 +67,11 @@ def map(
     if isinstance(workers, str):
         raise TypeError(f"map takes a list of workers: for a single one, workers=[{workers!r}]")
     here = current_mailbox()
-    chosen = others(here) if workers is None else [here.directory.find(one) for one in workers]
+    if workers is None:
+        left_out = {here.rank, *here.part(Peers).lost}
+        chosen = [one for one in here.directory.workers if one.rank not in left_out] or [here.info]
+    else:
+        chosen = [here.directory.find(one) for one in workers]
     if not chosen:
         raise ValueError("map: there must be at least one worker")
     feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, len(chosen))
@@ -74,12 +80,6 @@ def map(
         here.run(functools.partial(feed.keep_busy, worker, scope))
     found = feed.results(in_order=in_order, return_exceptions=return_exceptions)
     return found if progress is False else with_bar(found, len(tasks), describe(fn) if progress is True else progress)
-
-
-def others(here: Mailbox) -> Sequence[WorkerInfo]:
-    """Return all workers but this one and those that are lost; if this worker is alone, this one."""
-    left_out = {here.rank, *here.part(Peers).lost}
-    return [worker for worker in here.directory.workers if worker.rank not in left_out] or [here.info]
 
 
 class Feed:
@@ -94,85 +94,53 @@ class Feed:
     def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: int):
         self._call, self._tasks = call, tasks
         self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-        self._next, self._workers, self._lock = 0, workers, threading.Lock()
+        self._left = collections.deque(range(len(tasks)))
+        self._workers, self._lock = workers, threading.Lock()
 
     def keep_busy(self, worker: WorkerInfo, scope: Scope | None) -> None:
         """Let a worker do tasks until all have been taken. A worker that is lost takes no more."""
         with within(scope):
-            while (number := self._take()) is not None:
+            for number in emptied(self._left):
                 try:
                     result, error = self._call(worker, self._tasks[number]), None
                 except BaseException as raised:
                     result, error = None, raised
                 self._ended.put((number, result, error))
                 if isinstance(error, WorkerLostError) and error.worker == worker:
-                    self._lost(error)
+                    with self._lock:
+                        self._workers -= 1
+                    if not self._workers:  # with the last worker, all tasks that are left fail
+                        for left in emptied(self._left):
+                            self._ended.put((left, None, error))
                     return
 
     def results(self, *, in_order: bool, return_exceptions: bool) -> Iterator[Any]:
-        """Yield a result for each task."""
         early: dict[int, tuple[Any, BaseException | None]] = {}
-        try:
-            for turn in range(len(self._tasks)):
-                while not (turn in early if in_order else early):
-                    number, *outcome = self._ended_task()
-                    early[number if in_order else turn] = (*outcome,)
-                result, error = early.pop(turn)
-                if error is not None and not return_exceptions:
-                    raise told(error)
-                yield result if error is None else error
-        finally:
-            self._take_all()
-
-    def _ended_task(self) -> tuple[int, Any, BaseException | None]:
-        found: list[tuple[int, Any, BaseException | None]] = []
 
         def wait(seconds: float | None) -> bool:
             with contextlib.suppress(queue.Empty):
-                found.append(self._ended.get(timeout=seconds))
-            return bool(found)
+                number, *outcome = self._ended.get(timeout=seconds)
+                early[number if in_order else turn] = (*outcome,)
+            return turn in early
 
-        wait_in_slices(wait)
-        return found[0]
-
-    def _take(self) -> int | None:
-        """Return the number of the next task, or None if all have been taken."""
-        with self._lock:
-            number = self._next
-            if number == len(self._tasks):
-                return None
-            self._next += 1
-            return number
-
-    def _take_all(self) -> list[int]:
-        with self._lock:
-            rest, self._next = list(range(self._next, len(self._tasks))), len(self._tasks)
-            return rest
-
-    def _lost(self, error: WorkerLostError) -> None:
-        """Note that a worker is lost. With the last worker, all tasks that are left fail."""
-        with self._lock:
-            self._workers -= 1
-            if self._workers:
-                return
-        for number in self._take_all():
-            self._ended.put((number, None, error))
-
-
-def told(error: BaseException) -> BaseException:
-    """Return what to raise for an exception of the function: no generator can raise StopIteration."""
-    if not isinstance(error, StopIteration):
-        return error
-    stopped = RuntimeError(
-        f"map: the function raised {error!r:.200}, which would end the iteration as if there were no more items. Let "
-        "it raise another exception, or pass return_exceptions=True."
-    )
-    stopped.__cause__ = error
-    return stopped
+        try:
+            for turn in range(len(self._tasks)):
+                while turn not in early:
+                    wait_in_slices(wait)
+                result, error = early.pop(turn)
+                if isinstance(error, StopIteration) and not return_exceptions:
+                    raise RuntimeError(
+                        f"map: the function raised {error!r:.200}, which would end the iteration as if there were no "
+                        "more items. Let it raise another exception, or pass return_exceptions=True."
+                    ) from error
+                if error is not None and not return_exceptions:
+                    raise error
+                yield result if error is None else error
+        finally:
+            self._left.clear()
 
 
 def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:
-    """Show a progress bar on the error stream while the results are used."""
     from rich.console import Console
     from rich.progress import track
 

@@ -5,11 +5,13 @@ Every call made inside a scope carries its id. A worker that receives such a cal
 """
 
 import collections
+import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError, WorkerLostError
+from jdistgrad.rpc.layouts import Key
 from jdistgrad.wire.ids import IdSource, spell, worker_of
 
 T = TypeVar("T")
@@ -18,14 +20,18 @@ REMEMBERED = 4096  # closed scopes, so that late messages get the right error
 
 
 class Scope:
-    """A worker's part of a scope."""
+    """A worker's part of a scope.
+
+    Attributes:
+      error: why what is missing in the scope will never come, or None.
+    """
 
     def __init__(self, identifier: int):
         self.id = identifier
         self.closed = False
         self._peers: set[int] = set()
         self._contents: dict[Any, Any] = {}
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._lock = threading.Lock()
 
     def content(self, make: Callable[[], T]) -> T:
@@ -34,8 +40,8 @@ class Scope:
             self._check()
             if make not in self._contents:
                 self._contents[make] = make()
-                if self._error is not None:
-                    self._contents[make].give_up(self._error)
+                if self.error is not None:
+                    self._contents[make].give_up(self.error)
             content: T = self._contents[make]
             return content
 
@@ -46,22 +52,16 @@ class Scope:
             self._peers.add(peer)
 
     def peers(self) -> set[int]:
-        """Return the ranks of the workers that were called from here."""
         with self._lock:
             return set(self._peers)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return why what is missing in the scope will never come, or None."""
-        return self._error
 
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits in the scope, now and later: a worker that took part is lost."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             contents = list(self._contents.values())
         for content in contents:
-            content.give_up(self._error)
+            content.give_up(self.error)
 
     def close(self) -> tuple[set[int], list[Any]]:
         """Close the scope; return the peers to tell, and the contents for the caller to close."""
@@ -94,7 +94,6 @@ class ScopeTable:
         return self._ids.next()
 
     def open(self) -> Scope:
-        """Open a new scope."""
         return self.enter(self.draw())
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
@@ -114,16 +113,27 @@ class ScopeTable:
                 if identifier in self._closed:
                     raise closed_error(identifier)
                 for peer in self._lost & {worker_of(identifier), caller}:
-                    raise lost_error(identifier, peer)
+                    raise WorkerLostError(
+                        f"context {spell(identifier)} cannot be entered: the worker of rank {peer}, from which it "
+                        "came, is lost.",
+                        worker=peer,
+                        context=identifier,
+                    )
                 scope = self._open[identifier] = Scope(identifier)
             return scope
 
     def find(self, identifier: int) -> Scope:
         """Return a scope that must be open here. Raises ContextError if it is not."""
         scope = self._open.get(identifier)
-        if scope is None:
-            raise closed_error(identifier) if identifier in self._closed else unknown_error(identifier)
-        return scope
+        if scope is not None:
+            return scope
+        if identifier in self._closed:
+            raise closed_error(identifier)
+        raise ContextError(
+            f"there is no context {spell(identifier)} on this worker: no call made in it has come here. Use the object "
+            "that `with jdistgrad.context() as ctx` gives.",
+            context=identifier,
+        )
 
     def release(self, identifier: int) -> Scope | None:
         """Remove and return a scope, or None if it is not here. It cannot be entered again."""
@@ -134,7 +144,6 @@ class ScopeTable:
             return self._open.pop(identifier, None)
 
     def find_open(self, identifier: int) -> Scope | None:
-        """Return a scope, or None if it is not open here."""
         return self._open.get(identifier)
 
     def lose(self, peer: int) -> None:
@@ -155,17 +164,81 @@ def closed_error(identifier: int) -> ContextError:
     )
 
 
-def lost_error(identifier: int, peer: int) -> WorkerLostError:
-    return WorkerLostError(
-        f"context {spell(identifier)} cannot be entered: the worker of rank {peer}, from which it came, is lost.",
-        worker=peer,
-        context=identifier,
-    )
+Opener = Callable[[], tuple[Key, Any]]
+Wait = Callable[[Sequence[concurrent.futures.Future[Any]]], None]
 
 
-def unknown_error(identifier: int) -> ContextError:
-    return ContextError(
-        f"there is no context {spell(identifier)} on this worker: no call made in it has come here. Use the object "
-        "that `with jdistgrad.context() as ctx` gives.",
-        context=identifier,
-    )
+class Inbox:
+    """The pushed values that one worker has received in one scope and nobody has taken, by keys that both sides know.
+
+    A pushed value needs no answer, and may come before anybody asks for it. The thread that moves messages only puts it
+    away; the thread that takes it opens it, since opening may run code of users' classes.
+    """
+
+    def __init__(self) -> None:
+        self._unopened: list[Opener] = []
+        self._values: dict[Key, Any] = {}
+        self._waiting: list[concurrent.futures.Future[Any]] = []
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._unopened) + len(self._values)
+
+    def arrived(self, opener: Opener) -> None:
+        """Put a value away; the ``opener`` returns its key and the value, or raises."""
+        with self._lock:
+            self._unopened.append(opener)
+            waiting, self._waiting = self._waiting, []
+        _wake(waiting)
+
+    def take(self, key: Key, look: Callable[[], None], wait: Wait) -> Any:
+        """Remove and return the value with this key.
+
+        Arguments:
+          look: delivers what has arrived and not been delivered: mostly the value is there, and nobody need wait.
+          wait: returns when a future of those it is given is done.
+
+        Raises:
+          BaseException: ``wait`` has raised, the scope has ended, or a value could not be opened.
+        """
+        if key not in self._values and not self._unopened:
+            look()
+        while True:
+            with self._lock:
+                try:
+                    while self._unopened:
+                        found, value = self._unopened.pop()()
+                        self._values[found] = value
+                except BaseException as error:
+                    self._error = self._error or error
+                if key in self._values:
+                    return self._values.pop(key)
+                if self._error is not None:
+                    raise self._error
+                something = concurrent.futures.Future[Any]()
+                self._waiting.append(something)
+            try:
+                wait((something,))
+            finally:
+                with self._lock:
+                    self._waiting = [one for one in self._waiting if one is not something]
+
+    def close(self) -> None:
+        """Forget the values, and fail everybody who waits for one."""
+        self.give_up(ContextError("the context was closed while a value was being waited for"))
+        with self._lock:
+            self._unopened.clear()
+            self._values.clear()
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail everybody who waits for a value that has not come, now and later."""
+        with self._lock:
+            self._error = self._error or error
+            waiting, self._waiting = self._waiting, []
+        _wake(waiting)
+
+
+def _wake(waiting: list[concurrent.futures.Future[Any]]) -> None:
+    for one in waiting:
+        one.set_result(None)

@@ -23,7 +23,6 @@ PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the tree with ``change`` applied to each leaf."""
     parts = _apart(tree)
     if parts is None:
         return change(tree)
@@ -81,7 +80,6 @@ def leaves_once(tree: Any) -> Iterator[Any]:
 
 
 def nodes(tree: Any) -> Iterator[Any]:
-    """Yield the containers of a tree."""
     parts = _apart(tree)
     if parts is not None:
         yield tree
@@ -102,38 +100,6 @@ def paths(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
             yield from paths(child, (*path, number))
 
 
-def leaves_with_keys(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield each leaf with its path, in JAX's keys, however deep. A node that contains itself is taken apart once.
-
-    JAX's own flattening of a tree that is too deep uses up the thread's recursion limit for good (jaxlib 0.10).
-    """
-    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
-    seen = set[int]()
-    while waiting:
-        path, node = waiting.pop()
-        children = _children_with_keys(node)
-        if children is None:
-            yield path, node
-        elif id(node) not in seen:
-            seen.add(id(node))
-            waiting += [((*path, *keys), child) for keys, child in reversed(children)]
-
-
-def _children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
-    if isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
-        return None
-    try:
-        return jax.tree_util.tree_flatten_with_path(node, is_leaf=_below())[0]
-    except Exception:  # a dict whose keys cannot be sorted, a user's class that cannot be taken apart
-        return None
-
-
-def _below() -> Callable[[Any], bool]:
-    """Return an ``is_leaf`` by which JAX takes apart the first node only, even if that node contains itself."""
-    asked = itertools.count()
-    return lambda _: next(asked) > 0
-
-
 def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
     """Return whether a tree consists of only dicts, lists and tuples, and of plain leaves."""
     if type(tree) is dict:
@@ -145,36 +111,35 @@ def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
 
 def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether the arguments are evidently all leaves: the common case, quickly."""
-    return not kwargs and all(_is_plain(arg) for arg in args)
+    return not kwargs and all(map(_is_plain, args))
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, jax.Array)
 
 
-def _apart_dict(node: dict[Any, Any]) -> tuple[Iterable[Any], Callable[[list[Any]], Any]]:
-    """Take a dict apart in the order of its keys, as JAX does, if they can be sorted, so that equal dicts match."""
-    try:
-        keys = sorted(node)
-    except TypeError:
-        keys = list(node)
-
-    def together(children: list[Any]) -> dict[Any, Any]:
-        changed = dict(zip(keys, children, strict=True))
-        ordered = {key: changed[key] for key in node}
-        return defaultdict(node.default_factory, ordered) if isinstance(node, defaultdict) else ordered
-
-    return [node[key] for key in keys], together
-
-
 def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's children, and a function that makes the container of others; None for a leaf."""
+    """Return a container's children, and a function that makes the container of others; None for a leaf.
+
+    A dict is taken apart in the order of its keys, as by JAX, if they can be sorted, so that equal dicts match.
+    """
     kind = type(node)
-    if kind is dict or kind is defaultdict:
-        return _apart_dict(node)
     if kind is list or kind is tuple:
         return node, kind
+    if kind is dict or kind is defaultdict:
+        try:
+            keys = sorted(node)
+        except TypeError:
+            keys = list(node)
+
+        def together(children: list[Any]) -> dict[Any, Any]:
+            changed = dict(zip(keys, children, strict=True))
+            ordered = {key: changed[key] for key in node}
+            return defaultdict(node.default_factory, ordered) if kind is defaultdict else ordered
+
+        return [node[key] for key in keys], together
     if kind in OPAQUE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
         return None
-    children, structure = jax.tree.flatten(node, is_leaf=_below())
+    asked = itertools.count()  # JAX takes apart the first node only, even if that node contains itself
+    children, structure = jax.tree.flatten(node, is_leaf=lambda _: next(asked) > 0)
     return children, lambda changed: jax.tree.unflatten(structure, changed)

@@ -8,20 +8,17 @@ from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.callbacks import Callbacks
-from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.calls.caller import Callbacks, Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.inbox import Inbox
 from jdistgrad.rpc.layouts import Key
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
-from jdistgrad.rpc.references.releasing import Releasing
-from jdistgrad.rpc.references.table import References
-from jdistgrad.rpc.scopes import ScopeTable
+from jdistgrad.rpc.references.table import References, Releasing
+from jdistgrad.rpc.scopes import Inbox, ScopeTable
 from jdistgrad.rpc.serving.server import Server
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
@@ -45,30 +42,25 @@ class Worker(Mailbox):
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
         self.callbacks = Callbacks(self)
-        self.calls = self.add(Caller(self, self.callbacks, self._check, self._serves_here))
+        self.calls = self.add(Caller(self, self.callbacks, self._check, lambda: bool(self.server.on_this_thread())))
         self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.server = self.add(Server(self, self.scopes))
         self.losses = self.add(Losses(self, self.callbacks, self.peers, self.references, self.releasing, self.scopes))
-        served = self.server.being_served
         self.closing = self.add(
-            Closing(self, self.calls, self.callbacks, self.peers, self.losses, self.releasing, served)
+            Closing(self, self.calls, self.callbacks, self.peers, self.losses, self.releasing, self.server)
         )
-        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, served))
+        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, self.server))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
-    def _serves_here(self) -> bool:
-        """Return whether this thread serves a call."""
-        return bool(self.server.being_served.on_this_thread())
-
     def _check(self, call: Pending) -> None:
-        """Raise if a call cannot be made."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)  # else it would grow each time it is raised
         if self.closed:
             raise errors.NotInitializedError(f"{call}: this world has been shut down. Call jdistgrad.init() again.")
-        self.peers.check(call)
+        if call.peer.rank in self.peers.lost:
+            raise errors.WorkerLostError(f"{call}: {self.peers.lost[call.peer.rank]}", worker=call.peer)
 
     def _lost(self, peer: WorkerInfo, why: str) -> None:
         """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
@@ -102,9 +94,10 @@ class Worker(Mailbox):
         if self.survives and source in self.peers.lost:
             return None
         if isinstance(body, Parcel):
-            message.body = self._take_over(source, body)
-            if message.body is None:
+            claims = self.references.arrived(source, body)
+            if claims is None:  # it comes from a worker that is being lost
                 return None
+            body.attached = claims
         self.peers.heard(source)
         if kind in CALLS:
             self.work.serving(source)
@@ -117,22 +110,23 @@ class Worker(Mailbox):
                 self.work.received(source)
 
     def _take_note(self, message: Message) -> Task | None:
-        """Handle a message that is no call. If it is damaged and no answer either, it is refused."""
-        kind = message.kind
+        kind, source = message.kind, message.source
         if kind in ANSWERS:
             self.calls.answered(message)
         elif kind is Kind.PUSH:
             self._pushed(message)
         elif isinstance(message.body, errors.WireError):
-            self.refuse(message.source, f"a {kind.name}", message.body)
+            self.refuse(source, f"a {kind.name}", message.body)
         elif kind is Kind.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is Kind.DROP:
-            self._returned(message.source, message.body)
+            freed = self.references.returned(source, message.body)
+            if freed:
+                self.run_counted(freed.clear)  # until references inside the values have returned their weight
         elif kind is Kind.PING:
-            self.post(message.source, Message(Kind.PONG, self.rank, 0))
+            self.post(source, Message(Kind.PONG, self.rank, 0))
         elif kind is Kind.LEAVE:
-            self.lost(message.source, message.body)
+            self.lost(source, message.body)
         elif self.survives and kind in ABOUT_LOSSES:
             return self._without_lost(message)
         else:
@@ -163,26 +157,10 @@ class Worker(Mailbox):
             self.losses.forget(message)
         return None
 
-    def _returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> None:
-        freed = self.references.returned(source, dropped)
-        if freed:
-            self.run(self.work.counted(freed.clear))  # until references inside the values have returned their weight
-
-    def _take_over(self, source: int, parcel: Parcel) -> Parcel | errors.WireError | None:
-        """Take over a message's references; return None if it comes from a worker that is being lost."""
-        try:
-            claims = self.references.arrived(source, parcel)
-            if claims is None:
-                return None
-            parcel.attached = claims
-        except Exception as error:  # garbled bytes can do anything to pickle
-            return errors.WireError(f"a message with garbled references arrived: {error}")
-        return parcel
-
     # Housekeeping.
 
     def tick(self, now: float) -> None:
-        self.resume_tasks()
+        self.threads.resume()  # tasks for which there was no thread
         self.releasing.flush()
         self.calls.expire(now)
         self.losses.look()
@@ -202,10 +180,10 @@ class Worker(Mailbox):
         """Stop this worker. Calls still in flight fail, and references become stale."""
         self.closed, self.handled_before = True, None
         self.calls.fail_all(lambda call: errors.WorldClosedError(f"{call}: the world was shut down meanwhile"))
-        self.close_transport(graceful=graceful)
+        self.transport.close(graceful=graceful and self.failure is None)
         for identifier in self.scopes.identifiers():
             self.releasing.close_scope(identifier)
-        self.close_threads()
+        self.threads.close()
         self.references.owned.clear()
 
 

@@ -14,7 +14,7 @@ import jdistgrad as jd
 from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
 from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.values.holes import Hole, Layout
-from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec
 
 X = np.ones(3, np.float32)

@@ -517,7 +517,7 @@ def test_who_waits_for_a_result_sleeps(world, monkeypatch):
 
 def values_in_inbox(ctx):
     from jdistgrad.autograd.contexts import find_context
-    from jdistgrad.rpc.inbox import Inbox
+    from jdistgrad.rpc.scopes import Inbox
 
     return len(find_context(ctx).scope.content(Inbox))
 

@@ -8,11 +8,8 @@ import pytest
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
-from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.owned import OwnerTable
+from jdistgrad.rpc.references.claims import WHOLE
 from jdistgrad.rpc.references.rref import RRef, by_reference
-from jdistgrad.rpc.references.settling import Settling
-from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import THREADS
 from jdistgrad.wire.ids import COUNTER_BITS, worker_of
@@ -213,62 +210,6 @@ def test_a_value_that_its_lost_creator_never_made_leaves_no_account():
     assert world.left() == [(0, {})] * 3
 
 
-def test_nothing_is_freed_before_the_last_settlement():
-    """The dead creator gave half of its weight away: the balance of the receiver with it is negative."""
-    table, settling = OwnerTable(), Settling(0, 3)
-    identifier = 1 << COUNTER_BITS
-    table.announce(identifier)
-    settling.lose(1)
-    table.hold(held=True)
-    table.release_all([(identifier, WHOLE)])  # the owner's account with the creator
-    assert settling.open() == {(2, 1)}
-    assert table.identifiers() == [identifier]
-    kept, given = WHOLE.split()
-    table.release_all([(identifier, -given)])
-    settling.settled(2, 1)
-    assert settling.open() == set()
-    table.hold(held=False)
-    assert table.sweep() == {}
-    assert list(table.release_all([(identifier, given)])) == [identifier]
-    assert kept
-
-
-def test_an_account_that_is_closed_takes_no_more_entries():
-    accounts = Accounts(0)
-    assert accounts.give(1, [(7, 2, WHOLE)])
-    accounts.close(1)
-    assert accounts.settle(1, 2) == [(7, WHOLE)]
-    assert not accounts.give(1, [(7, 2, WHOLE)])
-    assert not accounts.take(1, [(7, 2, WHOLE)])
-    assert len(accounts) == 0
-
-
-def test_what_went_to_its_owner_and_what_came_back_leaves_no_account():
-    accounts = Accounts(0)
-    accounts.give(1, [(7, 1, WHOLE)])
-    accounts.give(2, [(8, 1, WHOLE)])
-    accounts.take(2, [(8, 1, WHOLE)])
-    assert len(accounts) == 0
-
-
-def test_references_of_a_lost_owner_are_forgotten():
-    accounts = Accounts(0)
-    accounts.give(2, [(7, 1, WHOLE)])
-    accounts.close(1)
-    assert len(accounts) == 0
-
-
-def test_a_value_that_its_lost_creator_never_made_is_given_up():
-    table, error = OwnerTable(), RuntimeError("lost")
-    identifier = 1 << COUNTER_BITS
-    promise = table.value(identifier)
-    assert [entry.value for entry in table.give_up(1, error).values()] == [promise]
-    assert table.value(identifier).exception() is error
-    table.release_all([(identifier, WHOLE)])
-    table.announce(identifier)
-    assert len(table) == 0
-
-
 def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere():
     """Its creator has passed it on; both drops overtake the call that makes it."""
     owner = World(random.Random(0), size=3).workers[1]
@@ -279,20 +220,3 @@ def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere()
     assert owner.references.announce(identifier).freed
     assert owner.references.to_forget() == {0: [identifier]}
     assert len(owner.references.accounts) == 0
-
-
-def test_a_sum_that_passes_zero_between_settlements_frees_nothing():
-    """Two survivors hold parts. One drops its part after its settlement, before that of the other has come."""
-    table, identifier = OwnerTable(), 1 << COUNTER_BITS
-    table.announce(identifier)
-    rest, first = WHOLE.split()
-    rest, second = rest.split()
-    table.hold(held=True)
-    table.release_all([(identifier, WHOLE)])
-    table.release_all([(identifier, -first)])
-    assert table.release_all([(identifier, first)]) == {}
-    table.release_all([(identifier, -second)])
-    table.hold(held=False)
-    assert table.sweep() == {}
-    assert list(table.release_all([(identifier, second)])) == [identifier]
-    assert rest

@@ -2,23 +2,13 @@
 
 import concurrent.futures
 import contextvars
-import dataclasses
-import functools
-import operator
-import queue
 import threading
-import time
-import uuid
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.worlds import last, needs_pickling, on_worker0, wire_world as wire_world
+from helpers.worlds import on_worker0, wire_world as wire_world
 
 import jdistgrad as jd
-from jdistgrad.rpc.calls import caller
-from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -37,29 +27,6 @@ def test_a_target_is_a_name_a_rank_or_an_info(world):
     expected = jd.WorkerInfo(last, f"worker{last}")
     for to in (last, f"worker{last}", expected, np.int64(last)):
         assert jd.rpc_sync(to, who) == expected
-
-
-def test_every_worker_calls_every_worker(world):
-    def main():
-        me = jd.init()
-        for rank in range(jd.world_size()):
-            assert jd.rpc_sync(rank, operator.add, args=(100 * me.rank, rank)) == 100 * me.rank + rank
-            assert jd.rpc_sync(rank, who).rank == rank
-        assert jd.shutdown() == []
-
-    world.run(main)
-
-
-def test_own_names(world):
-    def main():
-        me = jd.init(name=f"node-{uuid.uuid4().hex}")
-        assert jd.worker_info() == me
-        for rank in range(jd.world_size()):
-            name = jd.rpc_sync(rank, who).name
-            assert jd.rpc_sync(name, who) == jd.worker_info(name) == jd.WorkerInfo(rank, name)
-        assert jd.shutdown() == []
-
-    world.run(main)
 
 
 def bounce(path):
@@ -107,63 +74,6 @@ released = threading.Event()
 def meet():
     everybody.wait(30)
     return jd.worker_info().rank
-
-
-@needs_pickling
-@on_worker0
-def test_who_waits_for_room_goes_on_if_all_calls_are_answered_meanwhile(wire_world, monkeypatch):
-    """Between finding that their messages are too large and beginning to wait until one leaves."""
-    calls = current_worker().calls._calls
-    leaving, futures, asked = calls.leaving, queue.SimpleQueue(), []
-
-    def when_answered(limit):
-        assert poll(lambda: not calls.bytes, 30)
-        return leaving(limit)
-
-    monkeypatch.setattr(caller, "settings", dataclasses.replace(caller.settings, in_flight_bytes=1))
-    monkeypatch.setattr(calls, "leaving", when_answered)
-    for _ in range(2):  # the second waits for room
-        call = functools.partial(jd.rpc_async, last(), np.sum, args=(np.ones(100),))
-        threading.Thread(target=lambda call=call: futures.put(call()), daemon=True).start()
-        asked.append(futures.get(timeout=20))
-    assert [one.result(30) for one in asked] == [100, 100]
-
-
-may_add_up = threading.Event()
-
-
-def sum_when_let(array):
-    assert may_add_up.wait(30)
-    may_add_up.clear()
-    return array.sum()
-
-
-def let_add_up():
-    may_add_up.set()
-
-
-@needs_pickling
-@on_worker0
-def test_who_waits_for_the_room_of_a_cancelled_call_sleeps_until_it_is_answered(wire_world, monkeypatch):
-    """The future of a cancelled call is done, and its arguments still take up room: a wait for it ends at once."""
-    worker, begin, waits = current_worker(), queue.SimpleQueue(), []
-    wait_for, jobs = worker.wait_for, []
-
-    def watched(futures, timeout):
-        if threading.current_thread() in jobs:
-            waits.append([one.done() for one in futures])
-        wait_for(futures, timeout)
-
-    monkeypatch.setattr(worker, "wait_for", watched)
-    monkeypatch.setattr(caller, "settings", dataclasses.replace(caller.settings, in_flight_bytes=1))
-    assert jd.rpc_async(last(), sum_when_let, args=(np.ones(100),)).cancel()
-    jobs.append(threading.Thread(target=lambda: begin.put(jd.rpc_async(last(), np.sum, args=(np.ones(50),)))))
-    jobs[0].start()
-    assert poll(lambda: waits, 30)
-    jd.rpc_sync(last(), let_add_up)
-    assert begin.get(timeout=30).result(30) == 50
-    assert waits[0] == [False]
-    assert len(waits) <= 2  # the call that releases it also leaves
 
 
 @on_worker0
@@ -215,44 +125,3 @@ def test_shutdown_waits_for_calls_nobody_waits_for(world):
 
     ranks = world.run(main)
     assert sorted(hits) == sorted(20 - k for k in range(21) if k % world.size in ranks)
-
-
-def test_uneven_work(world):
-    """Workers that finish early go on serving until all have finished."""
-
-    def main():
-        me = jd.init()
-        if me.rank == jd.world_size() - 1:
-            for _ in range(20):
-                assert jd.rpc_sync(0, square, args=(3,)) == 9
-                time.sleep(0.005)
-        assert jd.shutdown() == []
-
-    world.run(main)
-
-
-def test_registered_functions_are_found_by_name(world):
-    captured = 5
-
-    def main():
-        @jd.register
-        def closure(x):
-            return x + captured
-
-        jd.init()
-        assert [jd.rpc_sync(rank, closure, args=(1,)) for rank in range(jd.world_size())] == [6] * jd.world_size()
-        assert jd.rpc_sync(0, apply, args=(closure, 2)) == 7
-        jd.shutdown()
-
-    world.run(main)
-
-
-def apply(function, x):
-    return function(x)
-
-
-@on_worker0
-def test_results_are_computed_on_the_callee(world):
-    x = jnp.arange(4.0)
-    for peer in peers():
-        np.testing.assert_array_equal(jd.rpc_sync(peer, jnp.dot, args=(x, x)), 14.0)

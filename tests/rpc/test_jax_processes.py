@@ -5,9 +5,11 @@ import socket
 import pytest
 
 from jdistgrad.errors import WorldError
-from jdistgrad.rpc.worlds.jax_processes import Offer, Port, Readiness, address, must_start, not_reached_by_gloo
+from jdistgrad.rpc.worlds import jax_processes
+from jdistgrad.rpc.worlds.jax_processes import Offer, Port, address, must_start
 
-READY, STARTED, LATE = (Offer(kind, "first", ("node1",), 4000 + k) for k, kind in enumerate(Readiness))
+KINDS = jax_processes.READY, jax_processes.STARTED, jax_processes.LATE
+READY, STARTED, LATE = (Offer(kind, "first", ("node1",), 4000 + k) for k, kind in enumerate(KINDS))
 
 
 def test_when_there_is_something_to_start():
@@ -19,14 +21,15 @@ def test_when_there_is_something_to_start():
 @pytest.mark.parametrize(
     ("offers", "said"),
     [
-        ([READY, LATE, LATE], r"ranks \[1, 2\] have opened their devices already"),
-        ([READY, STARTED, READY], r"of 3 ranks only \[1\] have started jax\.distributed"),
-        ([LATE, STARTED], r"of 2 ranks only \[1\] have started"),
+        ([READY, LATE, LATE], "ranks [1, 2] have opened their devices already"),
+        ([READY, STARTED, READY], "of 3 ranks only [1] have started jax.distributed"),
+        ([LATE, STARTED], "of 2 ranks only [1] have started"),
     ],
 )
 def test_starts_that_cannot_be(offers, said):
-    with pytest.raises(WorldError, match=said):
+    with pytest.raises(WorldError) as caught:
         must_start(offers)
+    assert said in str(caught.value)
 
 
 def test_ranks_of_one_machine_meet_at_its_loopback_address():
@@ -34,8 +37,8 @@ def test_ranks_of_one_machine_meet_at_its_loopback_address():
 
 
 def test_ranks_of_several_machines_meet_where_all_reach_the_first():
-    port, other = Port(), Offer(Readiness.READY, "second")
-    first = Offer(Readiness.READY, "first", ("unknown.invalid", "localhost", "127.0.0.1", "::1"), 4000, port.trial)
+    port, other = Port(), Offer(jax_processes.READY, "second")
+    first = Offer(jax_processes.READY, "first", ("unknown.invalid", "localhost", "127.0.0.1", "::1"), 4000, port.trial)
     said = []
 
     def gather(found):  # two other ranks, one of which does not know rank 0's machine as localhost
@@ -44,7 +47,7 @@ def test_ranks_of_several_machines_meet_where_all_reach_the_first():
 
     assert address([first, other, other], gather) == "127.0.0.1:4000"
     assert said == [False, True, True]
-    numbered = Offer(Readiness.READY, "first", ("::1",), 4000, port.trial)
+    numbered = Offer(jax_processes.READY, "first", ("::1",), 4000, port.trial)
     assert address([numbered, other], lambda _: [True, True]) == "[::1]:4000"
     port.close()
 
@@ -54,17 +57,12 @@ def test_ranks_that_reach_the_first_by_no_name_say_so():
     closed.close()
     trials = [(port.trial[0], "another process"), closed.trial]  # who is there is not rank 0, or nobody is
     for trial in trials:
-        first = Offer(Readiness.READY, "first", ("localhost", "127.0.0.1"), 4000, trial)
+        first = Offer(jax_processes.READY, "first", ("localhost", "127.0.0.1"), 4000, trial)
         with pytest.raises(
             WorldError, match=r"by localhost \(not by ranks \[1\]\), nor by 127\.0\.0\.1 .*JDISTGRAD_HOST"
         ):
-            address([first, Offer(Readiness.READY, "second")], lambda found: [True, found])
+            address([first, Offer(jax_processes.READY, "second")], lambda found: [True, found])
     port.close()
-
-
-def test_a_nodes_own_name_that_is_a_loopback_address_is_warned_of():
-    assert not not_reached_by_gloo(["10.0.0.1", "unknown", "10.0.0.2"])
-    assert "{1: '127.0.1.1'} on these ranks" in not_reached_by_gloo(["10.0.0.1", "127.0.1.1", "10.0.0.2"])
 
 
 def test_a_port_that_nobody_else_gets():

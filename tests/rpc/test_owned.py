@@ -5,9 +5,8 @@ import random
 import pytest
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.references.claims import ClaimTable
+from jdistgrad.rpc.references.claims import WHOLE, ClaimTable
 from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
-from jdistgrad.rpc.references.weights import WHOLE
 
 
 def test_a_value_lives_until_all_weight_is_home():
@@ -17,22 +16,6 @@ def test_a_value_lives_until_all_weight_is_home():
     table.release_all([(1, given)])
     assert table.value(1).result(0) == "value"
     table.release_all([(1, kept)])
-    assert len(table) == 0
-
-
-def test_a_drop_may_overtake_the_creation():
-    table = OwnerTable()
-    table.release_all([(1, WHOLE)])
-    assert len(table) == 1  # the creation is still to come
-    table.announce(1)
-    assert len(table) == 0
-
-
-def test_a_value_filled_in_after_the_last_drop_does_not_come_back():
-    table = OwnerTable()
-    promise = table.announce(1).value
-    table.release_all([(1, WHOLE)])
-    promise.set_result("too late")
     assert len(table) == 0
 
 
@@ -102,11 +85,3 @@ def test_what_is_given_away_is_not_dropped():
     table.release_all([(7, weight) for weight in given])
     assert len(table) == 0
     assert claims.dropped() == {}
-
-
-def test_drops_are_sorted_by_owner():
-    claims = ClaimTable(mailbox=None)
-    for identifier, owner in ((1, 0), (2, 1), (3, 0)):
-        claims.add(identifier, owner, WHOLE)
-    home = claims.dropped()
-    assert {owner: [identifier for identifier, _ in drops] for owner, drops in home.items()} == {0: [1, 3], 1: [2]}

@@ -1,9 +1,7 @@
 """The table of pending calls, driven by given times."""
 
-import dataclasses
 import math
 
-import pytest
 from hypothesis import given, strategies as st
 
 from jdistgrad.rpc.calls.pending import Pending, PendingCalls
@@ -63,12 +61,6 @@ def test_every_call_ends_exactly_once(plan, looks):
     assert len(calls) == 0
 
 
-def test_a_call_tells_what_it_is():
-    assert str(call(1)) == "math.sqrt on worker1 (rank 1), called by worker0 (rank 0) as call 0:1"
-    nested = dataclasses.replace(call((2 << 48) + 5), context=(1 << 48) + 7)
-    assert str(nested).endswith("as call 2:5 in context 1:7")
-
-
 def test_bytes_are_those_of_the_calls_that_are_pending():
     calls = PendingCalls()
     for number in range(5):
@@ -104,14 +96,3 @@ def test_who_waits_for_room_learns_of_the_next_call_with_a_size_that_leaves():
     assert not last.done()
     calls.expire(1e9)
     assert last.done()
-
-
-@pytest.mark.parametrize("timeout_of", [lambda k: 60.0, lambda k: 60.0 - k / 1000], ids=["alike", "each its own"])
-def test_nothing_is_kept_of_answered_calls(timeout_of):
-    """A program that has until some time for all its calls gives each another timeout."""
-    calls = PendingCalls()
-    for identifier in range(10_000):
-        calls.open(call(identifier, timeout=timeout_of(identifier)))
-        calls.close(identifier)
-    assert calls._by_id == {}
-    assert calls._queues == {}

@@ -50,12 +50,6 @@ def test_by_reference_passes_the_reference(world):
             assert found == (True, owner, owner == callee)
 
 
-@on_worker0
-def test_by_reference_takes_references_only(world):
-    with pytest.raises(TypeError, match=r"takes an RRef, or a tree that has some, not 3"):
-        jd.by_reference(3)
-
-
 def owners_of(tree):
     return [rref.owner.rank for rref in tree["rrefs"]], float(tree["value"]), tree["extra"]
 
@@ -94,13 +88,6 @@ def test_a_reference_to_a_reference(world):
     assert inner.owner.rank == (n - 1) // 2
     assert inner.to_here().tolist() == [0, 1, 2]
     assert jd.rpc_sync(0, is_reference, args=(outer,))[0]  # the outer reference is resolved, the inner reference is not
-
-
-@on_worker0
-def test_references_among_results(world):
-    found = jd.rpc_sync(jd.world_size() - 1, remote_of_remote, args=(0, 4))
-    assert found.is_owner()
-    assert found.local_value().tolist() == [0, 1, 2, 3]
 
 
 @on_worker0

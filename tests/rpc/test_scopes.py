@@ -1,11 +1,11 @@
 """The table of scopes: data that several workers keep under one id until the scope is closed."""
 
 import itertools
-import threading
 
 import pytest
 
 import jdistgrad as jd
+from jdistgrad.rpc.current import Slots
 from jdistgrad.rpc.scopes import REMEMBERED, Scope, ScopeTable
 from jdistgrad.wire.ids import COUNTER_BITS, worker_of
 
@@ -16,10 +16,6 @@ def test_ids_have_their_worker_in_the_top_bits_and_count_below():
     assert first.id == 513 << COUNTER_BITS
     assert second.id == first.id + 1
     assert worker_of(second.id) == 513
-
-
-def test_an_id_of_the_last_worker_fits_64_bits():
-    assert (1 << 64) > ScopeTable((1 << 16) - 1).open().id >= 1 << 63
 
 
 def test_a_message_makes_a_scope_once():
@@ -50,36 +46,13 @@ def test_an_unknown_scope_is_made_by_a_message_only():
     assert len(table) == 0
 
 
-def test_a_release_may_overtake_what_it_releases():
-    """A call in the scope may still be on its way here from another worker."""
-    table = ScopeTable(1)
-    assert table.release(42) is None
-    with pytest.raises(jd.ContextError, match="has been closed"):
-        table.enter(42)
-    assert len(table) == 0
-
-
-def test_a_second_release_has_nothing_to_do():
-    table = ScopeTable(1)
-    scope = table.enter(42)
-    assert table.release(42) is scope
-    assert table.release(42) is None
-
-
 def test_so_many_closed_scopes_are_remembered_and_no_more():
     table = ScopeTable(0)
     for identifier in range(REMEMBERED + 1):
         table.release(identifier)
-    with pytest.raises(jd.ContextError, match="has been closed"):
+    with pytest.raises(jd.ContextError):
         table.enter(1)
     assert table.enter(0).id == 0  # forgotten, so treated as new
-
-
-def test_each_layer_keeps_one_object():
-    scope = Scope(1)
-    kept = scope.content(list)
-    assert scope.content(list) is kept
-    assert scope.content(dict) == {}
 
 
 def test_closing_tells_whom_to_tell_and_lets_go_of_everything():
@@ -97,9 +70,9 @@ def test_closing_tells_whom_to_tell_and_lets_go_of_everything():
 def test_nothing_enters_a_closed_scope():
     scope = Scope(42)
     scope.close()
-    with pytest.raises(jd.ContextError, match=r"0:42 has been closed.*inside"):
+    with pytest.raises(jd.ContextError):
         scope.content(list)
-    with pytest.raises(jd.ContextError, match="has been closed"):
+    with pytest.raises(jd.ContextError):
         scope.includes(1)
 
 
@@ -127,23 +100,18 @@ def test_no_scope_begins_through_a_lost_worker():
     table.lose(1)
     assert table.enter(before, caller=1) is entered
     for refused, caller in [(new, 1), (opened_by_the_lost, 2)]:
-        with pytest.raises(jd.WorkerLostError, match=r"context \d:\d cannot be entered: the worker of rank 1"):
+        with pytest.raises(jd.WorkerLostError):
             table.enter(refused, caller=caller)
     assert table.enter(other, caller=2).id == other
     assert len(table) == 2
 
 
-def test_many_threads_enter_one_scope():
-    table, found, together = ScopeTable(0), [], threading.Barrier(8)
-
-    def enter():
-        together.wait()
-        found.append((table.enter(5), table.enter(5).content(list)))
-
-    threads = [threading.Thread(target=enter) for _ in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert len({id(scope) for scope, _ in found}) == 1
-    assert len({id(content) for _, content in found}) == 1
+def test_threads_in_one_scope_share_its_slot():
+    slots, first, second = Slots(), Scope(1), Scope(2)
+    assert [slots.take(first), slots.take(second), slots.take(first)] == [0, 1, 0]
+    slots.free(0)
+    assert (slots.at(0), slots.at(1)) == (first, second)
+    slots.free(0)
+    assert slots.at(0) is None
+    assert [slots.take(second), slots.take(first)] == [1, 0]
+    assert slots.at(7) is None

@@ -1,11 +1,12 @@
-"""The decision to close a world, from given reports, and in a simulation of workers with messages under way."""
+"""The decision to close a world, from reports and in a simulation; what a wait for that says, and when."""
 
 import random
 
 import pytest
 
-from jdistgrad.rpc.members.termination import Report, Serving, Survey
-from jdistgrad.rpc.work_count import WorkCount
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.mailbox import WorkCount
+from jdistgrad.rpc.members.termination import Patience, Report, Serving, Survey, describe
 from jdistgrad.wire.message import Kind
 
 
@@ -56,13 +57,6 @@ def test_the_latest_reports_are_known_between_rounds():
     assert survey.known() == {0: QUIET, 1: QUIET, 2: QUIET}
 
 
-def test_for_how_long_calls_are_served_makes_no_difference():
-    survey = Survey(2)
-    for seconds in (1.0, 2.0):
-        quiet = conclude(survey, QUIET, Report(True, False, 3, 3, (Serving("f", 0, seconds),)))
-    assert quiet
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_no_message_is_ever_under_way_at_the_end(seed):
     """Simulated workers reply to messages until a budget is spent; deliveries and reports interleave at random."""
@@ -110,19 +104,6 @@ def test_no_end_while_survivors_have_lost_different_workers():
         assert not survey.conclude()
 
 
-def test_messages_of_lost_workers_are_not_counted():
-    work = WorkCount(0, 3)
-    for peer in (1, 2, 2):
-        work.sending(Kind.CALL, peer)
-    work.received(1)
-    work.serving(2)
-    assert work.counts() == (3, 2, 1)
-    assert work.counts(lost=[2]) == (1, 1, 1)
-    assert work.serves(2)
-    work.served(2)
-    assert work.counts(lost=[1]) == (2, 1, 0)
-
-
 class Dying:
     """Simulated workers that reply to messages, some of which die; each survivor notices that in its own time."""
 
@@ -168,3 +149,69 @@ def test_no_message_between_survivors_is_under_way_at_the_end(seed):
             survey.leave_out(one)
         done = survey.complete and survey.conclude()
     assert not [message for message in world.under_way if not set(message) & world.dead]
+
+
+# What a wait for the end says, and when.
+
+WORKERS = [WorkerInfo(rank, f"worker{rank}") for rank in range(3)]
+IDLE, OUTSIDE = Report(True, False, 3, 3), Report(False, False, 3, 3)
+SLEEP, WAIT = Serving("time.sleep", 0, 73.4), Serving("threading.Event.wait", 2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ({0: IDLE, 1: IDLE, 2: IDLE}, "for messages on their way"),
+        ({0: IDLE, 1: OUTSIDE, 2: IDLE}, "for worker1 (rank 1), which has not called shutdown"),
+        (
+            {0: IDLE, 1: Report(True, True, 3, 3, (SLEEP,)), 2: OUTSIDE},
+            "for worker1 (rank 1), which serves time.sleep, called by worker0 (rank 0) 73 s ago; "
+            "for worker2 (rank 2), which has not called shutdown",
+        ),
+        (
+            {0: IDLE, 1: Report(False, True, 3, 3, (SLEEP, WAIT)), 2: IDLE},
+            "for worker1 (rank 1), which has not called shutdown and serves time.sleep, called by worker0 (rank 0) "
+            "73 s ago, and threading.Event.wait, called by worker2 (rank 2) 5 s ago",
+        ),
+        (
+            {0: IDLE, 1: IDLE, 2: Report(True, True, 3, 3, (SLEEP,) * 5)},
+            "for worker2 (rank 2), which serves "
+            f"{', and '.join(['time.sleep, called by worker0 (rank 0) 73 s ago'] * 3)}, and 2 more calls",
+        ),
+        ({0: IDLE, 1: Report(True, True, 3, 3), 2: IDLE}, "for worker1 (rank 1), which has calls in flight"),
+        (
+            {0: Report(True, True, 3, 3), 1: Report(True, True, 3, 3, (SLEEP,)), 2: IDLE},
+            "for worker1 (rank 1), which serves time.sleep, called by worker0 (rank 0) 73 s ago",
+        ),
+        ({0: IDLE, 2: IDLE}, "for worker1 (rank 1), which does not answer"),
+    ],
+)
+def test_whom_and_what_it_waits_for(reports, said):
+    assert describe(WORKERS, reports) == said
+
+
+def times(patience, looks):
+    return [now for now, reports in looks if patience.wants_to_look(now) and patience.ends(reports, now)]
+
+
+def test_it_speaks_when_all_want_to_close_whatever_moves():
+    busy = [(float(now), {0: IDLE, 1: Report(True, True, now, 3)}) for now in range(100)]
+    assert times(Patience(10, 0.0), busy) == [10, 20, 40, 80]
+
+
+def test_it_keeps_silent_while_others_work():
+    working = [(float(now), {0: IDLE, 1: Report(False, True, now, 3)}) for now in range(100)]
+    assert times(Patience(10, 0.0), working) == []
+
+
+def test_it_speaks_when_nothing_moves():
+    still = [(float(now), {0: IDLE, 1: OUTSIDE}) for now in range(100)]
+    assert times(Patience(10, 0.0), still) == [20, 30, 50, 90]
+
+
+def test_programs_that_are_still_now_and_then_are_told_a_few_times():
+    """A message every 30 s for 200 minutes: at most 3 warnings. After that no message moves, and warnings follow."""
+    rhythm = [(float(now), {0: IDLE, 1: Report(False, False, min(now, 12_000) // 30, 3)}) for now in range(13_000)]
+    told = times(Patience(10, 0.0), rhythm)
+    assert len([now for now in told if now < 12_000]) <= 3
+    assert [now for now in told if now >= 12_000] != []

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from helpers.starving import feed, no_more_threads, starve
+from helpers.starving import feed, starve
 from helpers.worlds import on_worker0
 
 import jdistgrad as jd
@@ -46,34 +46,6 @@ def test_idle_threads_have_ended_when_the_pool_is_closed():
     assert threads_of("idle") == []
 
 
-def test_a_busy_thread_keeps_nobody_and_ends_after_its_task():
-    pool, go_on = ThreadPool("busy"), threading.Event()
-    pool.run(go_on.wait)
-    pool.close()
-    (thread,) = threads_of("busy")
-    go_on.set()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-def test_a_task_may_close_its_own_pool():
-    pool, closed = ThreadPool("own"), threading.Event()
-    pool.run(lambda: (pool.close(), closed.set()))
-    assert closed.wait(20)
-
-
-def test_a_thread_that_is_stopped_between_two_tasks_ends_without_a_word(monkeypatch, capsys):
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's own, not pytest's
-    monkeypatch.setattr(threads, "STOP_SECONDS", 0.1)
-    pool = ThreadPool("stopped")
-    (thread,) = threads_of("stopped")
-    threads.stop([thread])
-    pool.close()
-    thread.join(20)
-    assert not thread.is_alive()
-    assert capsys.readouterr().err == ""
-
-
 def test_a_failing_task_ends_no_thread(caplog):
     pool, done = ThreadPool("failing"), threading.Event()
     pool.run(lambda: 1 / 0)
@@ -94,31 +66,6 @@ def test_threads_that_have_nothing_to_do_end_but_for_one(monkeypatch):
         until(lambda: [thread.name for thread in threads_of("fewer")] == ["fewer-0"])
     pool.close()
     assert threads_of("fewer") == []
-
-
-def test_tasks_for_which_no_thread_can_be_started_wait_for_one_that_is_free(caplog):
-    pool, go_on, done = ThreadPool("starved"), threading.Event(), []
-    with no_more_threads():
-        pool.run(go_on.wait)
-        for k in range(3):
-            pool.run(lambda k=k: done.append((k, threading.current_thread().name)))
-        assert done == []
-        go_on.set()
-        until(lambda: len(done) == 3)
-    assert done == [(k, "starved-0") for k in range(3)]
-    assert caplog.text.count("starved has 1 threads and can start no more (can't start new thread; see ulimit -u") == 1
-    pool.close()
-
-
-def test_tasks_that_waited_run_as_soon_as_threads_can_be_started():
-    pool, barrier = ThreadPool("fed"), threading.Barrier(4)
-    with no_more_threads():
-        for _ in range(3):
-            pool.run(barrier.wait)
-        pool.resume()
-    pool.resume()
-    barrier.wait(20)
-    pool.close()
 
 
 def until(condition):
@@ -219,33 +166,11 @@ jd.spawn(main, 3)
 """
 
 
-LIMITED = """
-import signal
-
-def limit(*_):
-    raise TimeoutError("of mine")
-
-def main():
-    if jd.init().rank == 2:
-        begun.wait()
-        signal.raise_signal(signal.SIGALRM)
-    else:
-        compute()
-
-signal.signal(signal.SIGALRM, limit)
-try:
-    jd.spawn(main, 3)
-finally:
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("rank")]
-"""
-
-
 @pytest.mark.parametrize(
     ("program", "status", "last"),
     [
         (SERVED, 1, "ValueError: mine"),
         (INTERRUPTED, -2, "KeyboardInterrupt"),
-        (LIMITED, 1, "TimeoutError: of mine"),
     ],
 )
 def test_a_program_ends_as_it_says_while_its_workers_compute(program, status, last):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc.places import calls_package
+from jdistgrad.rpc.members.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.rpc.worlds.stacks import waits_of
 from jdistgrad.saving.desk import Arrival, Desk, hold

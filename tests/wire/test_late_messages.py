@@ -11,7 +11,7 @@ from helpers.worlds import make_weights, on_every_worker, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.inbox import Inbox
+from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import Kind
 from jdistgrad.wire.polling import poll

@@ -17,7 +17,7 @@ from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure
 from jdistgrad.autograd.values.uniform import Uniform, made
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.serving.arguments import delivered
+from jdistgrad.rpc.serving.server import delivered
 
 
 @dataclasses.dataclass(frozen=True)

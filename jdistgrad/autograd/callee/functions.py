@@ -33,7 +33,7 @@ from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.owned import Owned
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.serving.arguments import with_values
+from jdistgrad.rpc.serving.server import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import check_kept

@@ -13,9 +13,8 @@ from jdistgrad.autograd.tape.links import Link, next_message
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.results import as_jax, strong
-from jdistgrad.rpc.by_value import OWN
-from jdistgrad.rpc.cached import Cached
-from jdistgrad.rpc.calls.events import task_served
+from jdistgrad.rpc.by_value import OWN, Cached
+from jdistgrad.rpc.calls.pending import task_served
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.array_block import ArrayBlock

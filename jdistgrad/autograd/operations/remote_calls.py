@@ -18,8 +18,8 @@ from jdistgrad.autograd.tape.tape import current_tape, replaying_number
 from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.references.claims import WHOLE
 from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 

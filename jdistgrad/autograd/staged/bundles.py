@@ -15,7 +15,7 @@ from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.autograd.values.uniform import Uniform
-from jdistgrad.rpc.cached import Cached, from_cache
+from jdistgrad.rpc.by_value import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token

@@ -9,15 +9,13 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.config import settings
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.calls.callbacks import CALL, Callbacks
-from jdistgrad.rpc.calls.events import call_ended
-from jdistgrad.rpc.calls.pending import Pending, PendingCalls
+from jdistgrad.rpc.calls.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
@@ -31,6 +29,56 @@ from jdistgrad.wire.message import Kind, Message
 AnyWorker = str | int | WorkerInfo
 Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
+
+CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
+CALL, ON_LOST = "a call", "on_lost"
+
+
+class CallbacksUnderWay(NamedTuple):
+    """Callbacks that run.
+
+    Attributes:
+      of: what they are callbacks of: ``CALL`` or ``ON_LOST``.
+      function: the function that was called, or the callback of ``on_lost``.
+      peer: the rank of the worker that has answered, or is lost.
+      since: when they began.
+    """
+
+    of: str
+    function: Callable[..., Any]
+    peer: int
+    since: float
+
+
+class Callbacks:
+    """Users' callbacks, which run when an answer has come or a worker is lost: on a thread that may wait, as work.
+
+    The world stays open for them: they may call other workers.
+    """
+
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
+        self._by_thread: dict[int, CallbacksUnderWay] = {}
+
+    def start(self, of: str, function: Callable[..., Any], peer: int, run: Callable[[], Any]) -> None:
+        """Run callbacks on another thread. When they have run, nothing refers to the answer: it may hold references."""
+        todo = [run]
+
+        def run_here() -> None:
+            run, thread = todo.pop(), threading.get_ident()
+            self._by_thread[thread] = CallbacksUnderWay(of, function, peer, time.monotonic())
+            try:
+                run()
+            finally:
+                del self._by_thread[thread], run
+
+        self._mailbox.run_counted(run_here)
+
+    def here(self) -> CallbacksUnderWay | None:
+        return self._by_thread.get(threading.get_ident())
+
+    def now(self) -> list[CallbacksUnderWay]:
+        return list(self._by_thread.values())
 
 
 class Caller:
@@ -74,7 +122,6 @@ class Caller:
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
     ) -> CallFuture[Any]:
-        """Send a call and return its future. Raises if the call cannot be sent."""
         peer = self._mailbox.directory.find(to)
         pending = self._pending(identifier, peer, call, timeout)
         future: CallFuture[Any] = pending.future
@@ -123,23 +170,20 @@ class Caller:
         return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
-        with put_off_interrupt():  # or a call that was not sent might stay in the table
-            self._open_and_send(kind, pending, body, snapshot=snapshot)
-
-    def _open_and_send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
-        self._calls.open(pending)
-        try:
-            self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-            size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
-            self._calls.sent(pending, size)
-        except BaseException as error:
-            self._calls.close(pending.id)
-            if isinstance(error, CANNOT_BE_SENT):
-                raise cannot_call(pending, error) from error
-            if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # the transport does not know names
-                raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
-            raise
+        with put_off_interrupt():  # or a call that was not sent might stay in the table
+            self._calls.open(pending)
+            try:
+                self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
+                size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
+                self._calls.sent(pending, size)
+            except BaseException as error:
+                self._calls.close(pending.id)
+                if isinstance(error, CANNOT_BE_SENT):
+                    raise cannot_call(pending, error) from error
+                if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
+                    raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
+                raise
 
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
@@ -156,20 +200,15 @@ class Caller:
         return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose deadline has passed."""
-        overdue = self._calls.overdue(now)
-        if not overdue:
+        if not self._calls.may_expire(now):
             return
         with self._mailbox.work.under_way():  # from a call's end to its callbacks
-            self._fail_overdue(now)
-
-    def _fail_overdue(self, now: float) -> None:
-        for pending in self._calls.expire(now):
-            text = (
-                f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
-                f"(init(timeout=)) more time if it may take that long."
-            )
-            self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
+            for pending in self._calls.expire(now):
+                text = (
+                    f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
+                    f"(init(timeout=)) more time if it may take that long."
+                )
+                self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
         """Fail every call, or every call to one peer."""
@@ -178,11 +217,9 @@ class Caller:
                 self._fail(pending, make_error(pending))
 
     def pending(self) -> list[Pending]:
-        """Return the calls that are not answered yet."""
         return self._calls.now()
 
     def awaited(self) -> set[int]:
-        """Return the ranks of the workers whose answers are awaited."""
         return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
@@ -194,11 +231,7 @@ class Caller:
         pending.future.answer(opener, start)
 
 
-CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
-
-
 def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
-    """Return an error of encoding or sending again, with the name of the call."""
     return type(error)(f"cannot call {what}: {error}")
 
 
@@ -227,10 +260,6 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
 
 def checked_timeout(seconds: Any) -> float:
     """Return a timeout that a caller gave. Raises ValueError if it is not a positive number."""
-    try:
-        limit = float(seconds) if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool) else math.nan
-    except OverflowError:
-        limit = math.inf if seconds > 0 else -math.inf
-    if limit > 0:
-        return limit if limit < threading.TIMEOUT_MAX else math.inf
+    if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool) and (limit := cast("float", seconds)) > 0:
+        return float(limit) if limit < threading.TIMEOUT_MAX else math.inf
     raise ValueError(f"timeout must be a positive number of seconds (math.inf: no limit), not {seconds!r}")

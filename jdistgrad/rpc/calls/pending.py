@@ -1,15 +1,22 @@
-"""Pending calls and their deadlines: a state machine without clock or I/O."""
+"""Pending calls and their deadlines, a state machine without clock or I/O; and the events of calls."""
 
-import collections
 import dataclasses
 import math
 import threading
+import time
+import types
 from typing import Any
 
+from jdistgrad import events
+from jdistgrad.events import Event
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.functions import ServedFunction, describe, described
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import InterruptibleFuture
+
+Facts = tuple[
+    str, str | tuple[str, str], int | None
+]  # of a function: kind of event, name or parts of it, id in a context
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -42,13 +49,12 @@ class Pending:
 class PendingCalls:
     """The table of pending calls. Every call leaves it exactly once: answered, expired or failed.
 
-    Each timeout has a queue of its own, in which deadlines are in order: opening, answering and finding an expired call
-    take constant time, and an answered call leaves nothing behind.
+    Opening and answering a call takes constant time. All calls are looked through only when one may have expired.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, Pending] = {}
-        self._queues: dict[float, collections.OrderedDict[int, Pending]] = {}
+        self._first_deadline = math.inf  # or that of a call which has been answered since
         self._leaving: InterruptibleFuture[None] | None = None  # somebody waits until a call with a size leaves
         self._lock = threading.Lock()
         self.bytes = 0  # of all calls
@@ -59,8 +65,7 @@ class PendingCalls:
     def open(self, call: Pending) -> None:
         with self._lock:
             self._by_id[call.id] = call
-            if call.timeout != math.inf:
-                self._queues.setdefault(call.timeout, collections.OrderedDict())[call.id] = call
+            self._first_deadline = min(self._first_deadline, call.deadline)
 
     def sent(self, call: Pending, size: int) -> None:
         """Note the size of a call's message, unless the call has been answered since."""
@@ -86,20 +91,14 @@ class PendingCalls:
             call = self._by_id.get(identifier)
             return None if call is None else self._remove(call)
 
-    def overdue(self, now: float) -> list[Pending]:
-        """Return, of each timeout, the call whose deadline has passed longest ago."""
-        with self._lock:
-            first = [next(iter(queue.values())) for queue in self._queues.values()]
-        return [call for call in first if call.deadline <= now]
+    def may_expire(self, now: float) -> bool:
+        return self._first_deadline <= now
 
     def expire(self, now: float) -> list[Pending]:
-        """Remove and return every call whose deadline has passed."""
-        expired = []
         with self._lock:
-            for queue in list(self._queues.values()):
-                while queue and next(iter(queue.values())).deadline <= now:
-                    expired.append(self._remove(next(iter(queue.values()))))
-        return expired
+            expired = [self._remove(call) for call in list(self._by_id.values()) if call.deadline <= now]
+            self._first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
+            return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
         """Remove and return every call, or every call to one peer."""
@@ -112,7 +111,6 @@ class PendingCalls:
         return list(self._by_id.values())
 
     def peers(self) -> set[int]:
-        """Return the ranks of the peers that owe an answer."""
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 
@@ -122,9 +120,57 @@ class PendingCalls:
         if call.bytes and self._leaving is not None:
             self._leaving.set_result(None)
             self._leaving = None
-        if call.timeout != math.inf:
-            queue = self._queues[call.timeout]
-            del queue[call.id]
-            if not queue:
-                del self._queues[call.timeout]
         return call
+
+
+# Events. What goes to the listeners is put together only when they want to see it. It never refers to the function,
+# whose object may hold references or arrays.
+
+
+def call_ended(call: Pending, *, failed: bool) -> None:
+    """Report a call on its caller, from its sending to its answer."""
+    if events.sink is not None:
+        ids = call.id, facts_of(call.function)
+        events.pass_on((_call, *ids, call.caller, call.peer, call.since, time.monotonic(), failed))
+
+
+def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
+    """Report a call on its callee, from its arrival to the sending of the answer."""
+    if events.sink is not None:
+        events.pass_on((_served, identifier, facts_of(function), worker, since, time.monotonic(), failed))
+
+
+def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
+    call_served(None, function, worker, since, failed=failed)
+
+
+def facts_of(function: Any) -> Facts:
+    """Return what an event says of a function. A plain function's name, of most calls, is put together later."""
+    if type(function) is types.FunctionType:
+        return events.SERVE, (function.__module__, function.__qualname__), None
+    if isinstance(function, ServedFunction):
+        return function.served_as, function.label, function.recorded_as
+    return events.SERVE, describe(function), None
+
+
+def _call(*told: Any) -> Event:
+    identifier, facts, caller, peer, since, end, failed = told
+    return _event(events.CALL, facts, caller, since, end, {"call": spell(identifier), "to": peer.name}, failed=failed)
+
+
+def _served(*told: Any) -> Event:
+    identifier, facts, worker, since, end, failed = told
+    details = {} if identifier is None else {"call": spell(identifier)}
+    return _event(facts[0], facts, worker, since, end, details, failed=failed)
+
+
+def _event(
+    kind: str, facts: Facts, worker: WorkerInfo, since: float, end: float, details: dict[str, Any], *, failed: bool
+) -> Event:
+    _, name, message = facts
+    if message is not None:  # the id under which a context knows the call's recording or pullback
+        details["message"] = spell(message)
+    if failed:
+        details["failed"] = True
+    shown = name if isinstance(name, str) else described(*name)
+    return Event(kind, worker.rank, worker.name, shown, since, end, details)

@@ -15,13 +15,12 @@ import threading
 from collections.abc import Callable
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.callbacks import ON_LOST, Callbacks
+from jdistgrad.rpc.calls.caller import ON_LOST, Callbacks
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.references.releasing import Releasing
-from jdistgrad.rpc.references.settling import Settling
-from jdistgrad.rpc.references.table import References
+from jdistgrad.rpc.references.accounts import Settling
+from jdistgrad.rpc.references.table import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.message import Kind, Message
@@ -33,7 +32,11 @@ log = logging.getLogger("jdistgrad.rpc")
 
 
 class Losses:
-    """The lost workers, as one worker deals with them."""
+    """The lost workers, as one worker deals with them.
+
+    Attributes:
+      busy: whether settlements of accounts are still to come, or what they have left free is still here.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Losses:
         self._releasing, self._scopes = releasing, scopes
         self._settling = Settling(mailbox.rank, mailbox.size)
         self._lost: dict[int, WorkerInfo] = {}
-        self._to_sweep = False
+        self.busy = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
         self._lock = threading.RLock()
@@ -60,13 +63,18 @@ class Losses:
         for info in before:
             self._call(callback, info)
 
-    def busy(self) -> bool:
-        """Return whether settlements of accounts are still to come, or what they have left free is still here."""
-        return self._to_sweep
+    def _call(self, callback: Callback, info: WorkerInfo) -> None:
+        def run() -> None:
+            try:
+                callback(info, self._peers.reasons[info.rank])
+            except Exception:
+                log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
+
+        self._running.start(ON_LOST, callback, info.rank, run)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from freeing values."""
-        return {survivor for survivor, _ in self._settling.open()} if self._to_sweep else set()
+        return {survivor for survivor, _ in self._settling.open()} if self.busy else set()
 
     def lose(self, info: WorkerInfo) -> None:
         """Take note that a worker is lost; what takes time runs on another thread."""
@@ -80,21 +88,6 @@ class Losses:
         for callback in callbacks:
             self._call(callback, info)
 
-    def _start(self, task: Task) -> None:
-        """Run a task on a thread that may wait; this worker is busy until it has ended."""
-        self._mailbox.run(self._mailbox.work.counted(task))
-
-    def _call(self, callback: Callback, info: WorkerInfo) -> None:
-        """Call a callback on another thread."""
-
-        def run() -> None:
-            try:
-                callback(info, self._peers.reasons[info.rank])
-            except BaseException:  # SystemExit too: it would end only this thread
-                log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
-
-        self._running.start(ON_LOST, callback, info.rank, run)
-
     def _tell(self, peer: int, message: Message) -> None:
         """Tell another worker of a loss. If that fails, the others must still be told."""
         try:
@@ -105,16 +98,18 @@ class Losses:
     # References.
 
     def _settle(self, lost: int) -> None:
-        mailbox, why, self._to_sweep = self._mailbox, self._peers.reasons[lost], True
+        mailbox, why, self.busy = self._mailbox, self._peers.reasons[lost], True
         self._settling.lose(lost)
         self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0, False)))  # it may only stand still
         mailbox.transport.lose(lost)
-        self._give_up_values(lost)
+        error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
+        for entry in self._references.lose(lost, error):
+            mailbox.run_counted(functools.partial(entry.value.set_exception, error))
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             count = self._references.forgettable[peer]
             self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count, lost in self._peers.silent)))
         self._scopes.lose(lost)
-        self._start(functools.partial(self._let_go_of_contexts, lost))
+        mailbox.run_counted(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
 
     def lost_elsewhere(self, message: Message) -> None:
@@ -142,17 +137,10 @@ class Losses:
                 self._asked.append((lost, owner, count))
 
     def settled(self, message: Message) -> None:
-        """Take a survivor's settlement with a lost worker."""
         with self._lock:
             self._references.settled(message.source, message.body)
             self._settling.settled(message.source, message.id)
             self._end_hold()
-
-    def _give_up_values(self, lost: int) -> None:
-        """Hold the values that are owned here, and fail those that a lost worker was to make."""
-        error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
-        for entry in self._references.lose(lost, error):
-            self._start(functools.partial(entry.value.set_exception, error))
 
     def _end_hold(self) -> None:
         if not self._settling.open():
@@ -160,13 +148,13 @@ class Losses:
 
     def look(self) -> None:
         """Free what only lost workers held, when their calls, which may use it, have been served."""
-        if not self._to_sweep:
+        if not self.busy:
             return
         with self._lock:
             if not self._settling.open() and not any(map(self._mailbox.work.serves, self._lost)):
                 freed = self._references.sweep()
-                self._start(freed.clear)
-                self._to_sweep = False
+                self._mailbox.run_counted(freed.clear)
+                self.busy = False
 
     # Contexts.
 
@@ -185,21 +173,22 @@ class Losses:
 
     def takes_part(self, message: Message) -> Task:
         """Return the task that answers a worker that takes part in contexts which were opened here."""
-        return self._mailbox.work.counted(functools.partial(self._takes_part, message.source, message.id, message.body))
 
-    def _takes_part(self, peer: int, lost: int, contexts: list[tuple[int, bool]]) -> None:
-        for identifier, reached in contexts:
-            scope = self._scopes.find_open(identifier)
-            try:
-                if scope is None:
-                    raise errors.ContextError("closed")
-                scope.includes(peer)
-            except errors.ContextError:
-                self._tell(peer, Message(Kind.RELEASE, self._mailbox.rank, identifier))
-                continue
-            if scope.error is not None:
-                self._tell_failed(peer, scope, lost)
-            self._fail_if_lost(scope, lost, reached=reached)
+        def answer() -> None:
+            for identifier, reached in message.body:
+                scope = self._scopes.find_open(identifier)
+                try:
+                    if scope is None:
+                        raise errors.ContextError("closed")
+                    scope.includes(message.source)
+                except errors.ContextError:
+                    self._tell(message.source, Message(Kind.RELEASE, self._mailbox.rank, identifier))
+                    continue
+                if scope.error is not None:
+                    self._tell_failed(message.source, scope, message.id)
+                self._fail_if_lost(scope, message.id, reached=reached)
+
+        return self._mailbox.work.counted(answer)
 
     def _fail_if_lost(self, scope: Scope, lost: int, *, reached: bool) -> None:
         """Fail a context that was opened here, and that a lost worker took part in, on all that take part."""

@@ -1,17 +1,65 @@
-"""The other workers, as one worker sees them: which are alive, which are lost and why."""
+"""The other workers, as one worker sees them: which are alive, which are lost and why.
 
+MPI or the operating system notices a dead process, but neither notices a hung process. So a worker that waits for an
+answer asks its peer now and then for a sign of life. The peer's primary thread replies, or a thread that waits there:
+never the thread that is busy with users' code.
+
+A process that itself stands still (Ctrl-Z, a suspended machine, a thread that keeps the GIL) hears nothing either: that
+time does not count as silence of its peers.
+"""
+
+import dataclasses
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 from jdistgrad import errors
 from jdistgrad.config import settings
-from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.members.liveness import Liveness
 from jdistgrad.wire.message import Kind, Message
 
 log = logging.getLogger("jdistgrad.rpc")
+
+
+@dataclasses.dataclass(slots=True)
+class Watch:
+    """An awaited peer: when it was last heard, and when it was last asked."""
+
+    heard: float
+    asked: float
+
+
+class Liveness:
+    """The choice of the peers to ask for a sign of life, and of those to give up: a state machine without clock or I/O.
+
+    Time passes only while ``look`` is called: a gap between two calls counts as half of ``interval`` at most. So no
+    peer is given up without being asked: a peer that has been silent for ``limit`` was asked at least twice.
+    """
+
+    def __init__(self, interval: float, limit: float):
+        self.interval, self.limit = min(interval, limit / 4), limit
+        self._looked, self._awake = -math.inf, 0.0
+        self._watched: dict[int, Watch] = {}
+
+    def heard(self, peer: int) -> None:
+        watch = self._watched.get(peer)
+        if watch is not None:
+            watch.heard = self._awake
+
+    def look(self, awaited: Iterable[int], now: float) -> tuple[list[int], list[int]]:
+        """Return which awaited peers to ask and which to give up. Call this regularly, because it counts the time."""
+        self._awake += min(now - self._looked, self.interval / 2)
+        self._looked, awake = now, self._awake
+        self._watched = {peer: self._watched.get(peer) or Watch(awake, awake) for peer in awaited}
+        ask, lost = [], []
+        for peer, watch in self._watched.items():
+            if awake - watch.heard >= self.limit:
+                lost.append(peer)
+            elif awake - max(watch.heard, watch.asked) >= self.interval:
+                watch.asked = awake
+                ask.append(peer)
+        return ask, lost
 
 
 class Peers:
@@ -36,11 +84,6 @@ class Peers:
 
     def heard(self, peer: int) -> None:
         self._liveness.heard(peer)
-
-    def check(self, call: Pending) -> None:
-        """Raise WorkerLostError if a call is to a lost worker."""
-        if call.peer.rank in self.lost:
-            raise errors.WorkerLostError(f"{call}: {self.lost[call.peer.rank]}", worker=call.peer)
 
     def look(self, awaited: set[int], now: float) -> None:
         """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
@@ -75,7 +118,6 @@ class Peers:
         self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {self.reasons[peer]}"))
 
     def leave(self, why: str) -> None:
-        """Tell all other workers that this worker leaves."""
         self.left, mailbox = True, self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:

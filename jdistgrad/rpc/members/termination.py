@@ -1,4 +1,4 @@
-"""Termination detection, for closing a world: a state machine without I/O (Mattern's four counters, 1987).
+"""Termination detection, for closing a world: state machines without clock or I/O (Mattern's four counters, 1987).
 
 A survey asks every worker how much work it has sent and received, whether it is busy, and whether it wants to close. A
 world is quiet when all workers want to close, none is busy, as much was received as sent, and the previous survey saw
@@ -9,10 +9,12 @@ takes messages of a lost worker any more, so the counts of workers that have los
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.rpc.serving.being_served import Serving
+from jdistgrad.rpc.serving.server import Serving
+
+SHOWN = 3  # calls of one worker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,3 +79,58 @@ class Survey:
         quiet = still and balanced and agreed and self._before == self._reports
         self._before, self._reports = self._reports, {}
         return quiet
+
+
+def describe(workers: Sequence[Any], reports: Mapping[int, Report], lost: Collection[int] = ()) -> str:
+    """Describe which workers that are not lost keep a world open, and by what, as far as their reports tell."""
+    callers = {call.caller for report in reports.values() for call in report.serving}
+    found = []
+    for worker in workers:
+        report = reports.get(worker.rank)
+        if worker.rank in lost:
+            continue
+        if report is None:
+            found.append(f"for {worker}, which does not answer")
+            continue
+        doing = [] if report.closing else ["has not called shutdown"]
+        if report.serving:
+            shown = report.serving[:SHOWN]
+            calls = [f"{one.function}, called by {workers[one.caller]} {one.seconds:.0f} s ago" for one in shown]
+            more = len(report.serving) - SHOWN
+            doing.append("serves " + ", and ".join(calls) + (f", and {more} more calls" if more > 0 else ""))
+        elif report.closing and report.busy and worker.rank not in callers:
+            doing.append("has calls in flight")
+        if doing:
+            found.append(f"for {worker}, which {' and '.join(doing)}")
+    return "; ".join(found) or "for messages on their way"
+
+
+class Patience:
+    """The times at which a wait is logged: when nothing has moved for ``seconds``, then for twice as long, and so on.
+
+    A worker that only serves is in ``shutdown`` for as long as the others need it. A program in which nothing moves for
+    a while now and then logs this a few times, not for ever.
+    """
+
+    def __init__(self, seconds: float, now: float):
+        self.started = now
+        self._seconds, self._next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
+        self._before: Any = None
+
+    def wants_to_look(self, now: float) -> bool:
+        if now < self._next_look:
+            return False
+        self._next_look = now + self._seconds
+        return True
+
+    def ends(self, reports: Mapping[int, Report], now: float) -> bool:
+        """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
+        moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
+        if moved != self._before and not all(report.closing for report in reports.values()):
+            self._still_since = now
+        self._before = moved
+        still = now - self._still_since
+        if still < self._enough:
+            return False
+        self._enough = 2 * still
+        return True

@@ -10,9 +10,12 @@ job.
 import contextlib
 import dataclasses
 import functools
+import pathlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
+from types import FrameType
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -21,8 +24,8 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.places import calls_package, where
-from jdistgrad.rpc.serving.being_served import BeingServed
+from jdistgrad.rpc.serving.server import Server
+from jdistgrad.threads import frames
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
@@ -35,6 +38,7 @@ ONLY_SERVES = (
     "function_with_the_collective)"
 )
 CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in different collectives before it is an error
+PACKAGE = str(pathlib.Path(__file__).parents[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Participation:
       blocking: it waits inside MPI, and only ``interrupt``, or else the end of the job, ends that.
       interrupt: ends the collective on all ranks that can do without one that is lost.
       goes_on: whether the others do not wait for a lost worker in it.
+      elsewhere: since when each peer is known to be somewhere else.
+      deadlocked: the collectives in which a peer awaits this worker, with both workers' lines, and since when.
     """
 
     entry: CollectiveEntry
@@ -73,8 +79,8 @@ class Participation:
     since: float = dataclasses.field(default_factory=time.monotonic)
     asked: float = 0.0
     error: errors.DistgradError | None = None
-    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)  # since when, by peer
-    deadlocked: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)  # by peer: and since when
+    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)
+    deadlocked: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
         """Raise if a participant will never come."""
@@ -120,9 +126,7 @@ class Location:
     awaits: frozenset[CollectiveEntry]
 
 
-Crossing = tuple[
-    frozenset[CollectiveEntry], str, str
-]  # collectives where a peer awaits this worker, and both workers' lines
+Crossing = tuple[frozenset[CollectiveEntry], str, str]
 
 
 class Watchdog:
@@ -130,12 +134,12 @@ class Watchdog:
 
     Arguments:
       closing: this worker's part in ``shutdown``.
-      being_served: the calls that this worker serves, also then.
+      server: the calls that this worker serves, also then.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing, being_served: BeingServed):
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing, server: Server):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
-        self._being_served = being_served
+        self._server = server
         self._engaged: dict[int, Participation] = {}
         self._by_calls: dict[int, MeetingByCalls] = {}  # by thread
 
@@ -151,13 +155,15 @@ class Watchdog:
         """Register a collective with other workers, until ``end``. Raises if it blocks and one of them is lost."""
         one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
         self._engaged[id(one)] = one
-        if self._peers.lost:
-            for peer, why in list(self._peers.lost.items()):
-                self.lost(peer, why)
-            if blocking and one.error is not None:
-                self.end(one)
-                raise one.error
+        for peer, why in list(self._peers.lost.items()):
+            self.lost(peer, why)
+        if blocking and one.error is not None:
+            self.end(one)
+            raise one.error
         return one
+
+    def end(self, participation: Participation) -> None:
+        self._engaged.pop(id(participation), None)
 
     def engaged(self) -> list[Participation]:
         """Return the collectives that this worker is in."""
@@ -173,20 +179,17 @@ class Watchdog:
         finally:
             self._by_calls.pop(one.thread, None)
 
-    def by_calls(self) -> dict[int, MeetingByCalls]:
+    def by_calls(self) -> list[MeetingByCalls]:
         """Return the meetings by calls that threads of this worker are in."""
-        return self._by_calls.copy()
-
-    def end(self, participation: Participation) -> None:
-        self._engaged.pop(id(participation), None)
+        return list(self._by_calls.values())
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker waiting."""
-        return set().union(*(one.peers for one in list(self._engaged.values())))
+        return set().union(*(one.peers for one in self.engaged()))
 
     def lost(self, peer: int, why: str) -> None:
         """Give up the collectives that a lost worker takes part in."""
-        for one in list(self._engaged.values()):
+        for one in self.engaged():
             if peer in one.peers and one.goes_on:
                 one.peers -= {peer}
             elif peer in one.peers:
@@ -205,7 +208,7 @@ class Watchdog:
 
     def look(self, now: float) -> None:
         """Ask the other participants where they are, now and then."""
-        for one in list(self._engaged.values()):
+        for one in self.engaged():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
@@ -244,7 +247,7 @@ class Watchdog:
         A thread of theirs that still computes may come: then the line that it is in changes, if only now and then. To a
         meeting by calls the program may come as long as it is elsewhere than in this package.
         """
-        here = {each.entry for each in list(self._engaged.values())} | self._meetings_of_program()
+        here = {each.entry for each in self.engaged()} | self._meetings_of_program()
         comes_to_none = calls_package(self._mailbox.home) and not self._closing.wanted
         awaited = frozenset(each for each in found.awaits - here if comes_to_none or not each.by_calls)
         crossing = awaited, found.place, where(self._mailbox.home)
@@ -253,9 +256,9 @@ class Watchdog:
         if crossing != before:
             one.deadlocked[peer] = crossing, now
             return None
-        if not crossing[0] or now - since < CROSSED_SECONDS:
+        if not awaited or now - since < CROSSED_SECONDS:
             return None
-        return self._waits_elsewhere(peer, crossing[0], found.place)
+        return self._waits_elsewhere(peer, awaited, found.place)
 
     def _waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (
@@ -274,7 +277,7 @@ class Watchdog:
                     self._caller.rpc_async(peer, deadlocked, args, {}, ANSWER_SECONDS)
 
     def end_deadlocked(self, peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
-        for one in list(self._engaged.values()):
+        for one in self.engaged():
             if one.entry in mine and one.error is None:
                 self._tell_deadlocked(one)
                 self._give_up(one, peer, self._waits_elsewhere(peer, [entry], place))
@@ -290,21 +293,23 @@ class Watchdog:
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
     def location(self, asker: int, entry: CollectiveEntry) -> Location:
-        shared = [one for one in list(self._engaged.values()) if asker in one.peers]
+        shared = [one for one in self.engaged() if asker in one.peers]
         awaits = frozenset(one.entry for one in shared if not one.blocking) | self._meetings_of_program(asker)
         there = any(one.entry == entry for one in shared)
-        closing, only_serves = self._closing.wanted and not self._serves_users(), self._closing.only_serves
-        place = "jdistgrad.local_workers(), without a program" if only_serves else where(self._mailbox.home)
-        doing = ONLY_SERVES if only_serves else f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
-        return Location(there, closing, doing, place, awaits)
+        serves_users = any(
+            one.function is not location and one.function is not deadlocked for one in self._server.now()
+        )
+        if self._closing.only_serves:
+            place, doing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
+        else:
+            place = where(self._mailbox.home)
+            doing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
+        return Location(there, self._closing.wanted and not serves_users, doing, place, awaits)
 
     def _meetings_of_program(self, peer: int | None = None) -> frozenset[CollectiveEntry]:
         """Return the meetings by calls that the program itself waits in, not a thread beside it."""
-        mine = [one for one in self.by_calls().values() if one.thread == self._mailbox.home]
+        mine = [one for one in self.by_calls() if one.thread == self._mailbox.home]
         return frozenset(one.entry for one in mine if peer is None or peer in one.peers)
-
-    def _serves_users(self) -> bool:
-        return any(one.function is not location and one.function is not deadlocked for one in self._being_served.now())
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
@@ -315,3 +320,34 @@ def location(asker: int, entry: CollectiveEntry) -> Location:
 def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
     """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
     current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
+
+
+# The lines of the user's program that threads are in: neither this package nor installed code.
+
+
+def where(thread: int) -> str:
+    """Return the innermost line of the user's program that a thread is in; without one, the innermost line."""
+    frame = innermost = frames().get(thread)
+    while frame is not None and _is_installed(frame):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "its end"
+    return f"{pathlib.Path(found.f_code.co_filename).name}:{found.f_lineno}, in {found.f_code.co_qualname}"
+
+
+def calls_package(thread: int) -> bool:
+    """Return whether a thread is in a call of this package that the user's program has made, and not in other code."""
+    frame = frames().get(thread)
+    while frame is not None and _is_installed(frame):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_installed(frame: FrameType) -> bool:
+    """Return whether code belongs to this package, to another installed one or to Python."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    library = "site-packages" in file or file.startswith((sys.base_prefix, PACKAGE, "<frozen"))
+    return library or module.partition(".")[0] == "jdistgrad"

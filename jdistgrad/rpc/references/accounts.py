@@ -9,7 +9,7 @@ When a worker dies, each survivor refuses its messages from then on, and so its 
 weight that the dead held, or that was on its way to or from it, is the sum of the survivors' accounts with it: what
 they gave it, less what came back. So each survivor *closes* its account, and *settles*: it returns the balance, which
 may be negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do
-not matter, only that the owner frees nothing until it has all of them (``settling``). No message on its way between
+not matter, only that the owner frees nothing until it has all of them (``Settling``). No message on its way between
 survivors matters either: no survivor's weight is counted, only weight that left for the dead.
 
 A balance must not come to an owner that has freed the value: that owner could not tell it from that of a value that is
@@ -23,9 +23,7 @@ each other cancels out, and a settlement counts as weight that came from the wor
 import threading
 from collections.abc import Iterable, Mapping
 
-from jdistgrad.rpc.references.weights import NOTHING, Weight
-
-Gift = tuple[int, int, Weight]  # id, owner, weight
+from jdistgrad.rpc.references.claims import NOTHING, Gift, Weight
 
 
 class Accounts:
@@ -41,15 +39,20 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._balances)
 
-    def give(self, peer: int, gifts: Iterable[Gift]) -> bool:
+    def give(self, peer: int, gifts: Iterable[Gift], sign: int = 1) -> bool:
         """Note weight that goes to a worker; return False, and note nothing, if the account is closed."""
         with self._lock:
-            return self._note(peer, gifts)
+            if peer in self._closed:
+                return False
+            for identifier, owner, weight in gifts:
+                if owner not in (peer, *self._closed):
+                    self._owners[identifier] = owner
+                    self._change(identifier, peer, weight if sign > 0 else -weight)
+            return True
 
     def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
         """Note weight that came from a worker; return False, and note nothing, if the account is closed."""
-        with self._lock:
-            return self._note(peer, [(identifier, owner, -weight) for identifier, owner, weight in gifts])
+        return self.give(peer, gifts, -1)
 
     def close(self, lost: int) -> None:
         """Let the account with a lost worker take no more entries, and forget the references that it owned."""
@@ -71,7 +74,6 @@ class Accounts:
         return identifier in self._balances
 
     def forget(self, identifiers: Iterable[int]) -> None:
-        """Forget references whose values are gone."""
         with self._lock:
             for identifier in identifiers:
                 self._forget(identifier)
@@ -79,15 +81,6 @@ class Accounts:
     def shown(self) -> Mapping[int, Mapping[int, Weight]]:
         with self._lock:
             return {identifier: dict(balances) for identifier, balances in self._balances.items()}
-
-    def _note(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        if peer in self._closed:
-            return False
-        for identifier, owner, weight in gifts:
-            if owner not in (peer, *self._closed):
-                self._owners[identifier] = owner
-                self._change(identifier, peer, weight)
-        return True
 
     def _change(self, identifier: int, peer: int, weight: Weight) -> None:
         balances = self._balances.setdefault(identifier, {})
@@ -100,3 +93,24 @@ class Accounts:
     def _forget(self, identifier: int) -> None:
         self._balances.pop(identifier, None)
         self._owners.pop(identifier, None)
+
+
+class Settling:
+    """The settlements that one owner waits for. It frees no value while any is open."""
+
+    def __init__(self, rank: int, size: int):
+        self._others = frozenset(range(size)) - {rank}
+        self._lost: set[int] = set()
+        self._settled: set[tuple[int, int]] = set()
+
+    def lose(self, peer: int) -> None:
+        """Wait for every survivor's settlement with a lost worker, and for none of the lost worker's own."""
+        self._lost.add(peer)
+
+    def settled(self, survivor: int, lost: int) -> None:
+        self._settled.add((survivor, lost))
+
+    def open(self) -> set[tuple[int, int]]:
+        """Return the settlements that have not come: survivor and lost worker."""
+        awaited = {(survivor, lost) for survivor in self._others - self._lost for lost in self._lost}
+        return awaited - self._settled

@@ -1,4 +1,14 @@
-"""The claims of one worker: the weight it holds of each reference, however many RRef objects stand for it."""
+"""The claims of one worker: the weight it holds of each reference, however many RRef objects stand for it.
+
+Weights are exact dyadic fractions, so that each can be split. Copying a reference gives one unit of its weight away and
+sends no message; dropping a reference returns its weight. The owner's value is free when all weight has returned: there
+are no acknowledgements, no tree of copies and no races (Bevan 1987; Watson and Watson 1987). The classic weakness, a
+weight of one that cannot be halved, is solved by finer units instead of a message: ``units / 2**scale``, and 32 more
+bits whenever the last unit is split. The coarsest units are given away first: else the weight of a reference that goes
+to and fro would get 32 bits longer each time.
+
+In messages, the weight that references give away travels beside the pickle stream.
+"""
 
 import collections
 import concurrent.futures
@@ -12,13 +22,48 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jdistgrad._compat import weakly_typed
-from jdistgrad.errors import StaleReferenceError
+from jdistgrad.errors import EncodingError, StaleReferenceError
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.references.weights import Weight
+from jdistgrad.wire import plain
+from jdistgrad.wire.message import Parcel
 
 T = TypeVar("T")
 
+FINER = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weight:
+    """A share of a reference: ``units / 2**scale``."""
+
+    units: int
+    scale: int = 0
+
+    def __add__(self, other: "Weight") -> "Weight":
+        scale = max(self.scale, other.scale)
+        return Weight((self.units << (scale - self.scale)) + (other.units << (scale - other.scale)), scale)
+
+    def __neg__(self) -> "Weight":
+        return Weight(-self.units, self.scale)
+
+    def __sub__(self, other: "Weight") -> "Weight":
+        return self + -other
+
+    def __bool__(self) -> bool:
+        return self.units != 0
+
+    def split(self) -> tuple["Weight", "Weight"]:
+        """Return the weight to keep and the weight to give away; their sum is this weight, and neither is zero."""
+        held = self if self.units > 1 else Weight(self.units << FINER, self.scale + FINER)
+        coarser = FINER * min(((held.units - 1).bit_length() - 1) // FINER, held.scale // FINER)
+        given = Weight(1, held.scale - coarser)
+        return held - given, given
+
+
+NOTHING, WHOLE = Weight(0), Weight(1)
+
 Drop = tuple[int, int, Weight]  # owner, id, weight
+Gift = tuple[int, int, Weight]  # id, owner, weight
 
 
 class Key(NamedTuple):
@@ -43,11 +88,6 @@ class MissingClaim:
         )
 
 
-def _zeros(like: Any) -> Any:
-    zeros = np.zeros(like.shape, like.dtype)
-    return weakly_typed(zeros) if like.weak_type else zeros
-
-
 class StandIn:
     """A placeholder for a claim, with zeros for the value, while a function is traced before the value exists."""
 
@@ -62,7 +102,21 @@ class StandIn:
         return self
 
     def value(self) -> Any:
-        return self.layout.fill([_zeros(one) for one in self.shapes])
+        zeros = [(one, np.zeros(one.shape, one.dtype)) for one in self.shapes]
+        return self.layout.fill([weakly_typed(zero) if one.weak_type else zero for one, zero in zeros])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RuntimeKey:
+    """The key of a reference made in code that JAX stages. An array, its token, holds the reference's id at run time.
+
+    ``results``: the known shapes of the value, for the layer that staged the code. ``world`` is None, as the code may
+    run in another world than the one it was traced in.
+    """
+
+    owner: int
+    results: Any
+    world: None = None
 
 
 def emptied(queue: collections.deque[T]) -> Iterator[T]:
@@ -101,7 +155,6 @@ class Claim:
             self._weight = self._weight + weight
 
     def split(self) -> Weight:
-        """Split off a part of the weight, and return that part."""
         with self._lock:
             self._weight, given = self._weight.split()
             return given
@@ -113,13 +166,17 @@ class Claim:
 
 
 class ClaimTable:
-    """The claims of one worker, by reference id."""
+    """The claims of one worker, by reference id.
+
+    Attributes:
+      drops: the weights of claims that have died since the last ``dropped``.
+    """
 
     def __init__(self, mailbox: Mailbox):
         self._mailbox = mailbox
         self._claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
-        self._drops: collections.deque[Drop] = collections.deque()
+        self.drops: collections.deque[Drop] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -129,24 +186,19 @@ class ClaimTable:
         with self._lock:
             claim = self._claims.get(identifier)
             if claim is None:
-                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._mailbox, self._drops)
+                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._mailbox, self.drops)
             else:
                 claim.add(weight)
             return claim
 
     def find(self, identifier: int) -> Claim | None:
-        """Return the claim to a reference, or None if it is not held here."""
         with self._lock:
             return self._claims.get(identifier)
-
-    @property
-    def has_dropped(self) -> bool:
-        return bool(self._drops)
 
     def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
         """Return the weights dropped since the last call, by owner."""
         home: dict[int, list[tuple[int, Weight]]] = {}
-        for owner, identifier, weight in emptied(self._drops):
+        for owner, identifier, weight in emptied(self.drops):
             home.setdefault(owner, []).append((identifier, weight))
         return home
 
@@ -154,14 +206,79 @@ class ClaimTable:
         return list(self._claims.values())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RuntimeKey:
-    """The key of a reference made in code that JAX stages. An array, its token, holds the reference's id at run time.
+# References in messages.
 
-    ``results``: the known shapes of the value, for the layer that staged the code. ``world`` is None, as the code may
-    run in another world than the one it was traced in.
+_encoding = threading.local()  # the shipment of the value that this thread is encoding
+_decoding = threading.local()  # the references that came with the value that this thread is decoding
+
+
+class Shipment:
+    """The references in one message, and the weight that each gives away.
+
+    A receiver takes the weight over before it decodes anything, so no weight is lost if it cannot decode the message,
+    or never opens it.
     """
 
-    owner: int
-    results: Any
-    world: None = None
+    def __init__(self) -> None:
+        self.given: list[tuple[Claim, Weight]] = []
+
+    def take_back(self) -> None:
+        for claim, weight in self.given:
+            claim.add(weight)
+
+    def attachment(self) -> bytes:
+        return plain.pack([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+
+
+def ship(claim: Claim) -> int:
+    """Add a share of a reference to the shipment of the value being encoded; return its number there.
+
+    Raises EncodingError if no value is being encoded: a reference has no meaning in an ordinary pickle.
+    """
+    shipment: Shipment | None = getattr(_encoding, "held", None)
+    if shipment is None:
+        raise EncodingError(
+            "a remote reference can only travel inside a call of jdistgrad: its owner would not know of a copy pickled "
+            "by itself. Send it as an argument or a result, or save rref.to_here() instead."
+        )
+    shipment.given.append((claim, claim.split()))
+    return len(shipment.given) - 1
+
+
+def arrived(number: int) -> Claim:
+    """Return the claim with this number in the shipment of the value being decoded."""
+    claim: Claim = _decoding.held[number]
+    return claim
+
+
+class _Holding:
+    """A block in which ``held`` of a thread-local object has a given value."""
+
+    __slots__ = ("_held", "_outer", "_place")
+
+    def __init__(self, place: threading.local, held: Any):
+        self._place, self._held = place, held
+
+    def __enter__(self) -> None:
+        self._outer = getattr(self._place, "held", None)
+        self._place.held = self._held
+
+    def __exit__(self, *error: object) -> None:
+        self._place.held = self._outer
+
+
+def encoding(shipment: Shipment | None) -> _Holding:
+    """Let references that this thread pickles in the block join a shipment; with None they are refused."""
+    return _Holding(_encoding, shipment)
+
+
+def decoding(claims: Any) -> _Holding:
+    """Let this thread decode, in the block, a value that came with these claims."""
+    return _Holding(_decoding, claims)
+
+
+def gifts_in(parcel: Parcel) -> list[Gift]:
+    """Return the weight that a message carries."""
+    if not parcel.attached:
+        return []
+    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in plain.unpack(parcel.attached)]

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.futures import Promise
-from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Weight
 from jdistgrad.wire.ids import spell, worker_of
+from jdistgrad.wire.interrupts import InterruptibleFuture
 
 REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 
@@ -20,7 +20,7 @@ REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 class Owned:
     """A value, or the promise of it, and the weight that its references hold."""
 
-    value: concurrent.futures.Future[Any] = dataclasses.field(default_factory=Promise)
+    value: concurrent.futures.Future[Any] = dataclasses.field(default_factory=InterruptibleFuture)
     outstanding: Weight = WHOLE
     announced: bool = False
     freed: bool = False
@@ -52,19 +52,22 @@ class OwnerTable:
           returned: the part of the weight that has come back already: all of it, if the creator is lost.
         """
         with self._lock:
-            if identifier not in self._entries and worker_of(identifier) in self._orphans:
-                return Owned(announced=True, freed=True)  # nobody has it: it was given up
-            entry = self._entry(identifier)
-            entry.announced = True
-            entry.outstanding = entry.outstanding - returned
-            self._drop_if_free(identifier, entry)
-            return entry
+            return self._release(identifier, returned, announced=True)
 
     def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
-            error = None if identifier in self._entries else self._error_of(identifier)
-            return self._entry(identifier).value if error is None else _failed(error)
+            error = self._orphans.get(worker_of(identifier))
+            if identifier in self._freed:
+                error = StaleReferenceError(
+                    f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. "
+                    "Keep the RRef while its value is being used."
+                )
+            if error is None or identifier in self._entries:
+                return self._entries.setdefault(identifier, Owned()).value
+        promise = InterruptibleFuture[Any]()
+        promise.set_exception(error)
+        return promise
 
     def share(self, identifier: int) -> bool:
         """Add a whole weight for a new reference; return False if the value is gone."""
@@ -76,7 +79,7 @@ class OwnerTable:
 
     def replace(self, identifier: int, value: object) -> None:
         """Put another value in place of an owned one. Workers that have fetched the old value keep it."""
-        made = Promise()
+        made = InterruptibleFuture[Any]()
         made.set_result(value)
         with self._lock:
             entry = self._entries.get(identifier)
@@ -136,27 +139,13 @@ class OwnerTable:
             entries, self._entries = self._entries, {}
         entries.clear()
 
-    def _release(self, identifier: int, weight: Weight) -> Owned:
+    def _release(self, identifier: int, weight: Weight, *, announced: bool = False) -> Owned:
         if identifier not in self._entries and worker_of(identifier) in self._orphans:
             return Owned(announced=True, freed=True)  # nobody has it: it was given up
-        entry = self._entry(identifier)
+        entry = self._entries.setdefault(identifier, Owned())
+        entry.announced = entry.announced or announced
         entry.outstanding = entry.outstanding - weight
         self._drop_if_free(identifier, entry)
-        return entry
-
-    def _error_of(self, identifier: int) -> BaseException | None:
-        """Return why a value that is not here will not come, or None."""
-        if identifier in self._freed:
-            return StaleReferenceError(
-                f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. Keep "
-                "the RRef while its value is being used."
-            )
-        return self._orphans.get(worker_of(identifier))
-
-    def _entry(self, identifier: int) -> Owned:
-        entry = self._entries.get(identifier)
-        if entry is None:
-            entry = self._entries[identifier] = Owned()
         return entry
 
     def _drop_if_free(self, identifier: int, entry: Owned) -> None:
@@ -166,9 +155,3 @@ class OwnerTable:
             self._freed[identifier] = None
             if len(self._freed) > REMEMBERED:
                 self._freed.popitem(last=False)
-
-
-def _failed(error: BaseException) -> concurrent.futures.Future[Any]:
-    promise = Promise()
-    promise.set_exception(error)
-    return promise

@@ -16,7 +16,7 @@ from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
-from jdistgrad.rpc.references import in_messages
+from jdistgrad.rpc.references import claims
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
 from jdistgrad.rpc.references.handles import HANDLE, Handle, is_gradient, renewed
 from jdistgrad.rpc.references.table import References
@@ -56,7 +56,6 @@ class MethodCaller:
 
 
 def call_method(reference: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Call a method of a referenced value; runs on its owner."""
     return getattr(reference.local_value(), name)(*args, **kwargs)
 
 
@@ -215,7 +214,7 @@ class RRef(Elsewhere, Generic[T]):
         self._home("sending")
         if isinstance(self._claim, StandIn):
             return RRef._of, (self._claim,)
-        return _arrived, (in_messages.ship(self._claim),)
+        return _arrived, (claims.ship(self._claim),)
 
 
 def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[Any]:
@@ -245,7 +244,7 @@ trees.OPAQUE.add(RRef)
 
 
 def _arrived(number: int) -> RRef[Any]:
-    return RRef._of(in_messages.arrived(number))
+    return RRef._of(claims.arrived(number))
 
 
 def by_reference(rref: Any) -> Any:
@@ -287,20 +286,17 @@ def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.Tr
 
 
 def rpc_sync(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-    """Call a function on a worker and wait for its result."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     return (handler or caller).rpc_sync(to, function, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-    """Call a function on a worker and return a future of its result."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     caller.make_room()
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
 def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
-    """Call a function on several workers and return futures of the results."""
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     if handler is not None:
         return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]
@@ -309,7 +305,6 @@ def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, t
 
 
 def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
-    """Run a function on a worker and return a reference to its result."""
     references, handler = current_part(References), handler_of_call(function, args, kwargs)
     current_part(Caller).make_room()
     if handler is not None:

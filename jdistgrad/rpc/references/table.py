@@ -1,22 +1,25 @@
-"""The references of one worker: the claims it holds, and the values it owns for others."""
+"""The references of one worker: the claims it holds, the values it owns for others, and their release."""
 
 import collections
 import concurrent.futures
+import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from jdistgrad.errors import WorkerLostError
+from jdistgrad import errors
 from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import Claim, ClaimTable, Key, emptied
-from jdistgrad.rpc.references.in_messages import claims_of, gifts_in
+from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, ClaimTable, Key, Weight, emptied, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
-from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Parcel
+from jdistgrad.wire.message import Kind, Message, Parcel
+
+log = logging.getLogger("jdistgrad.rpc")
 
 
 class References:
@@ -24,6 +27,7 @@ class References:
 
     Attributes:
       accounts: the weight that went to each worker and came from it, in a world that survives.
+      forgettings: the workers, and references that they may forget, which have not been told yet.
       forgettable: how many references each worker may forget, told of or still to be told; ``forgotten``: how many each
         owner has told this worker to forget.
     """
@@ -31,12 +35,12 @@ class References:
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
         self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
-        self.accounts = Accounts(mailbox.rank) if mailbox.survives else None
+        self.accounts, self._survives = Accounts(mailbox.rank), mailbox.survives
         self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
-        self._to_forget = collections.deque[tuple[int, int]]()
+        self.forgettings = collections.deque[tuple[int, int]]()
         self.forgettable = collections.Counter[int]()
         self.forgotten = collections.Counter[int]()
-        if self.accounts is not None:
+        if self._survives:
             mailbox.note_gifts = self._note_gifts
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
@@ -50,7 +54,6 @@ class References:
             return claim
 
     def own(self, value: Any) -> Claim:
-        """Keep a value here; return the claim to it."""
         with put_off_interrupt():
             claim = self.claim_new(self._mailbox.rank)
             self.announce(claim.id).value.set_result(value)
@@ -59,10 +62,10 @@ class References:
 
     def announce(self, identifier: int) -> Owned:
         """Note that a value is being created here; return its entry."""
-        creator, accounts = worker_of(identifier), self.accounts
-        if accounts is None or creator == self._mailbox.rank:
+        creator = worker_of(identifier)
+        if not self._survives or creator == self._mailbox.rank:
             return self.owned.announce(identifier)
-        noted = accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
+        noted = self.accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
         entry = self.owned.announce(identifier, NOTHING if noted else WHOLE)
         if entry.freed:  # all of its weight was here before
             self._freed({identifier: entry})
@@ -112,23 +115,18 @@ class References:
     def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
         """Take back weights that a worker has dropped; return the entries of values without references."""
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in dropped]
-        here, accounts = self._mailbox.rank, self.accounts
-        if accounts is not None and source != here:
-            if not accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
+        here = self._mailbox.rank
+        if self._survives and source != here:
+            if not self.accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
                 return []
             for identifier, *_, noted in dropped:
                 if noted:
                     self._noted_by.setdefault(identifier, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
-    @property
-    def has_news(self) -> bool:
-        """Return whether there is something for ``dropped`` or ``to_forget`` to return."""
-        return self.claims.has_dropped or bool(self._to_forget)
-
     def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
         """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
-        has = self.accounts.has if self.accounts is not None else lambda identifier: False
+        has = self.accounts.has
         return {
             owner: [(identifier, weight.units, weight.scale, has(identifier)) for identifier, weight in weights]
             for owner, weights in self.claims.dropped().items()
@@ -139,21 +137,16 @@ class References:
     def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
         gifts = gifts_in(parcel)
-        if (
-            self.accounts is not None
-            and gifts
-            and source != self._mailbox.rank
-            and not self.accounts.take(source, gifts)
-        ):
+        noted = self._survives and gifts and source != self._mailbox.rank
+        if noted and not self.accounts.take(source, gifts):
             return None
-        return claims_of(gifts, self.claims)
+        return [self.claims.add(*gift) for gift in gifts]
 
     def _note_gifts(self, peer: int, parcel: Parcel) -> None:
         accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
-        assert accounts is not None
         assert undo is not None
         if not accounts.give(peer, gifts):
-            raise WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
+            raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
 
         def take_back() -> None:
             if accounts.take(peer, gifts):  # else the account was settled: the weight has gone to its owner
@@ -163,7 +156,6 @@ class References:
 
     def lose(self, lost: int, error: BaseException) -> list[Owned]:
         """Hold what is owned here, and close the account with a lost worker; return the values it will not make."""
-        assert self.accounts is not None
         self.owned.hold(held=True)
         self.accounts.close(lost)
         self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
@@ -171,13 +163,11 @@ class References:
 
     def settle(self, lost: int, owner: int) -> list[tuple[int, int, int]]:
         """Return the balances with a lost worker to the owner that asks for them."""
-        assert self.accounts is not None
         balances = self.accounts.settle(lost, owner)
         return [(identifier, weight.units, weight.scale) for identifier, weight in balances]
 
     def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
         """Take back weight that a survivor returns in the place of a lost worker."""
-        assert self.accounts is not None
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale in balances]
         if self.accounts.take(source, [(identifier, self._mailbox.rank, weight) for identifier, weight in weights]):
             self._freed(self.owned.release_all(weights))
@@ -188,25 +178,87 @@ class References:
 
     def forget(self, owner: int, identifiers: list[int]) -> None:
         """Forget references whose values are gone, as their owner says."""
-        assert self.accounts is not None
         self.accounts.forget(identifiers)
         self.forgotten[owner] += len(identifiers)
 
     def to_forget(self) -> dict[int, list[int]]:
         """Return the references that other workers may forget since the last call, by worker."""
         forget: dict[int, list[int]] = {}
-        for peer, identifier in emptied(self._to_forget):
+        for peer, identifier in emptied(self.forgettings):
             forget.setdefault(peer, []).append(identifier)
         return forget
 
     def _freed(self, entries: dict[int, Owned]) -> list[Any]:
-        if self.accounts is not None and entries:
+        if self._survives and entries:
             self.accounts.forget(entries)
             for identifier in entries:
                 noted_by = self._noted_by.pop(identifier, ())
-                self._to_forget.extend((peer, identifier) for peer in noted_by)
+                self.forgettings.extend((peer, identifier) for peer in noted_by)
                 self.forgettable.update(noted_by)
         return list(entries.values())
+
+
+class Releasing:
+    """The part of a worker that releases closed scopes and freed values, and returns dropped weights.
+
+    Arguments:
+      lost: the lost workers, which are not notified.
+    """
+
+    def __init__(self, mailbox: Mailbox, scopes: ScopeTable, references: References, lost: Collection[int]):
+        self._mailbox, self._scopes, self._references, self._lost = mailbox, scopes, references, lost
+        self._abandoned = collections.deque[int]()
+
+    def abandon_scope(self, identifier: int) -> None:
+        """Close a scope at the next ``flush``. Safe to call during garbage collection."""
+        self._abandoned.append(identifier)
+
+    def close_scope(self, identifier: int) -> None:
+        """Release a scope, here and on every worker that was called in it.
+
+        Raises:
+          WireError: one of them, or several, could not be told.
+        """
+        with put_off_interrupt():  # or a part of the workers might never be told
+            scope = self._scopes.release(identifier)
+            if scope is None:
+                return
+            peers, contents = scope.close()
+            try:
+                release = Message(Kind.RELEASE, self._mailbox.rank, identifier)
+                self._tell_all([(peer, release) for peer in peers - {self._mailbox.rank, *self._lost}])
+            finally:
+                for content in contents:
+                    content.close()
+
+    def flush(self) -> None:
+        """Close abandoned scopes, and return dropped weights to their owners."""
+        here, references = self._mailbox.rank, self._references
+        if not (self._abandoned or references.claims.drops or references.forgettings):
+            return
+        with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
+            for identifier in emptied(self._abandoned):
+                self.close_scope(identifier)
+            dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
+            gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in references.to_forget().items()]
+            self._tell_all([*dropped, *gone])
+
+    def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
+        """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""
+        failed = []
+        for peer, message in messages:
+            try:
+                self.tell(peer, message)
+            except errors.WireError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def tell(self, peer: int, message: Message) -> None:
+        try:
+            self._mailbox.post(peer, message)
+        except (errors.WorkerLostError, errors.WorldClosedError):
+            log.debug("%s: rank %d has gone before it could be told of %s", self._mailbox.info, peer, message.kind.name)
 
 
 # Functions that every worker serves for the references of other workers.
@@ -214,7 +266,6 @@ class References:
 
 @shown_as("the fetch of a reference's value")
 def value_of(identifier: int) -> concurrent.futures.Future[Any]:
-    """Return the future of a reference's value."""
     return current_part(References).owned.value(identifier)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.by_value import ObjectPickler
-from jdistgrad.rpc.references.in_messages import encoding
+from jdistgrad.rpc.references.claims import encoding
 
 PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 SHORT = 160  # characters
@@ -131,9 +131,13 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
 
 class _ExceptionPickler(ObjectPickler):
     def found(self, value: Any) -> Any:
-        if isinstance(value, BaseException) and _is_made_of_args(value):
-            return _rebuilt, _parts(value)
-        return super().found(value)
+        if not (isinstance(value, BaseException) and _is_made_of_args(value)):
+            return super().found(value)
+        kind, args, attributes = _parts(value)
+        if isinstance(value, BaseExceptionGroup):
+            members = [one if _pickled(one) is not None else _in_words(spelled(one)) for one in value.exceptions]
+            args = value.message, members
+        return _rebuilt, (kind, args, attributes)
 
 
 def _pickled(error: BaseException | None) -> bytes | None:

@@ -3,21 +3,22 @@
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.events import call_served
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.calls.pending import call_served
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction, describe
 from jdistgrad.rpc.futures import refuse_coroutine
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.references.claims import StandIn
+from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.serving.arguments import delivered
-from jdistgrad.rpc.serving.being_served import BeingServed
 from jdistgrad.rpc.serving.failures import Failure, add_note, pack, spelled
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.transport import Task
@@ -31,12 +32,20 @@ BY_VALUE = (
 log = logging.getLogger("jdistgrad.rpc")
 
 
+class Serving(NamedTuple):
+    """A call that a worker is serving: its function, the caller's rank, and for how many seconds."""
+
+    function: str
+    caller: int
+    seconds: float
+
+
 class Server:
-    """The part of a worker that serves calls."""
+    """The part of a worker that serves calls, with the table of those being served. Safe from any thread."""
 
     def __init__(self, mailbox: Mailbox, scopes: ScopeTable):
         self.mailbox, self.scopes = mailbox, scopes
-        self.being_served = BeingServed()
+        self.calls: dict[int, Served] = {}  # from opening a call to its answer, the oldest first
 
     def task(self, message: Message, value: concurrent.futures.Future[Any] | None) -> Task:
         """Return the task that serves a call, for a thread that may wait.
@@ -45,6 +54,17 @@ class Server:
           value: the promise to complete if the call makes a referenced value (REMOTE).
         """
         return Served(self, message, value).serve
+
+    def now(self) -> "list[Served]":
+        return list(self.calls.values())
+
+    def on_this_thread(self) -> "list[Served]":
+        """Return the calls whose functions run on this thread."""
+        return [call for call in self.now() if call.thread == threading.get_ident()]
+
+    def shown(self) -> tuple[Serving, ...]:
+        now = time.monotonic()
+        return tuple(Serving(str(one), one.message.source, now - one.since) for one in self.now())
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,16 +84,18 @@ class Served:
     context: int | None = None
     thread: int = 0
 
+    def __str__(self) -> str:
+        return "a call that could not be read" if self.function is None else describe(self.function)
+
     def serve(self) -> None:
         """Run the call and answer it. If the function returns a future, its callback answers, without a waiting thread.
 
-        Code of users' classes runs in nearly every step (truth value, text, pickling), and may raise anything. Whatever
-        it does, the caller gets an answer and the call counts as served, because shutdown waits for that. The call
-        counts only when nothing here refers to its values any more: references among them have then been dropped, and
-        shutdown waits for the messages that this sends.
+        Whatever users' code does, the caller gets an answer and the call counts as served, because shutdown waits for
+        that. The call counts only when nothing here refers to its values any more: references among them have then
+        been dropped, and shutdown waits for the messages that this sends.
         """
         self.since, self.thread = time.monotonic(), threading.get_ident()
-        self.server.being_served.enter(self)
+        self.server.calls[id(self)] = self
         self._finish(self._called)
 
     def _finish(self, compute: Callable[[], Any]) -> None:
@@ -82,18 +104,17 @@ class Served:
             result, error = compute(), None
             if isinstance(result, concurrent.futures.Future):
                 self.thread = 0
-                result.add_done_callback(lambda future: self._finish(lambda: _result_of(future)))
+                result.add_done_callback(lambda future: self._finish(future.result))
                 return
             refuse_coroutine(result)
         except BaseException as raised:
             result, error = None, raised
         self._end(result, error)
         del result, error
-        self.server.being_served.leave(self)
+        self.server.calls.pop(id(self), None)
         self.server.mailbox.work.served(self.message.source)
 
     def _called(self) -> Any:
-        """Call the function and return its result."""
         mailbox, scopes = self.server.mailbox, self.server.scopes
         function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function
@@ -113,57 +134,82 @@ class Served:
                 add_note(error, BY_VALUE)
             raise
 
-    def __str__(self) -> str:
-        return "a call that could not be read" if self.function is None else describe(self.function)
-
     def _end(self, result: Any, error: BaseException | None) -> None:
         """Answer, and report the event. Raises nothing."""
+        worker = self.server.mailbox.info
         try:
             failure = None if error is None else self._failure(error)
             if self.value is not None:
                 self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
                 result = None
             self._answer(result, failure)
-            worker = self.server.mailbox.info
             call_served(self.message.id, self.function, worker, self.since, failed=failure is not None)
         except errors.WorkerLostError as gone:
-            log.debug("%s: nobody waits for the answer to %s any more: %s", self.server.mailbox.info, self, gone)
-        except BaseException as unsent:
-            log.warning("%s: the answer to %s was lost: %s", self.server.mailbox.info, self, spelled(unsent))
+            log.debug("%s: nobody waits for the answer to %s any more: %s", worker, self, gone)
+        except Exception as unsent:
+            log.warning("%s: the answer to %s was lost: %s", worker, self, spelled(unsent))
         finally:
             self.function = None  # the object of a method may hold references
 
     def _answer(self, result: Any, failure: Failure | None) -> None:
+        mailbox, source = self.server.mailbox, self.message.source
         if failure is None:
             try:
-                self._post(Kind.RESULT, result)
+                mailbox.post(source, Message(Kind.RESULT, mailbox.rank, self.message.id, result))
                 return
-            except errors.WorkerLostError as lost:
-                if lost.worker in (self.message.source, self._caller()):
-                    raise
-                failure = self._failure(lost)  # the result needs another worker, for its class pickles it so
-            except BaseException as unsendable:  # whatever the reason, the caller must get an answer
-                worker = self.server.mailbox.info
-                text = f"{worker} cannot send the result of {self} to {self._caller()}: {spelled(unsendable)}"
+            except errors.WorkerLostError:
+                raise
+            except Exception as unsendable:  # whatever the reason, the caller must get an answer
+                to = mailbox.directory.workers[source]
+                text = f"{mailbox.info} cannot send the result of {self} to {to}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
-        try:
-            self._post(Kind.FAILURE, failure)
-        except BaseException:
-            self._post(Kind.FAILURE, dataclasses.replace(failure, error=None))  # only its texts
+        mailbox.post(source, Message(Kind.FAILURE, mailbox.rank, self.message.id, failure))
 
     def _failure(self, error: BaseException) -> Failure:
-        return pack(error, f"On {self.server.mailbox.info}, in {self}, called by {self._caller()}:")
-
-    def _caller(self) -> WorkerInfo:
-        return self.server.mailbox.directory.workers[self.message.source]
-
-    def _post(self, kind: Kind, body: Any) -> None:
-        self.server.mailbox.post(self.message.source, Message(kind, self.server.mailbox.rank, self.message.id, body))
+        mailbox = self.server.mailbox
+        caller = mailbox.directory.workers[self.message.source]
+        return pack(error, f"On {mailbox.info}, in {self}, called by {caller}:")
 
 
-def _result_of(future: concurrent.futures.Future[Any]) -> Any:
-    """Return a future's result, or raise its exception: ``result`` asks a user's exception for its truth value."""
-    error = future.exception()
-    if error is not None:
-        raise error
-    return future.result()
+# References among the arguments of a call.
+
+
+def delivered(args: Args, kwargs: Kwargs) -> Any:
+    """Return the arguments for the called function: references replaced by their values, fetched all at once.
+
+    There is no timeout here, because the call has one.
+    """
+    if trees.are_plain(args, kwargs):
+        return args, kwargs
+    fetched: dict[RRef[Any], concurrent.futures.Future[Any]] = {}
+
+    def start(leaf: Any) -> Any:
+        if isinstance(leaf, RRef) and leaf not in fetched:
+            fetched[leaf] = leaf.value_future(math.inf)
+        return leaf
+
+    return with_values(trees.map_leaves(start, (args, kwargs)), lambda rref: fetched[rref].result())
+
+
+def with_values(tree: Any, value_of: Callable[[RRef[Any]], Any]) -> Any:
+    """Replace the references in a tree by their values, and references that were passed as such by themselves."""
+
+    def deliver(leaf: Any) -> Any:
+        if isinstance(leaf, RRef):
+            return value_of(leaf)
+        return leaf.rref if isinstance(leaf, ByReference) else leaf
+
+    return trees.map_leaves(deliver, tree)
+
+
+def replace_unmade(leaf: Any) -> Any:
+    """Replace a reference whose value does not exist yet by a stand-in, in a call that only requests shapes.
+
+    Other references get the handle with which they would arrive in another process: theirs is only a shape here.
+    """
+    if isinstance(leaf, ByReference):
+        return ByReference(replace_unmade(leaf.rref))
+    if isinstance(leaf, RRef) and leaf.token is not None:
+        key: Any = leaf._claim.key
+        return RRef._of(StandIn(key.owner, *key.results.known))
+    return RRef._of(leaf._claim) if isinstance(leaf, RRef) else leaf

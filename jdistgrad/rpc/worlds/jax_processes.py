@@ -2,15 +2,23 @@
 
 JAX's own detection of MPI jobs takes a port from a hash of the host's name, and never asks whether that port is free.
 Here rank 0 binds a port, and tells the others over MPI.
+
+By which name or address the others reach rank 0 is found by trial. A node's own name may be unknown to other nodes (in
+pods of Kubernetes, for example), or known to the node itself as a loopback address. jax.distributed ends a process that
+does not find rank 0, without a word on why.
 """
 
 import contextlib
 import dataclasses
-import enum
+import fcntl
 import logging
 import math
 import os
+import secrets
 import socket
+import struct
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,91 +27,97 @@ import jax
 from jdistgrad._compat import backends_are_initialized, configured
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
-from jdistgrad.rpc.worlds import reaching
 
 log = logging.getLogger("jdistgrad.rpc")
 
 NO_PROXY, WARN_OF_PROXIES = "no_grpc_proxy", "jax_check_proxy_envs"
+TRIAL_SECONDS = 3.0
+SIOCGIFADDR = 0x8915  # Linux's request for the address of a network interface
 
+# Whether jax.distributed can be started in a process.
+READY, STARTED, LATE = "ready", "has started jax.distributed", "has opened its devices"
 
-class Readiness(enum.Enum):
-    """Whether jax.distributed can be started in a process."""
-
-    READY = "ready"
-    STARTED = "has started jax.distributed"
-    LATE = "has opened its devices"
+Trial = tuple[int, str]  # a port, and what is read there
 
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A rank's part of the start.
+    """A rank's part of the start, in strings and numbers.
 
     Attributes:
-      machine: differs between machines, also those that have one name.
-      hosts: the names and addresses by which other nodes may reach rank 0.
+      readiness: READY, STARTED or LATE.
+      machine: differs between machines, also those that have one name, and between containers of one machine.
+      hosts: the names and addresses by which other nodes may reach rank 0, the likeliest first.
       port: rank 0's, which it has bound.
       trial: where the ranks see whether they reach rank 0.
     """
 
-    readiness: Readiness
+    readiness: str
     machine: str
     hosts: tuple[str, ...] = ()
     port: int = 0
-    trial: reaching.Trial = (0, "")
-
-    def spelled(self) -> tuple[Any, ...]:
-        """Return the offer in strings and numbers, to send to the other ranks."""
-        return self.readiness.value, self.machine, self.hosts, self.port, self.trial
-
-    @classmethod
-    def read(cls, spelled: tuple[Any, ...]) -> "Offer":
-        readiness, *rest = spelled
-        return cls(Readiness(readiness), *rest)
+    trial: Trial = (0, "")
 
 
 class Port:
     """A port that this process holds until ``close``; meanwhile it may be bound here once more.
 
     Attributes:
-      trial: where others see whether they reach this process.
+      trial: another port of this process, at which those who reach it read what nobody else knows.
     """
 
     def __init__(self) -> None:
-        self._socket, self._door = _bound(), reaching.Door()
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does, which binds it after us
+        if dual:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._socket.bind(("::" if dual else "0.0.0.0", 0))
         self.number: int = self._socket.getsockname()[1]
-        self.trial = self._door.trial
+        self._door = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self.trial: Trial = (self._door.getsockname()[1], secrets.token_hex(8))
+        threading.Thread(target=self._answer, name="jdistgrad-door", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._door.accept()
+            except OSError:  # closed
+                return
+            with visitor, contextlib.suppress(OSError):
+                visitor.sendall(self.trial[1].encode())
 
     def close(self) -> None:
         self._socket.close()
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # ends the wait for visitors
         self._door.close()
-
-
-def _bound() -> socket.socket:
-    family, anywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does, which binds the port after us
-    if family is socket.AF_INET6:
-        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    held.bind((anywhere, 0))
-    return held
 
 
 def offer(port: Port | None) -> Offer:
     """Return this rank's part of the start. ``port``: rank 0's."""
-    if jax.distributed.is_initialized():
-        readiness = Readiness.STARTED
-    else:
-        readiness = Readiness.LATE if backends_are_initialized() else Readiness.READY
-    if port is None:
-        return Offer(readiness, _machine())
-    return Offer(readiness, _machine(), tuple(reaching.hosts()), port.number, port.trial)
-
-
-def _machine() -> str:
-    """Return a text that differs between machines, and between containers of one machine with names of their own."""
+    late = LATE if backends_are_initialized() else READY
+    readiness, machine = STARTED if jax.distributed.is_initialized() else late, socket.gethostname()
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as started:
-        return f"{socket.gethostname()} {started.read()} {os.stat('/proc/self/ns/net').st_ino}"
-    return socket.gethostname()
+        machine += f" {started.read()} {os.stat('/proc/self/ns/net').st_ino}"
+    if port is None:
+        return Offer(readiness, machine)
+    hosts = (settings.host,) if settings.host else (socket.gethostname(), *addresses())
+    return Offer(readiness, machine, hosts, port.number, port.trial)
+
+
+def addresses() -> list[str]:
+    """Return the IPv4 addresses of this machine's network interfaces but the loopback, where the system tells."""
+    found = list[str]()
+    if sys.platform != "linux":
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [one for one in found if not one.startswith("127.")]
 
 
 def must_start(offers: Sequence[Offer]) -> bool:
@@ -112,19 +126,18 @@ def must_start(offers: Sequence[Offer]) -> bool:
     Raises:
       WorldError: some ranks have started it and others have not; or some have opened their devices already.
     """
-    ranks = {kind: [rank for rank, one in enumerate(offers) if one.readiness is kind] for kind in Readiness}
-    if len(offers) == 1 or len(ranks[Readiness.STARTED]) == len(offers):
+    started, late = ([rank for rank, one in enumerate(offers) if one.readiness == kind] for kind in (STARTED, LATE))
+    if len(offers) == 1 or len(started) == len(offers):
         return False
-    if ranks[Readiness.STARTED]:
+    if started:
         raise WorldError(
-            f"init(devices=True): of {len(offers)} ranks only {ranks[Readiness.STARTED]} have started jax.distributed. "
-            "Start it on every rank, or leave it to init."
+            f"init(devices=True): of {len(offers)} ranks only {started} have started jax.distributed. Start it on "
+            "every rank, or leave it to init."
         )
-    if ranks[Readiness.LATE]:
+    if late:
         raise WorldError(
-            f"init(devices=True): ranks {ranks[Readiness.LATE]} have opened their devices already, and "
-            "jax.distributed must be started before. Call init first: above the first array, jax.devices(), and "
-            "imports of modules that make arrays."
+            f"init(devices=True): ranks {late} have opened their devices already, and jax.distributed must be started "
+            "before. Call init first: above the first array, jax.devices(), and imports of modules that make arrays."
         )
     return True
 
@@ -134,10 +147,31 @@ def of_one_machine(offers: Sequence[Offer]) -> bool:
 
 
 def address(offers: Sequence[Offer], gather: Callable[[Any], list[Any]]) -> str:
-    """Return the address at which the ranks find rank 0. Every rank must call it."""
-    first = offers[0]
-    host = "127.0.0.1" if of_one_machine(offers) else reaching.reached_by_all(first.hosts, first.trial, gather)
-    return f"[{host}]:{first.port}" if ":" in host else f"{host}:{first.port}"
+    """Return the address at which all ranks find rank 0. Every rank must call it.
+
+    Raises:
+      WorldError: there is none; raised on every rank.
+    """
+    first, missed = offers[0], list[str]()
+    for host in ["127.0.0.1"] if of_one_machine(offers) else first.hosts:
+        found = [] if of_one_machine(offers) else gather(reaches(host, first.trial))
+        if all(found):
+            return f"[{host}]:{first.port}" if ":" in host else f"{host}:{first.port}"
+        missed.append(f"{host} (not by ranks {[rank for rank, one in enumerate(found) if not one]})")
+    raise WorldError(
+        f"init(devices=True): rank 0 is not reached by {', nor by '.join(missed)}. Set JDISTGRAD_HOST for rank 0 to a "
+        "name or an address by which all nodes reach it; see whether a firewall closes the ports between them."
+    )
+
+
+def reaches(host: str, trial: Trial) -> bool:
+    """Return whether this process reaches the one that made a trial, by a name or address."""
+    port, expected = trial
+    try:
+        with socket.create_connection((host, port), TRIAL_SECONDS) as visit, visit.makefile("rb") as answer:
+            return answer.read(len(expected)) == expected.encode()
+    except (OSError, UnicodeError):
+        return False
 
 
 def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[Any], list[Any]]) -> None:
@@ -164,43 +198,27 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
                 f"init(devices=True): rank {rank} could not start jax.distributed with {len(offers)} ranks and rank 0 "
                 f"at {found} within {timeout:g} s: {error}"
             ) from error
-    _open_devices(rank)
-    if not of_one_machine(offers):
-        text = not_reached_by_gloo(gather(_own_address() if jax.default_backend() == "cpu" else ""))
-        if text and rank == 0:
-            log.warning(text)
-
-
-def _open_devices(rank: int) -> None:
-    """Open the devices on all ranks at the same time: each waits for the others."""
     try:
-        jax.local_devices()
+        jax.local_devices()  # on all ranks at the same time: each waits for the others
     except RuntimeError as error:
         raise WorldError(
             f"init(devices=True): rank {rank} could not open its devices: {error}. On CPUs, gloo must be able to look "
             f"up the node's own name: add {socket.gethostname()} to its /etc/hosts, with the address that other nodes "
             "know."
         ) from error
-
-
-def _own_address() -> str:
-    """Return the address that this node's own name stands for; gloo, XLA's collectives on CPUs, gives it to others."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "unknown"
-
-
-def not_reached_by_gloo(found: Sequence[str]) -> str:
-    """Return a warning if some of the ranks, of several machines, tell the others a loopback address; else ""."""
-    wrong = {rank: one for rank, one in enumerate(found) if reaching.is_loopback(one)}
-    if not wrong:
-        return ""
-    return (
-        "init(devices=True): on CPUs, XLA's collectives (gloo) will fail between the machines: they tell the others "
-        f"the address of a node's own name, which is {wrong} on these ranks. Give the name another address in "
-        "/etc/hosts there. Averages by MPI, which DataParallel chooses by default on CPUs, do not need it."
-    )
+    if not of_one_machine(offers):
+        own = "unknown"
+        with contextlib.suppress(OSError):  # gloo, XLA's collectives on CPUs, gives this address to the others
+            own = socket.gethostbyname(socket.gethostname())
+        told = gather(own if jax.default_backend() == "cpu" else "")
+        wrong = {number: one for number, one in enumerate(told) if one.startswith("127.")}
+        if wrong and rank == 0:
+            log.warning(
+                "init(devices=True): on CPUs, XLA's collectives (gloo) will fail between the machines: they tell the "
+                "others the address of a node's own name, which is %s on these ranks. Give the name another address in "
+                "/etc/hosts there. Averages by MPI, which DataParallel chooses by default on CPUs, do not need it.",
+                wrong,
+            )
 
 
 def _whole(seconds: float) -> int:

@@ -14,11 +14,11 @@ from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds.opening import only_world_of_process, open_local, refuse_second_world, whole_or_closed
-from jdistgrad.rpc.worlds.worlds import refuse_seat, shutdown, take_seat
+from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
+from jdistgrad.rpc.worlds.worlds import seat, shutdown
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
-from jdistgrad.wire.interrupts import wait_in_slices
+from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -57,14 +57,22 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     def run(rank: int) -> None:
         try:
-            take_seat(hub, rank)
+            current.detach_thread()
+            seat.set((hub, rank))
             results[rank] = main(*args)
-            _require_shutdown(rank)
+            worker = find_worker()
+            if worker is not None and not worker.closed:
+                gave_up = worker.closing.gave_up
+                missed = "without shutdown(). Call it at its end."
+                how = f"before it had left its world: {gave_up}" if gave_up else missed
+                raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
         except BaseException as error:
             failures.append(error)
             add_note(error, f"raised by the main of rank {rank} of spawn")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
-            _leave_open_world()
+            worker = find_worker()
+            if worker is not None and not worker.closed:  # its threads end; later worlds use what it has compiled
+                worker.close(graceful=False)
         finally:
             ended[rank].set()
 
@@ -94,26 +102,26 @@ class LocalWorkers:
             threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
             for rank in range(1, n)
         ]
-        try:
-            with whole_or_closed():
-                for server in self._servers:
-                    server.start()
+        with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
+            for server in self._servers:
+                server.start()
+            try:
                 self._worker = open_local(hub, 0, None, timeout)
-                current.bind_process(self._worker)
-        except BaseException as error:  # Ctrl-C, say: the servers would wait for this worker
-            hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
-            raise
+            except BaseException as error:  # the servers would wait for this worker
+                hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
+                raise
+            current.bind_process(self._worker)
 
     @staticmethod
     def _serve(hub: Hub, rank: int, timeout: float) -> None:
-        opened: list[Worker] = []
+        worker: Worker | None = None
         try:
-            opened.append(open_local(hub, rank, None, timeout))
-            opened[0].closing.run(float("inf"), only_serves=True)
+            worker = open_local(hub, rank, None, timeout)
+            worker.closing.run(float("inf"), only_serves=True)
         except errors.WorkerLostError as lost:
             log.info("the local worker of rank %d ends: %s", rank, in_short(lost))
         finally:
-            for worker in opened:
+            if worker is not None:
                 worker.close(graceful=True)
 
     @property
@@ -130,7 +138,7 @@ class LocalWorkers:
         if not self._worker.closed:
             shutdown()
             for server in self._servers:
-                _join(server)
+                server.join()
 
     def __enter__(self) -> "LocalWorkers":
         return self
@@ -154,36 +162,17 @@ def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:
       3
     """
     refuse_second_world("local_workers")
-    refuse_seat("local_workers")
+    place = seat.get()
+    if place is not None:
+        raise errors.AlreadyInitializedError(
+            f"local_workers: this program is already a worker (rank {place[1]}) of a local world, that of `jdistgrad "
+            "run --local` or jdistgrad.spawn. Call jdistgrad.init() here; or run it by plain python, as one program."
+        )
     size, seconds = checked_size(n), checked_timeout(timeout)
-    with only_world_of_process("local_workers"):
-        return LocalWorkers(size, seconds)
+    return LocalWorkers(size, seconds)
 
 
 def checked_size(n: Any) -> int:
     if isinstance(n, int | np.integer) and 0 < n < MAX_WORKERS:
         return int(n)
     raise ValueError(f"a world has from 1 to {MAX_WORKERS - 1} workers, not {n!r}")
-
-
-def _require_shutdown(rank: int) -> None:
-    worker = find_worker()
-    if worker is not None and not worker.closed:
-        gave_up = worker.closing.gave_up
-        how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."
-        raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
-
-
-def _leave_open_world() -> None:
-    """Close the worker of a main that has failed: its threads end, and later worlds use what it has compiled."""
-    worker = find_worker()
-    if worker is not None and not worker.closed:
-        worker.close(graceful=False)
-
-
-def _join(thread: threading.Thread) -> None:
-    def has_ended(seconds: float | None) -> bool:
-        thread.join(seconds)
-        return not thread.is_alive()
-
-    wait_in_slices(has_ended)

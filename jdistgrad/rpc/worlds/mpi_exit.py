@@ -1,7 +1,5 @@
 """The exit of processes under mpirun: a rank that fails ends the job, so that no other rank waits for it for ever.
 
-A process that was forked from a rank never ends the job, however it exits.
-
 In a world that survives, a rank that fails tells the others and then dies by a signal: mpirun takes that for a loss and
 goes on, whereas it ends the job before its time when a rank exits with a status other than 0.
 """
@@ -17,12 +15,11 @@ from types import TracebackType
 from mpi4py import MPI
 
 from jdistgrad.config import settings
-from jdistgrad.rpc import current
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi_failures import failed
-from jdistgrad.wire.mpi_process import abort_job, when_mpi_ends
+from jdistgrad.wire.mpi_process import abort_job
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
@@ -44,22 +41,15 @@ def guard(rank: int) -> None:
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not _reported:
             previous(kind, error, trace)
-        if current.fork_error() is not None:
-            os._exit(1)
         if _latest is not None and _latest.survives:
             if _latest.closing.told:
                 launcher_env.leave_note(launcher_env.FAILED)
             _die(_latest, f"it failed: {in_short(error)}")
         else:
-            end_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
+            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
 
     sys.excepthook = failed
     atexit.register(_check_end)
-
-
-def end_job(cause: str) -> None:
-    """End all ranks."""
-    abort_job(cause)
 
 
 def report(error: BaseException) -> None:
@@ -71,27 +61,12 @@ def report(error: BaseException) -> None:
 
 
 def joined(worker: Worker) -> None:
-    """Note that this process is this worker from now on."""
     global _latest
-    if _latest is None:
-        when_mpi_ends(_mpi_ends)
     _latest = worker
     launcher_env.leave_note(launcher_env.JOINED)
 
 
-def _mpi_ends() -> None:
-    """End the job if MPI is finalized under a world that is still open: its next message would crash this process."""
-    if _latest is not None and not _latest.closed:
-        why = "MPI.Finalize() was called before jdistgrad.shutdown(). Leave it out: mpi4py calls it at the end"
-        if _latest.survives:
-            print(f"jdistgrad: {_latest.info} is lost: {why}", file=sys.stderr)
-            _die(_latest, why)
-        end_job(f"{_latest.info}: {why}")
-
-
 def _check_end() -> None:
-    if current.fork_error() is not None:  # mpi4py's own exit handler would wait for the parent
-        os._exit(0)
     if _latest is None:
         return
     if not _latest.closed and _latest.survives:
@@ -101,11 +76,11 @@ def _check_end() -> None:
     if not _latest.closed:
         gave_up = _latest.closing.gave_up
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
-        end_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
+        abort_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
     launcher_env.leave_note(launcher_env.ENDED)
     hung = _hung(_latest)
     if hung:
-        end_job(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
+        abort_job(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
 
 
 def _die(worker: Worker, why: str) -> None:
@@ -117,10 +92,10 @@ def _die(worker: Worker, why: str) -> None:
             if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
                 for rank in others_of(worker):  # an mpirun that goes on without the dead leaves these behind
                     worker.transport.kill(rank)
-                end_job(f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it")
+                abort_job(f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it")
             hung = "" if others_of(worker) else _hung(worker)
             if hung:
-                end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
+                abort_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None
@@ -131,18 +106,17 @@ def _die(worker: Worker, why: str) -> None:
 
 def _hung(worker: Worker) -> str:
     """Return the names of the workers that were given up for their silence, and that MPI takes to be alive."""
+
+    def silent_and_alive() -> set[int]:
+        MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
+        return worker.peers.silent - set(failed(MPI.COMM_WORLD))
+
     if not worker.peers.silent:  # MPI may have ended
         return ""
     if worker.survives:  # another may have killed them just now
-        poll(lambda: not _silent_and_alive(worker), KILLED_SECONDS)
-    return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(_silent_and_alive(worker)))
-
-
-def _silent_and_alive(worker: Worker) -> set[int]:
-    MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
-    return worker.peers.silent - set(failed(MPI.COMM_WORLD))
+        poll(lambda: not silent_and_alive(), KILLED_SECONDS)
+    return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(silent_and_alive()))
 
 
 def others_of(worker: Worker) -> set[int]:
-    """Return the ranks of the other workers that are not lost."""
     return set(range(worker.size)) - {worker.rank, *worker.peers.lost}

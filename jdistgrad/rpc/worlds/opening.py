@@ -4,16 +4,16 @@ import contextlib
 import dataclasses
 import faulthandler
 import importlib
+import logging
 import math
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc import current, devices, likeness, log_records
+from jdistgrad.rpc import current, devices, directory
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.mailbox import Process
@@ -21,13 +21,13 @@ from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds import stacks
 from jdistgrad.wire import launcher_env
+from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
 THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
-
-_opening = threading.Lock()
+LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "saving", "threads", "wire"))
 
 
 def refuse_second_world(what: str) -> None:
@@ -41,40 +41,15 @@ def refuse_second_world(what: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def only_world_of_process(what: str) -> Iterator[None]:
-    """Open a block that opens this process's world. Another thread that would open one waits, and finds it."""
-    refuse_second_world(what)  # first: a process that was forked meanwhile would wait for ever
-    with _opening:
-        refuse_second_world(what)
-        yield
-
-
 def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
     stacks.start_if_asked()
     if hub.size > 1:
         devices.compile_beside_waiting_programs()
-    hello = _hello(name_of(name, rank, hub.size), {})
+    hello = Hello(name_of(name, rank, hub.size), uuid.uuid4().hex, {})
     world = hub.next_world(rank)  # after what may be refused: the others are in this world
     hellos = world.gather(rank, hello, timeout)
     transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
     return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device)
-
-
-@contextlib.contextmanager
-def whole_or_closed() -> Iterator[None]:
-    """Open a block that opens a local world for this process. Of a block that fails nothing is left open.
-
-    Ctrl-C is put off to the block's end: in its midst even ``Thread.start`` would leave a lock in disorder.
-    """
-    try:
-        with put_off_interrupt():
-            yield
-    except BaseException:
-        worker = find_worker()
-        if worker is not None:
-            close(worker, graceful=False)
-        raise
 
 
 def close(worker: Worker, *, graceful: bool) -> None:
@@ -108,10 +83,12 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
     devices.take_process_device(launcher_env.local_rank())
-    facts = {**likeness.of_this_process(), likeness.DEVICES: str(with_devices)}
-    facts[likeness.SURVIVE] = str(survive)
-    hello = dataclasses.replace(
-        _hello(name_of(name, comm.rank, comm.size), facts),
+    facts = directory.facts_of_this_process()
+    facts |= {directory.DEVICES: str(with_devices), directory.SURVIVE: str(survive)}
+    hello = Hello(
+        name_of(name, comm.rank, comm.size),
+        uuid.uuid4().hex,
+        facts,
         process=mpi_failures.this_process() if survive else None,
         left=worlds_left(),
         card=devices.card_to_share(),
@@ -122,11 +99,11 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
 
 
 def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
-    """Meet the other ranks, and open this rank's worker."""
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_rendezvous
     from jdistgrad.wire.doorbell import Doorbell
     from jdistgrad.wire.mpi import MPITransport
+    from jdistgrad.wire.mpi_process import abort_job
     from jdistgrad.wire.shared_memory import SharedMemory
     from jdistgrad.wire.shared_pieces import NBYTES
 
@@ -136,14 +113,14 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
         doorbell = Doorbell(memory)
         if_failed.callback(doorbell.close)
         hello = dataclasses.replace(hello, memory=memory.address, doorbell=doorbell.address)
-        hellos, directory = _meet(comm, hello, timeout, with_devices=with_devices)
+        hellos, workers = _meet(comm, hello, timeout, with_devices=with_devices)
         own = mpi_rendezvous.duplicate(comm, timeout)
         failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
         memory.meet([one.memory for one in hellos])
         doorbell.meet([one.doorbell for one in hellos])
         transport, world = MPITransport(own, hellos[0].world, memory, doorbell, failures), hellos[0].world
-        process = Process(mpi_exit.end_job, mpi_exit.report)
-        worker = _open(world, directory, comm.rank, transport, timeout, process, survive=survive)
+        process = Process(abort_job, mpi_exit.report)
+        worker = _open(world, workers, comm.rank, transport, timeout, process, survive=survive)
         if_failed.pop_all()
     return worker
 
@@ -157,17 +134,17 @@ def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tup
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
-            hello = dataclasses.replace(hello, devices=jax_processes.offer(port).spelled())
+            hello = dataclasses.replace(hello, devices=dataclasses.astuple(jax_processes.offer(port)))
         said = mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)
-        likeness.check([facts for _, _, facts, *_ in said])  # first: another version's hellos may have other fields
+        directory.check_facts([facts for _, _, facts, *_ in said])  # first: another version's hellos have other fields
         hellos = [Hello(*one) for one in said]
         free_left([one.left for one in hellos])
         devices.share_memory(hello.card, [one.card for one in hellos])
-        directory = agree(hellos)
+        found = agree(hellos)
         if with_devices:
-            offers = [jax_processes.Offer.read(one.devices) for one in hellos]
+            offers = [jax_processes.Offer(*one.devices) for one in hellos]
             jax_processes.start(offers, comm.rank, timeout, lambda one: mpi_rendezvous.gather(comm, one, timeout))
-    return hellos, directory
+    return hellos, found
 
 
 def mpi_starts_when_every_rank_has_called_init() -> Any:
@@ -217,13 +194,9 @@ def refuse_what_cannot_survive(*, with_devices: bool) -> None:
     mpi4py.rc.finalize = False  # the end of MPI would wait for dead ranks
 
 
-def _hello(name: str, facts: dict[str, str]) -> Hello:
-    return Hello(name, uuid.uuid4().hex, facts)
-
-
 def _open(
     world: str,
-    directory: Directory,
+    workers: Directory,
     rank: int,
     transport: Transport,
     timeout: float,
@@ -234,13 +207,25 @@ def _open(
 ) -> Worker:
     codec = PickleCodec()
     worker = Worker(
-        world, rank, directory, transport, codec, timeout=timeout, process=process, device=device, survives=survive
+        world, rank, workers, transport, codec, timeout=timeout, process=process, device=device, survives=survive
     )
     stacks.watch(worker)
-    log_records.install()
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:
         transport.start(worker)
     except errors.DistgradError:  # another local worker failed before all were there
         worker.close(graceful=False)
         raise
     return worker
+
+
+def add_fields(record: logging.LogRecord) -> bool:
+    """Add to a log record where it comes from: ``rank``, ``worker`` and ``context``.
+
+    They are None where the record's thread belongs to no worker, or is in no context.
+    """
+    worker, scope = find_worker(), current.current_scope()
+    record.rank, record.worker = (None, None) if worker is None else (worker.info.rank, worker.info.name)
+    record.context = None if scope is None else spell(scope.id)
+    return True

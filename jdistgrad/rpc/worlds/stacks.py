@@ -20,8 +20,8 @@ from typing import IO
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation
 from jdistgrad.rpc.places import where
-from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
@@ -68,7 +68,6 @@ def start_if_asked() -> None:
 
 
 def watch(worker: Worker) -> None:
-    """Show what this worker waits for, too."""
     _workers.add(worker)
 
 
@@ -103,14 +102,11 @@ def waits_of(worker: Worker, now: float) -> list[str]:
     Arguments:
       now: the time, as ``time.monotonic`` has it.
     """
-    names, meetings = worker.directory.workers, list(worker.watchdog.by_calls().values())
+    names, meetings = worker.directory.workers, worker.watchdog.by_calls()
+    engaged: list[Participation | MeetingByCalls] = [*worker.watchdog.engaged(), *meetings]
     found = [
         f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
-        for one in worker.watchdog.engaged()
-    ]
-    found += [
-        f"{now - one.since:.1f} s in {one.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
-        for one in meetings
+        for one in engaged
     ]
     found += [
         f"{now - one.since:.1f} s waiting for {one.peer} to answer {describe(one.function)} (call {spell(one.id)})"
@@ -118,8 +114,8 @@ def waits_of(worker: Worker, now: float) -> list[str]:
         if not any(one.thread == meeting.thread and one.since >= meeting.since for meeting in meetings)
     ]
     found += [
-        f"{now - one.since:.1f} s serving {name_of(one)} for {names[one.message.source]}, at {where(one.thread)}"
-        for one in worker.server.being_served.now()
+        f"{now - one.since:.1f} s serving {one} for {names[one.message.source]}, at {where(one.thread)}"
+        for one in worker.server.now()
     ]
     waited = worker.closing.waited(now)
     found += [] if waited is None else [f"{waited:.1f} s in shutdown"]

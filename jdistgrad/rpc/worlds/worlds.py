@@ -1,14 +1,11 @@
 """Opening and closing worlds: under mpirun, as threads of one process, in a notebook."""
 
 import contextvars
-import functools
 import gc
 import logging
+import math
 import sys
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
 
 from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
@@ -17,19 +14,12 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
 from jdistgrad.rpc.members.losses import Callback
-from jdistgrad.rpc.serving.being_served import name_of
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.rpc.worlds.opening import (
-    close,
-    only_world_of_process,
-    open_local,
-    open_mpi,
-    refuse_second_world,
-    whole_or_closed,
-)
+from jdistgrad.rpc.worlds.opening import close, open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -37,23 +27,7 @@ log = logging.getLogger("jdistgrad.rpc")
 _collecting = threading.Lock()  # one worker of this process at a time
 
 # In a thread that ``spawn`` started: its hub and rank.
-_seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
-
-
-def take_seat(hub: Hub, rank: int) -> None:
-    """Let ``init`` in this thread join a local world."""
-    current.detach_thread()
-    _seat.set((hub, rank))
-
-
-def refuse_seat(what: str) -> None:
-    """Raise AlreadyInitializedError in a thread that has a place in a local world, whether it has called ``init``."""
-    seat = _seat.get()
-    if seat is not None:
-        raise errors.AlreadyInitializedError(
-            f"{what}: this program is already a worker (rank {seat[1]}) of a local world, that of `jdistgrad run "
-            "--local` or jdistgrad.spawn. Call jdistgrad.init() here; or run it by plain python, as one program."
-        )
+seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 
 
 def init(
@@ -108,21 +82,20 @@ def init(
     forget_failed_effects()
     seconds = checked_timeout(timeout)
     check_names(name)
-    seat = _seat.get()
-    if seat is not None:
-        worker = open_local(*seat, name, seconds)
+    place = seat.get()
+    if place is not None:
+        worker = open_local(*place, name, seconds)
         current.bind_thread(worker)
         return worker.info
-    with only_world_of_process("init"):
-        if launcher_env.launched():
-            with_devices = settings.devices if devices is None else devices
-            survives = settings.survive if survive is None else survive
-            worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
+    if launcher_env.launched():
+        with_devices = settings.devices if devices is None else devices
+        survives = settings.survive if survive is None else survive
+        worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
+        current.bind_process(worker)
+    else:
+        with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
+            worker = open_local(Hub(1), 0, name, seconds)
             current.bind_process(worker)
-        else:
-            with whole_or_closed():
-                worker = open_local(Hub(1), 0, name, seconds)
-                current.bind_process(worker)
     return worker.info
 
 
@@ -134,8 +107,6 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     takes long, warnings of the logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is
     not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers
     that wait for this one.
-
-    If several threads of a worker call it, the first of them closes the world, and the others return with it.
 
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
     leaves without waiting: the other workers may wait for calls that this worker did not make.
@@ -154,7 +125,6 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
       CallTimeoutError: the shutdown took longer than ``timeout``; the message names the workers that have not called
         it, and the calls that are being served.
       WorkerLostError: a worker was lost, and the world does not survive that.
-      WorldClosedError: another thread of this worker has called ``shutdown(graceful=False)`` meanwhile.
       WorldError: a function that another worker has called, or a callback of a call or of ``on_lost``, called this:
         ``shutdown`` would wait for that function to return.
     """
@@ -163,47 +133,53 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     if failed is not None:
         worker.process.report(failed)
         graceful = False
-    if not graceful:
-        return _leave(worker, functools.partial(worker.peers.leave, why_it_leaves(failed)), graceful=False)
-    refuse_to_wait_for_itself(worker)
-    seconds = float("inf") if timeout is None else checked_timeout(timeout)
-    with worker.closing.turn(seconds):
-        ended = worker.closed and worker.closing.told  # by another thread's shutdown
-        return [] if ended else _leave(worker, functools.partial(worker.closing.run, seconds), graceful=True)
-
-
-def _leave(worker: Worker, tell_others: Callable[[], None], *, graceful: bool) -> list[str]:
-    """Close a worker when the others have been told. Returns what its tables still held."""
+    seconds = math.inf
+    if graceful:
+        refuse_to_wait_for_itself(worker)
+        seconds = seconds if timeout is None else checked_timeout(timeout)
     try:
         _collect_garbage()  # drops references that are caught in cycles
-        tell_others()
+        if graceful:
+            worker.closing.run(seconds)
+        elif failed is None:
+            worker.peers.leave("it left with shutdown(graceful=False)")
+        else:
+            worker.peers.leave(f"it left with shutdown() because of {in_short(failed)}")
     except errors.CallTimeoutError:
         raise
     except BaseException as error:
-        if worker.closed:  # another thread has told the others why
-            raise
-        try:
+        if not worker.closed:
             worker.peers.leave(f"its shutdown failed: {spelled(error)}")
-        finally:
-            _close(worker, graceful=False)
+            close(worker, graceful=False)
+            forget_failed_effects()
         raise
-    found = leftovers(worker)
+    return _end(worker, graceful=graceful)
+
+
+def _end(worker: Worker, *, graceful: bool) -> list[str]:
+    """Close a worker when the others have been told. Return a text for each entry that its tables still held."""
+    references, scopes = worker.references, worker.scopes.identifiers()
+    found = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
+    found += [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
+    found += [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
     if found:
-        log.info("shutdown: %s", describe_leftovers(found))
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        log.info("shutdown: %s", shown)
     if worker.refused:
         text = "shutdown of %s: messages refused or too late: %d, by the rank that sent them: %s"
         log.info(text, worker.info, worker.refused.total(), dict(worker.refused))
     if graceful and worker.peers.lost and worker.rank == worker.closing.conductor:
         log.warning("the world went on without lost workers: %s", "; ".join(worker.peers.lost.values()))
-    _close(worker, graceful=graceful)
+    close(worker, graceful=graceful)
+    forget_failed_effects()
     return found
 
 
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
-    calls, callbacks = worker.server.being_served.on_this_thread(), worker.callbacks.here()
+    calls, callbacks = worker.server.on_this_thread(), worker.callbacks.here()
     if calls or callbacks is not None:
-        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {name_of(calls[0])}"
+        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {calls[0]}"
         raise errors.WorldError(
             f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
             "function set a flag, and call shutdown in the program that called init."
@@ -215,12 +191,6 @@ def failure_being_handled(worker: Worker) -> BaseException | None:
     error = sys.exception()
     ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
     return None if ends_well or error is worker.handled_before else error
-
-
-def why_it_leaves(failed: BaseException | None) -> str:
-    if failed is None:
-        return "it left with shutdown(graceful=False)"
-    return f"it left with shutdown() because of {in_short(failed)}"
 
 
 def on_lost(callback: Callback) -> Callback:
@@ -254,7 +224,7 @@ def launched() -> bool:
     Example:
       >>> main() if jd.launched() else jd.spawn(main, 3)
     """
-    return _seat.get() is not None or launcher_env.launched()
+    return seat.get() is not None or launcher_env.launched()
 
 
 def rank() -> int:
@@ -263,11 +233,11 @@ def rank() -> int:
     Example:
       >>> name = "server" if jd.rank() == 0 else "trainer{rank}"
     """
-    worker, seat = find_worker(), _seat.get()
+    worker, place = find_worker(), seat.get()
     if worker is not None:
         return worker.rank
-    if seat is not None:
-        return seat[1]
+    if place is not None:
+        return place[1]
     if not launcher_env.launched() and current.is_stray_thread():
         return current_worker().rank  # raises
     return launcher_env.rank()
@@ -276,7 +246,7 @@ def rank() -> int:
 def local_rank() -> int:
     """Return the rank of this worker among the workers of its machine: also before ``init`` and after ``shutdown``."""
     worker = find_worker()
-    is_thread = _seat.get() is not None or (worker is not None and worker.hands_over)
+    is_thread = seat.get() is not None or (worker is not None and worker.hands_over)
     return launcher_env.local_rank() if launcher_env.launched() and not is_thread else rank()
 
 
@@ -285,38 +255,9 @@ def world_size() -> int:
     return current_worker().size
 
 
-def _close(worker: Worker, *, graceful: bool) -> None:
-    close(worker, graceful=graceful)
-    forget_failed_effects()
-
-
-def leftovers(worker: Worker) -> list[str]:
-    """Return a text for each entry that a worker's tables still hold at its end."""
-    references, scopes = worker.references, worker.scopes.identifiers()
-    held = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
-    owned = [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
-    return held + owned + [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
-
-
-def describe_leftovers(found: list[str]) -> str:
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-
-
 def _collect_garbage() -> None:
     """Collect all garbage. ``gc.collect`` does nothing while another thread collects, perhaps only what is young."""
-    mine = threading.get_ident()
-    begun: list[int] = []
-
-    def note(phase: str, info: Any) -> None:
-        if phase == "start" and threading.get_ident() == mine:
-            begun.append(info["generation"])
-
     with _collecting:
-        gc.callbacks.append(note)
-        try:
+        before = gc.get_stats()[2]["collections"]
+        while gc.get_stats()[2]["collections"] == before:
             gc.collect()
-            while 2 not in begun:
-                time.sleep(0.001)
-                gc.collect()
-        finally:
-            gc.callbacks.remove(note)

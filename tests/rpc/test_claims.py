@@ -1,12 +1,10 @@
 """The arithmetic of weighted reference counting, over random histories of copies and drops; and the way home."""
 
-import collections
 from fractions import Fraction
 
 from hypothesis import given, strategies as st
 
-from jdistgrad.rpc.references.claims import emptied
-from jdistgrad.rpc.references.weights import WHOLE, Weight
+from jdistgrad.rpc.references.claims import WHOLE, Weight
 
 
 def value(weight):
@@ -64,17 +62,3 @@ def test_what_goes_to_and_fro_does_not_get_finer(partners, who_keeps):
         others[k % partners] = other if who_keeps[k % len(who_keeps)] else Weight(0)
         weight = weight + back
     assert weight.scale == 64
-
-
-class Contended(collections.deque):
-    """A queue whose last element another thread takes, after this one has seen that there is one."""
-
-    def popleft(self):
-        first = super().popleft()
-        if not self:
-            raise IndexError("pop from an empty deque")
-        return first
-
-
-def test_two_threads_may_return_dropped_weights_at_once():
-    assert [*emptied(Contended("abc"))] == ["a", "b"]

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given, strategies as st
 
-from jdistgrad.rpc.members.liveness import Liveness
+from jdistgrad.rpc.members.peers import Liveness
 
 
 def followed(liveness, awaited, *times):
