@@ -1,8 +1,14 @@
 """Calls of Python functions as parts of JAX programs."""
 
 import collections
+import contextlib
 import functools
-from collections.abc import Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -14,8 +20,47 @@ from jdistgrad._compat import abstract_token
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.dispatch import explained_on
-from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
+from jdistgrad.threads import frames
+
+STANDSTILL_SECONDS = 0.1
+
+_lock = threading.Lock()
+_installed = False
+
+
+def watch_for_interrupts(cancel: Callable[[], None]) -> None:
+    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process."""
+    global _installed
+    with _lock:
+        if _installed or threading.current_thread() is not threading.main_thread():
+            return
+        _installed = True
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read, before, cancel), name="jdistgrad-interrupts", daemon=True).start()
+
+
+def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
+    while numbers := os.read(read, 64):
+        if before >= 0:  # other code has set a descriptor too: pass the signals on
+            with contextlib.suppress(OSError):
+                os.write(before, numbers)
+        if signal.SIGINT in numbers and _stands_still():
+            cancel()
+
+
+def _stands_still() -> bool:
+    """Return whether the main thread is where it was a moment ago."""
+    place = _place()
+    time.sleep(STANDSTILL_SECONDS)
+    return place == _place()
+
+
+def _place() -> tuple[int, int] | None:
+    frame: FrameType | None = frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def lower(

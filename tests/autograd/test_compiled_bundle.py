@@ -10,7 +10,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, StopOutput
-from jdistgrad.autograd.callee.compiled_bundle import KEPT, at_once
+from jdistgrad.autograd.callee.run_bundle import KEPT, at_once
 from jdistgrad.autograd.values.holes import Hole, Layout
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)

@@ -8,8 +8,7 @@ import pytest
 from helpers.worlds import on_worker0
 
 import jdistgrad as jd
-from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, RESULT, VALUE, Pair, pairs
-from jdistgrad.autograd.graph.picture import LONGEST, draw, placed, short
+from jdistgrad.autograd.graph import CALL, GRADIENT, LONGEST, RESULT, VALUE, Pair, draw, pairs, placed, short
 from jdistgrad.autograd.tape.links import Link
 from jdistgrad.wire.ids import spell, worker_of
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 from helpers.interruptions import assert_not_left_locked
 
-from jdistgrad.autograd.tape.pullback_table import PullbackTable
+from jdistgrad.autograd.tape.tape import PullbackTable
 from jdistgrad.errors import ContextError
 
 

@@ -12,10 +12,9 @@ from jdistgrad import events
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import Arguments, Lane, PullCall, RecordCall, Recording
-from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.tape.links import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
-from jdistgrad.autograd.values.results import as_jax, changed_structure
-from jdistgrad.autograd.values.uniform import Uniform, made
+from jdistgrad.autograd.values.results import Uniform, as_jax, changed_structure, made
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.serving.arguments import delivered
 

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
-from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, pulled, transposed
+from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, named_among, pulled, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
-from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.tape.tape import replaying_number
 from jdistgrad.autograd.values.holes import (
     Hole,

@@ -15,8 +15,7 @@ from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentia
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
-from jdistgrad.autograd.tape.links import serving
-from jdistgrad.autograd.tape.program_order import Place, next_place
+from jdistgrad.autograd.tape.links import Place, next_place, serving
 from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
 from jdistgrad.autograd.values.holes import Layout, split
 from jdistgrad.autograd.values.results import as_jax

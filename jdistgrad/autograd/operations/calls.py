@@ -13,11 +13,10 @@ from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, Pushforwa
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.links import Link, next_message
-from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.links import Link, next_message, next_place
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
-from jdistgrad.autograd.values.operation import TAG_SHAPE, Batched, Shapes, Started
+from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Shapes, Started
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees

@@ -10,11 +10,10 @@ from jdistgrad.autograd.callee.bundle import PullStop
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.links import Link
-from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.links import Link, next_place
 from jdistgrad.autograd.tape.tape import Tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
-from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees

@@ -15,7 +15,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying_number
-from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.handles import NO_MARKS

@@ -15,7 +15,7 @@ from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.operations.uses import Use, kept
-from jdistgrad.autograd.staged.bundles import BundleCall
+from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.autograd.values.holes import can_be_traced

@@ -18,9 +18,14 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
-from jdistgrad.autograd.staged.constants import constants_known
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
-from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, require_all, require_gradients
+from jdistgrad.autograd.staged.rewriting import (
+    constants_known,
+    in_program_order,
+    marks_in_parts,
+    require_all,
+    require_gradients,
+)
 from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.wire.arrays import ALIAS_FROM
 

@@ -11,17 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad import events
-from jdistgrad.autograd.operations.owned_values import Fetch, Put
-from jdistgrad.autograd.operations.requests import Request, send
+from jdistgrad import events, jaxprs
+from jdistgrad.autograd.operations.owned_values import Fetch, Put, Request, send
 from jdistgrad.autograd.operations.uses import Use
-from jdistgrad.autograd.staged.bundles import BundleCall
+from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
-from jdistgrad.autograd.staged.pieces import compiled
-from jdistgrad.autograd.staged.plan import Plan
-from jdistgrad.autograd.tape import program_order
-from jdistgrad.autograd.values.operation import Started
-from jdistgrad.autograd.values.primitive import as_array
+from jdistgrad.autograd.staged.plan import Plan, Unit
+from jdistgrad.autograd.staged.rewriting import SMALL
+from jdistgrad.autograd.tape.links import at_place, next_place
+from jdistgrad.autograd.values.primitive import Started, as_array
+from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
 
@@ -74,7 +73,7 @@ class Run:
         self._prepared, self._plan = prepared, prepared.plan
         self._values: dict[int, Any] = dict(zip(prepared.plan.inputs, leaves, strict=True))
         self._missing, self._uses = list(prepared.missing), dict(prepared.uses)
-        self._place = program_order.next_place()
+        self._place = next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: units are numbered by urgency
         self._under_way: dict[concurrent.futures.Future[Any], list[tuple[int, Started]]] = {}
@@ -134,7 +133,7 @@ class Run:
             number = self._sends.popleft()
             self._wait_for_earlier(number)
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
-            with _explained(operation), program_order.at((*self._place, number)):
+            with _explained(operation), at_place((*self._place, number)):
                 request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
                 if request is None:
                     self._started(number, operation.start(operands))
@@ -239,3 +238,49 @@ class _explained:  # noqa: N801 used like a function
         where = getattr(self._operation, "where", None) if isinstance(error, Exception) else None
         if error is not None and where:
             error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
+
+
+_shared = jaxprs.Shared(4096)
+
+
+def compiled(unit: Unit) -> Callable[..., list[Any]]:
+    """Return a piece as one jitted function of its inputs."""
+    if jaxprs.calls_back(equation.eqn for equation in unit.equations):
+        return jax.jit(_evaluation(unit))  # for one worker, and only as long as the step
+    if _bytes_held(unit) > SMALL:
+        return once_for_all(jax.jit(_evaluation(unit)))  # who shared it would keep these arrays
+    run: Callable[..., list[Any]] = _shared.get(key(unit), lambda: jax.jit(_evaluation(unit)))
+    return once_for_all(run)
+
+
+def _bytes_held(unit: Unit) -> int:
+    """Return the size of the arrays that the step has closed over and that a piece computes with."""
+    held = [atom.value for one in unit.equations for atom in one.inputs if isinstance(atom, Constant)]
+    held += [value for one in unit.equations for value in jaxprs.arrays_in(one.eqn)]
+    return sum(getattr(value, "nbytes", 0) for value in held)
+
+
+def _evaluation(unit: Unit) -> Callable[..., list[Any]]:
+    def run(*inputs: Any) -> list[Any]:
+        known = dict(zip(unit.inputs, inputs, strict=True))
+        for equation in unit.equations:
+            values = [atom.value if isinstance(atom, Constant) else known[atom] for atom in equation.inputs]
+            known.update(zip(equation.outputs, equation.evaluate(values), strict=True))
+        return [known[output] for output in unit.outputs]
+
+    return run
+
+
+def key(unit: Unit) -> Any:
+    """Return a key of what a piece computes, independent of the names of its variables."""
+    names = jaxprs.Names()
+
+    def spell(atom: Any) -> Any:
+        return jaxprs.constant_key(atom.value) if isinstance(atom, Constant) else names(atom)
+
+    inputs = tuple(map(spell, unit.inputs))
+    equations = tuple(
+        (jaxprs.equation_key(one.eqn), tuple(map(spell, one.inputs)), tuple(map(spell, one.outputs)))
+        for one in unit.equations
+    )
+    return inputs, equations, tuple(map(spell, unit.outputs))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.tape.links import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"

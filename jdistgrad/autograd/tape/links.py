@@ -1,25 +1,58 @@
-"""Links: the crossings of the wire that a worker notes on its tape, for a picture of the graph."""
+"""The messages of a program as workers note them: their order, and links, the crossings of the wire, for the graph.
+
+Every message has a place in the order in which the program makes its messages, whatever order they are answered in: a
+path of turns. Each message of the program itself has one turn. A message that a worker sends while it serves another
+message has that message's path and a turn of its own. Sums are made in this order, so that every run gives the same
+result to the last bit.
+"""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
-from jdistgrad.autograd.tape import program_order
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell, worker_of
+
+Place = tuple[int, ...]
+
+_place: contextvars.ContextVar[tuple[Place, Callable[[], int]]] = contextvars.ContextVar("jdistgrad_place_in_order")
+_PROGRAM = (), itertools.count().__next__
+
+
+class at_place:  # noqa: N801 used like a function; a generator would take twice as long
+    """A block whose messages get places below this place, in the order in which it sends them."""
+
+    __slots__ = ("_outer", "_own")
+
+    def __init__(self, place: Place):
+        self._own = place, itertools.count().__next__
+
+    def __enter__(self) -> None:
+        self._outer = _place.set(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        _place.reset(self._outer)
+
+
+def next_place() -> Place:
+    """Return the place of the next message."""
+    path, turn = _place.get(_PROGRAM)
+    return (*path, turn())
+
 
 _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
 
 
 @contextlib.contextmanager
-def serving(message: int, place: program_order.Place) -> Iterator[None]:
+def serving(message: int, place: Place) -> Iterator[None]:
     """Mark a block as serving this message, at the message's place in the program's order."""
     token = _serving.set(message)
     try:
-        with program_order.at(place):
+        with at_place(place):
             yield
     finally:
         _serving.reset(token)

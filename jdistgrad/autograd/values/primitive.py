@@ -4,11 +4,13 @@ On concrete operands it runs at once. Batching is left to the operation, and com
 considers the primitive free of side effects: it may drop unused results, and ``jax.checkpoint`` may repeat it.
 """
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,68 @@ from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean, varies_over, varying_like
 from jdistgrad.autograd.values.holes import shape_of
-from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.ffi.lowering import lower
 from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
 from jdistgrad.wire.ids import stands_for_nothing
+
+Shapes = list[jax.ShapeDtypeStruct]
+TOKEN_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)
+TAG_SHAPE = jax.ShapeDtypeStruct((4,), np.uint32)
+
+
+@dataclasses.dataclass
+class Started:
+    """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others."""
+
+    future: concurrent.futures.Future[Any]
+    finish: Callable[[Any], list[Any]]
+    known: Sequence[Any] = ()
+
+    def outputs(self) -> list[Any]:
+        return [*self.known, *self.rest()]
+
+    def rest(self) -> list[Any]:
+        """Wait for the answer and return the outputs that come with it."""
+        return self.finish(self.future.result())
+
+
+@dataclasses.dataclass
+class Batched:
+    """An operation over a batch. ``spread``: operands that must get a batch dimension if they have none.
+
+    ``outputs`` takes the number of outputs and tells for each whether it has a batch dimension.
+    """
+
+    operation: "Operation"
+    outputs: Callable[[int], list[bool]]
+    spread: Sequence[int] = ()
+
+
+class Operation(Protocol):
+    def start(self, operands: Sequence[Any]) -> Started: ...
+
+    def shapes(self, operands: Shapes) -> Shapes: ...
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands that ``start`` reads: staged and compiled code pass only these."""
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Return the operation over a batch. ``batched`` tells which operands begin with a batch dimension."""
+
+
+def done(outputs: list[Any]) -> Started:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(outputs)
+    return Started(future, list)
+
+
+def nothing_more(answer: Any) -> list[Any]:
+    """Return no outputs: the answer of an operation whose outputs were all known before adds none."""
+    return []
+
 
 wire_p = Primitive("wire")
 wire_p.multiple_results = True

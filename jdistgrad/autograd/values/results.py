@@ -1,6 +1,9 @@
 """The results of a remote function: the arrays among them, and the tree around these arrays."""
 
+import dataclasses
+import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -107,3 +110,24 @@ def changed_array(found: Any, expected: jax.ShapeDtypeStruct) -> Differentiation
 def _becomes(found: np.dtype, expected: np.dtype) -> bool:
     """Return whether JAX makes an array of the expected dtype: of NumPy's float64 without x64 it makes float32."""
     return found == expected or jax.dtypes.canonicalize_dtype(found) == expected
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """An array as its number and shape: compiled code that takes it in this form need never make the array."""
+
+    value: np.ndarray
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def size(self) -> int:
+        return self.value.nbytes * math.prod(self.shape)
+
+    def make(self, numpy: Any) -> Any:
+        return numpy.full(self.shape, self.value)
+
+
+def made(arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays, with each Uniform made into an array."""
+    return [one.make(jax.numpy) if isinstance(one, Uniform) else one for one in arrays]

@@ -12,7 +12,7 @@ from helpers.programs import X, mix
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.autograd.staged.constants import SMALL
+from jdistgrad.autograd.staged.rewriting import SMALL
 from jdistgrad.rpc.worker import current_worker
 
 pytestmark = pytest.mark.world(1, 3)

@@ -1,14 +1,84 @@
-"""A picture of pairs as SVG: workers as lanes, time downwards, sends, recvs and functions as boxes. Pure functions.
+"""The recorded graph of a context: which messages its workers sent each other, where gradients came back, a picture."""
 
-Solid arrows go forward and dashed arrows back, as in the figures of PyTorch's distributed autograd note.
-"""
-
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from jdistgrad.autograd.graph.pairs import CALL, GRADIENT, VALUE, Pair
+from jdistgrad.autograd.tape.links import Link
+from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.rpc.current import within
+from jdistgrad.rpc.scopes import Scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell
+
+GradientsByReference = dict[tuple[int | None, int], list[Link]]
+
+CALL, RESULT, VALUE, GRADIENT = "call", "result", "value", "gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A crossing: sent by ``source``, received by ``target``. ``pulled``: how often a gradient came back along it.
+
+    ``kind``: a call's arguments, its result, a reference's value, or the gradient of such a value (it only goes back:
+    from ``target`` to ``source``). ``depth``: the number of nested calls in which the pair was sent.
+    """
+
+    message: int
+    source: int
+    target: int
+    what: str
+    kind: str
+    depth: int = 0
+    pulled: int = 0
+
+
+def pairs(links: Sequence[Link]) -> list[Pair]:
+    """Make pairs of links; a cause stands before its effects."""
+    forward = [link for link in links if not link.backward]
+    pulls = collections.Counter(link.message for link in links if link.backward and link.reference is None)
+    gradients = _by_reference(link for link in links if link.backward and link.reference is not None)
+    ordered = [_paired(link, depth, pulls, gradients) for link, depth in by_cause(forward)]
+    rest = [link for waiting in gradients.values() for link in waiting]
+    return ordered + [Pair(one.message, one.target, one.source, one.what, GRADIENT, pulled=1) for one in rest]
+
+
+def _by_reference(links: Iterable[Link]) -> GradientsByReference:
+    """Group gradients by their reference and the worker that sends them. A pullback that ran again counts once."""
+    found: GradientsByReference = {}
+    for link in dict.fromkeys(links):
+        found.setdefault((link.reference, link.source), []).append(link)
+    return found
+
+
+def _paired(link: Link, depth: int, pulls: Mapping[int, int], gradients: GradientsByReference) -> Pair:
+    kind = RESULT if link.answers is not None else CALL if link.reference is None else VALUE
+    if kind is VALUE:  # a gradient goes back along the crossing of its value
+        waiting = gradients.get((link.reference, link.target), [])
+        pulled = len(waiting[:1])
+        del waiting[:1]
+    else:
+        pulled = pulls.get(link.answers if link.answers is not None else link.message, 0)
+    return Pair(link.message, link.source, link.target, link.what, kind, depth, pulled)
+
+
+def by_cause(links: Iterable[Link]) -> Iterator[tuple[Link, int]]:
+    """Yield links in the order of their causes, each with the number of calls around it."""
+    caused: dict[int | None, list[Link]] = {}
+    for link in links:
+        caused.setdefault(link.caused_by, []).append(link)
+    known = {link.message for group in caused.values() for link in group}
+    first = [link for cause in caused if cause not in known for link in caused[cause]]
+    stack = [(link, 0) for link in reversed(first)]
+    while stack:
+        link, depth = stack.pop()
+        yield link, depth
+        inside = caused.get(link.message, []) if link.answers is None else []
+        stack += [(one, depth + (one.answers is None)) for one in reversed(inside)]
+
 
 LETTER, PADDING, ARROW = 7.3, 16, 90  # widths: of a letter, of the padding around text, of the gap between lanes
 HEIGHT, ROW, TOP = 24, 36, 84  # of a box, from row to row, and above the first row
@@ -175,3 +245,69 @@ def _line(name: str, path: str) -> str:
 
 def _text(x: float, y: float, text: str, name: str) -> str:
     return f'<text class="{name}" x="{x:.1f}" y="{y}">{escape(text)}</text>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The result of ``ctx.graph()``; it outlives the context. ``str`` gives a table, and a notebook shows the picture.
+
+    Example:
+      >>> with jd.context() as ctx:
+      ...     loss, gradients = jd.value_and_grad(loss_fn)(params)
+      ...     print(ctx.graph())
+      ...     ctx.graph().save("graph.svg")
+    """
+
+    context: int
+    workers: Mapping[int, str]  # names by rank
+    pairs: tuple[Pair, ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to a file, as SVG."""
+        pathlib.Path(path).write_text(self._repr_svg_(), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return draw(f"context {spell(self.context)}", self.workers, self.pairs)
+
+    def __str__(self) -> str:
+        table = [("message", "forward", "backward", "what"), *map(self._row, self.pairs)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        title = f"context {spell(self.context)}: {len(self.workers)} workers, {len(self.pairs)} messages"
+        return "\n".join(line.rstrip() for line in [title, *lines])
+
+    def _row(self, pair: Pair) -> tuple[str, str, str, str]:
+        source, target = self.workers[pair.source], self.workers[pair.target]
+        forward = "" if pair.kind is GRADIENT else f"{source} -> {target}"
+        backward = f"{source} <- {target}{times(pair.pulled)}" if pair.pulled else ""
+        return spell(pair.message), "  " * pair.depth + forward, backward, in_words(pair)
+
+
+def in_words(pair: Pair) -> str:
+    """Describe in words what a pair carries."""
+    return {CALL: "call of ", RESULT: "result of "}.get(pair.kind, "") + pair.what
+
+
+def times(count: int) -> str:
+    return f" ({count} times)" if count > 1 else ""
+
+
+def gather(scope: Scope) -> Graph:
+    """Gather the graph of a context from this worker and every worker that was called in the context."""
+    worker = current_worker()
+    found: dict[int, list[Link]] = {}
+    wave = {worker.rank}
+    with within(None):  # reading a context must not make a worker take part in it
+        while wave:
+            asked = {rank: worker.rpc_async(rank, part_of, (scope.id,), {}, None) for rank in sorted(wave)}
+            parts = {rank: future.result() for rank, future in asked.items()}
+            found |= {rank: links for rank, (links, _) in parts.items()}
+            wave = {peer for _, peers in parts.values() for peer in peers} - set(found)
+    names = {rank: worker.directory.workers[rank].name for rank in sorted(found)}
+    return Graph(scope.id, names, tuple(pairs([link for links in found.values() for link in links])))
+
+
+def part_of(context: int) -> tuple[list[Link], set[int]]:
+    """Return this worker's part of a context: the links it sent, and the ranks it called."""
+    scope = current_worker().scopes.find(context)
+    return scope.content(Tape).links.all(), scope.peers()
