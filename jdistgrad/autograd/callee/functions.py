@@ -13,7 +13,7 @@ import jax
 from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
 from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, named_among, pulled, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
-from jdistgrad.autograd.tape.tape import replaying_number
+from jdistgrad.autograd.tape.tape import replaying
 from jdistgrad.autograd.values.holes import (
     Hole,
     Layout,
@@ -23,7 +23,7 @@ from jdistgrad.autograd.values.holes import (
     is_differentiable,
     split,
 )
-from jdistgrad.autograd.values.typed import ArraysOf, Typed
+from jdistgrad.autograd.values.typed import Around, ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
@@ -132,7 +132,7 @@ class PullbackOf(ServedFunction):
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
         args = with_state_of(tag, self.function, args)
         _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
-        with replaying_number(number):
+        with replaying(number):
             return pulled(pullback, cotangents)
 
 
@@ -187,23 +187,18 @@ def _refuse_new_references(result: Any, given: Any, function: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchedOf(ServedFunction):
+class BatchedOf(Around):
     """A function over a batch. ``batched``: the paths of the leaves whose first dimension is the batch.
 
     Leaves are given by path: references arrive as their values, so the caller's numbers of leaves do not hold here.
     """
 
-    function: Any
     batched: tuple[tuple[int, ...], ...]
     size: int
 
     @property
     def label(self) -> str:
         return f"{describe(self.function)} in a batch of {self.size}"
-
-    @property
-    def same_arguments_as(self) -> Any:
-        return self.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = with_state(self.function, args)
@@ -233,20 +228,11 @@ MADE_OF_ANOTHER = PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf
 
 
 @dataclasses.dataclass(frozen=True)
-class Publishing(ServedFunction):
+class Publishing(Around):
     """A function whose result stays on the worker that runs it, under an id that the caller has chosen."""
 
-    function: Any
     id: int
     _announced: list[Owned] = dataclasses.field(default_factory=list, compare=False)
-
-    @property
-    def label(self) -> str:
-        return describe(self.function)
-
-    @property
-    def same_arguments_as(self) -> Any:
-        return self.function
 
     def owned(self) -> Owned:
         """Announce the value on the first call; return the entry with the promise of the value."""
@@ -314,12 +300,7 @@ def nothing_hidden(results: Layout, function: Any) -> Layout:
     return results
 
 
-def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
-    """Split a value into a layout and the leaves that have a gradient."""
-    return split(value, has_gradient)
-
-
 def own_parts(value: Any) -> list[bool]:
     """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
-    layout, _ = gradient_layout(value)
+    layout, _ = split(value, has_gradient)
     return [isinstance(hole, Hole) for hole in layout.holes()]

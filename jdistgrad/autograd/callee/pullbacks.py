@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -103,15 +103,12 @@ def _left(function: Any, args: Args) -> Any:
     return None if state is None else state.left
 
 
-def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
-    """Return all cotangents, with symbolic zeros for results that are not live: times infinity these stay zero."""
-    known = dict(zip(live, cotangents, strict=True))
-    return [known[k] if k in known else ad.Zero(jax.core.ShapedArray(*shape)) for k, shape in enumerate(shapes)]
-
-
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
     def pull(*cotangents: Any) -> Any:
-        return pulled(pullback, _with_zeros(live, cotangents, shapes))
+        given: list[Any] = [ad.Zero(jax.core.ShapedArray(*shape)) for shape in shapes]  # these stay zero times infinity
+        for k, one in zip(live, cotangents, strict=True):
+            given[k] = one
+        return pulled(pullback, given)
 
     return _mapped(pull, maps)(*made(cotangents))
 

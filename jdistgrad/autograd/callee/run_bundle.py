@@ -1,7 +1,6 @@
 """Runs of bundles on the worker they are sent to: as one compiled function where possible, else stop by stop."""
 
 import collections
-import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ from jdistgrad import events
 from jdistgrad.autograd.callee.bundle import Bundle, PullStop
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.callee.recording import Recording
-from jdistgrad.autograd.tape import links
-from jdistgrad.autograd.tape.links import Link, Place, next_message
+from jdistgrad.autograd.tape.links import Place, answer, next_message
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import as_jax, strong
@@ -53,16 +51,13 @@ class CompiledBundle:
         kinds = tuple([(one.shape, one.dtype) for one in items])
         fits = self._fits.get(kinds)
         if fits is None:
-            fits = self._fits[kinds] = self._can_run(items)
+            try:
+                traced = self._run.trace(items).jaxpr
+                fits = not traced.effects and not has_wire(traced.jaxpr)
+            except Exception:  # run stop by stop, the bundle will raise this error at the stop that causes it
+                fits = False
+            self._fits[kinds] = fits
         return self._run(items).filled(items) if fits else None
-
-    def _can_run(self, items: list[Any]) -> bool:
-        """Return whether the bundle can be traced as a whole, calls no other workers and has no side effects."""
-        try:
-            traced = self._run.trace(items).jaxpr
-        except Exception:  # run stop by stop, the bundle will raise this error at the stop that causes it
-            return False
-        return not traced.effects and not has_wire(traced.jaxpr)
 
 
 class CompiledBundles:
@@ -145,7 +140,12 @@ class BundleRun(ServedFunction):
 
     def __call__(self) -> list[Any]:
         found = self._at_once() if self._bundle.value.is_closed else None
-        return ArrayBlock(self._by_turns() if found is None else found)
+        if found is None:  # stop by stop
+            self._items = list(map(strong, as_jax(self._items)))
+            current_worker().wait_for_arguments(self._items)
+            found = self._bundle.value.walk(self._items, self._stop)
+            self._running = None
+        return ArrayBlock(found)
 
     def _at_once(self) -> list[Any] | None:
         try:
@@ -154,21 +154,11 @@ class BundleRun(ServedFunction):
         except Exception:
             self._looks_for_failure = True
             return None
-        if found is not None and any(self._numbers):
-            self._note_answers()
-        return found
-
-    def _note_answers(self) -> None:
-        """Note a link for the answer of each recorded call, as if each had been answered on its own."""
-        each = zip(self._functions, self._numbers, strict=True)
-        answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
-        current_tape(lambda: self.label).links.add_later(functools.partial(_links, answers))
-
-    def _by_turns(self) -> list[Any]:
-        self._items = list(map(strong, as_jax(self._items)))
-        current_worker().wait_for_arguments(self._items)
-        found = self._bundle.value.walk(self._items, self._stop)
-        self._running = None
+        if found is not None and any(self._numbers):  # note answers, as if each call had been answered on its own
+            each = zip(self._functions, self._numbers, strict=True)
+            answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
+            links = current_tape(lambda: self.label).links
+            links.note(lambda: [answer(message, call, describe(function)) for message, call, function in answers])
         return found
 
     def _stop(self, turn: int, items: list[Any]) -> list[Any]:
@@ -195,7 +185,3 @@ def wait_for(arrays: Sequence[Any]) -> None:
     """Wait for arrays, to raise here any error from computing them."""
     for array in arrays:
         array.block_until_ready()
-
-
-def _links(answers: list[tuple[int, int, Any]]) -> list[Link]:
-    return [links.answer(message, call, describe(function)) for message, call, function in answers]

@@ -62,8 +62,8 @@ def with_state_of(tag: Any, function: Any, args: Args) -> Args:
     """Return the arguments with the state that a recorded call started from, to run the call again."""
     if _reference(function, args) is None or isinstance(tag, jax.core.Tracer):
         return with_state(function, args)
-    before = current_tape(lambda: describe(function)).state_before(from_token(tag)[1])
-    return _replaced(function, args, StateOfCall(before))
+    recording = current_tape(lambda: describe(function)).recordings.find(from_token(tag)[1], last=False)
+    return _replaced(function, args, StateOfCall(recording.state))
 
 
 @contextlib.contextmanager

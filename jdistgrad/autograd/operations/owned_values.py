@@ -17,7 +17,7 @@ from jdistgrad.autograd.tape.ledger import Contribution, mark
 from jdistgrad.autograd.tape.links import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
 from jdistgrad.autograd.values.holes import Layout, arrays_of, reference_of
-from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started, done, nothing_more
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_scope, within
@@ -57,17 +57,16 @@ def send(requests: Sequence[Request]) -> list[Started]:
     parts = ArrayBlock([leaf for _, _, part in additions for leaf in part.leaves if leaf is not None])
     # A fetch must not make the owner take part in the context.
     with within(current_scope() if additions or tasks else None):
-        args = (values, [_without_arrays(*addition) for addition in additions], parts, tasks)
+        bare = [  # in place of each leaf, whether it is present
+            (kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place)
+            for kind, identifier, part in additions
+        ]
+        args = (values, bare, parts, tasks)
         future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
     asking = [one for one in requests if one.task is not None]
     places = {id(one): len(values) + turn for turn, one in enumerate(asking)}
     places |= {id(one): values.index(one.value) for one in requests if one.value is not None}
     return [Started(future, _Part(one, places.get(id(one))), one.known) for one in requests]
-
-
-def _without_arrays(kind: str, identifier: int, part: Contribution) -> tuple[Any, ...]:
-    """Return an addition without its arrays: in place of each leaf, whether it is present."""
-    return kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place
 
 
 @dataclasses.dataclass
@@ -99,21 +98,8 @@ def serve_requests(
     return [len(arrays) for arrays in found], ArrayBlock([array for arrays in found for array in arrays])
 
 
-class _Unbatched:
-    """Base class of operations that cannot be batched."""
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
-
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        raise DifferentiationError(
-            f"{type(self).__name__.lower()} cannot be batched: a reference is one value, not a batch of them. Make it "
-            "outside jax.vmap."
-        )
-
-
 @dataclasses.dataclass(eq=False)
-class Fetch(_Unbatched):
+class Fetch(Operation):
     """A fetch of a reference's value. Operands: what stands for the reference. Outputs: the arrays of the value."""
 
     reference: Any  # the reference's tree structure
@@ -126,7 +112,8 @@ class Fetch(_Unbatched):
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
-        self._note(rref._claim)
+        if self.recorded:
+            note_fetched(rref._claim.id, rref._claim.owner)
 
         def finish(value: Any) -> list[Any]:
             if isinstance(rref._claim, Claim):
@@ -145,12 +132,9 @@ class Fetch(_Unbatched):
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
-        self._note(claim)
-        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
-
-    def _note(self, claim: Any) -> None:
         if self.recorded:
             note_fetched(claim.id, claim.owner)
+        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
@@ -161,7 +145,7 @@ class Fetch(_Unbatched):
 
 
 @dataclasses.dataclass(eq=False)
-class Publish(_Unbatched):
+class Publish(Operation):
     """The publication of a value that stays here, under an id. Operands: the value's arrays. Output: its handle."""
 
     value: Layout
@@ -180,7 +164,7 @@ class Publish(_Unbatched):
 
 
 @dataclasses.dataclass(eq=False)
-class Put:
+class Put(Operation):
     """A contribution to the gradient of a target: a reference, a contribution, or a sum that was taken.
 
     Operands: the target's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
@@ -200,34 +184,29 @@ class Put:
         request = self.request(operands)
         if request is not None:
             return send([request])[0]
-        identifier, contribution = self._contribution(operands)
+        identifier, contribution, outputs = self._made(operands)
         accept(self.kind, identifier, contribution)
-        return done(self._known(contribution))
+        return done(outputs)
 
     def request(self, operands: Sequence[Any]) -> Request | None:
         """Return the contribution as a Request, if the gradient is another worker's; else None."""
         if self.owner == current_worker().rank:
             return None
-        identifier, contribution = self._contribution(operands)
+        identifier, contribution, outputs = self._made(operands)
         current_tape(lambda: "a gradient").links.add_gradient(contribution.number, self.owner, identifier)
-        return Request(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
+        return Request(self.owner, None, (self.kind, identifier, contribution), lambda _: [], outputs)
 
-    def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
-        (identifier,) = from_token(operands[0])
+    def _made(self, operands: Sequence[Any]) -> tuple[int, Contribution, list[Any]]:
+        """Return the id of the target, the contribution, and the outputs."""
+        (identifier,), number = from_token(operands[0]), next_number()
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):
             leaves[k] = leaf
-        return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
-
-    def _known(self, contribution: Contribution) -> list[Any]:
-        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(contribution.number), NO_MARKS.dtype)
-        return [marks, as_token(contribution.number)]
+        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(number), NO_MARKS.dtype)
+        return identifier, Contribution(number, self.lanes, leaves, next_place()), [marks, as_token(number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype), TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         put = dataclasses.replace(self, lanes=(size, *self.lanes))
@@ -235,7 +214,7 @@ class Put:
 
 
 @dataclasses.dataclass(eq=False)
-class Take:
+class Take(Operation):
     """The sum of the contributions to a target.
 
     Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the wanted leaves of
@@ -262,20 +241,19 @@ class Take:
             )
         worker, args = current_worker(), (self.kind, identifier, marks, self.lanes, taken)
         future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
-        return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 
-    def _wanted_of(self, leaves: list[Any]) -> list[Any]:
-        found = leaves or [None] * self.count  # empty if there are no contributions
-        return as_jax([self._leaf(found[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
+        def finish(leaves: list[Any]) -> list[Any]:
+            found = leaves or [None] * self.count  # empty if there are no contributions
+            wanted = [found[k] for k in self.wanted]
+            for k, shape in enumerate(self.leaves):
+                if wanted[k] is None:
+                    wanted[k] = np.zeros(self.lanes + shape.shape, shape.dtype)
+            return [*as_jax(wanted), as_token(taken)]
 
-    def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf
+        return Started(future, finish)
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         take = dataclasses.replace(self, lanes=(size, *self.lanes))

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import jax
 
 from jdistgrad.autograd.callee.bundle import PullStop
+from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.tape.links import Link, next_place
 from jdistgrad.autograd.tape.tape import Tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
-from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started, done
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
@@ -24,7 +25,7 @@ from jdistgrad.wire.ids import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)
-class Linear:
+class Linear(Operation):
     """A linear function that a recorded call holds: the pullback of its outermost derivative, or its transpose.
 
     Operands: the call's tag, the call's operands, and the inputs of the linear function.
@@ -47,17 +48,6 @@ class Linear:
     @property
     def has_references(self) -> bool:
         return self.call.has_references
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of the batches, the latest first."""
-        return tuple(size for size, _ in reversed(self.batches))
-
-    def start(self, operands: Sequence[Any]) -> Started:
-        raise NotImplementedError
-
-    def shapes(self, operands: Shapes) -> Shapes:
-        raise NotImplementedError
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""
@@ -191,17 +181,16 @@ class Pull(Linear):
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
 
     def shapes(self, operands: Shapes) -> Shapes:
-        handles = self.call.handles()
-        return [self._cotangent(1 + k, operands[1 + k], is_handle=k in handles) for k in self.wanted]
-
-    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, *, is_handle: bool) -> jax.ShapeDtypeStruct:
-        """Return the shape of an operand's cotangent: a dimension for every batch, the latest first, before its own.
+        """Return the shapes of cotangents: a dimension for every batch, the latest first, before the operand's own.
 
         The cotangent of a handle has dimensions only for the batches that the pullback is mapped over.
         """
-        own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
-        sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
-        return operand.update(shape=(*sizes, *own))
+        handles, found = self.call.handles(), []
+        for k in self.wanted:
+            own = operands[1 + k].shape[sum(flags[1 + k] for _, flags in self.batches) :]
+            sizes = (size for size, flags in reversed(self.batches) if not (k in handles and any(flags)))
+            found.append(operands[1 + k].update(shape=(*sizes, *own)))
+        return found
 
     def outputs_in_batches(self) -> list[bool]:
         handles = self.call.handles()
@@ -253,7 +242,8 @@ class Push(Linear):
         return f"tangents of {describe(self.call.function)} to rank {self.call.to}"
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [one.update(shape=(*self.sizes, *one.shape)) for one in self.call.tangent_shapes()]
+        sizes = [size for size, _ in reversed(self.batches)]
+        return [one.update(shape=(*sizes, *one.shape)) for one in self.call.tangent_shapes()]
 
     def inputs_in_batches(self) -> list[bool]:
         handles = self.call.handles()
@@ -265,7 +255,7 @@ class Push(Linear):
     def functional(self) -> Call:
         """Return the push as a call of a function of the tag and the operands, for derivatives of the push."""
         self._refuse_references()
-        return self._function(self.call.pushforward(), numbered=False)
+        return self._function(PushforwardOf(self.call.function, self.call.leaves()), numbered=False)
 
     def transposed(self, live: tuple[int, ...]) -> Pull:
         """Return the transpose, without the batches."""
@@ -273,7 +263,7 @@ class Push(Linear):
 
 
 @dataclasses.dataclass(eq=False)
-class DrawNumber:
+class DrawNumber(Operation):
     """An operation that draws a fresh contribution id. Its operands only order the draw."""
 
     has_references: ClassVar[bool] = False
@@ -286,9 +276,6 @@ class DrawNumber:
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         return Batched(self, lambda count: [False])

@@ -14,8 +14,8 @@ from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
-from jdistgrad.autograd.tape.tape import current_tape, replaying_number
-from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
+from jdistgrad.autograd.tape.tape import current_tape, replaying
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.handles import NO_MARKS
@@ -56,7 +56,7 @@ class CallRemote(Call):
             known = [as_token(*tag, claim.id), *known]
         future = self.send(function, operands)
         claim.add(WHOLE)
-        return Started(future, nothing_more, known)
+        return Started(future, lambda _: [], known)
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
@@ -89,6 +89,6 @@ class PullbackAtOwner(ServedFunction):
         shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
         numbers = tuple(range(len(shapes)))
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
-        with replaying_number(number):
+        with replaying(number):
             *cotangents, _ = rules.take(gradient)(handle, tag[4:])
             return pulled(pullback, cotangents)

@@ -60,11 +60,6 @@ def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backw
     return apply
 
 
-def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
-    """Return a remote call as a function of its operands."""
-    return with_tangents(operation)
-
-
 def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
     """Return an operation as a function of its operands that has a derivative along tangents, for forward mode.
 
@@ -95,8 +90,20 @@ def _pushed_through(
     """Return an operation's outputs, and the tangents of those that have derivatives. Arguments are by number."""
     perturbed = [k for k in tangents if is_differentiable(operands[k])]
     if _is_linear(operation, perturbed, operands):
-        return _pushed_linearly(operation, operands, tangents)
-    recording, given = _recording(operation, perturbed, operands)
+        # JAX must see that the derivative does not depend on the perturbed operands, which are inputs, as in implicit
+        # differentiation (custom_root), where the place to differentiate at is an unknown.
+        function, first = with_tangents(operation), len(operands) - operation.inputs
+        parts = [tangents.get(first + k, jnp.zeros_like(one)) for k, one in enumerate(operands[first:])]
+        return function(*operands), dict(enumerate(function(*operands[:first], *parts)))
+    given = operands
+    if isinstance(operation, Call):
+        recording = operation.recording(perturbed)
+    elif isinstance(operation, Pull):
+        tag, *rest = operands
+        (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(rest[len(rest) - operation.inputs :]))
+        recording, given = operation.functional().recording([k + 1 for k in perturbed]), (tag, number, *rest)
+    else:
+        recording = operation.functional().recording(perturbed)
     outputs = with_tangents(recording)(*given)
     push = Push(recording.released())
     moved = with_tangents(push)(outputs[0], *given, *(tangents[k] for k in perturbed))
@@ -111,32 +118,6 @@ def _is_linear(operation: Any, perturbed: Sequence[int], operands: Sequence[Any]
     A pull is not always: a custom rule may do with cotangents what it likes.
     """
     return isinstance(operation, Push) and all(k >= len(operands) - operation.inputs for k in perturbed)
-
-
-def _pushed_linearly(
-    operation: Push, operands: Sequence[Any], tangents: Mapping[int, Any]
-) -> tuple[Sequence[Any], dict[int, Any]]:
-    """Return the outputs and tangents of an operation that is linear in the perturbed operands, which are inputs.
-
-    JAX must see that its derivative does not depend on them, as in implicit differentiation (``custom_root``), where
-    the place to differentiate at is an unknown.
-    """
-    function, first = with_tangents(operation), len(operands) - operation.inputs
-    moved = [tangents.get(first + k, jnp.zeros_like(one)) for k, one in enumerate(operands[first:])]
-    return function(*operands), dict(enumerate(function(*operands[:first], *moved)))
-
-
-def _recording(
-    operation: Call | Linear, perturbed: Sequence[int], operands: Sequence[Any]
-) -> tuple[Call, Sequence[Any]]:
-    """Return the call to record for a derivative of an operation, and the operands of that call."""
-    if isinstance(operation, Call):
-        return operation.recording(perturbed), operands
-    if not isinstance(operation, Pull):
-        return operation.functional().recording(perturbed), operands
-    tag, *rest = operands
-    (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(rest[len(rest) - operation.inputs :]))
-    return operation.functional().recording([k + 1 for k in perturbed]), (tag, number, *rest)
 
 
 def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: Any) -> Any:

@@ -16,7 +16,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.bundle import UseStop
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Request
-from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
+from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.primitive import Batched, Started, bind
@@ -55,27 +55,26 @@ class Using(ServedFunction):
         ledger = current_tape(lambda: self.label).ledger
         targets = zip(self.references, self.summed(marks), strict=True)
         futures = [ledger.take(Target(REFERENCE, reference), mine, keep=True) for reference, mine in targets]
-        return self.function([total(self._came(future)) for future in futures], *rest)
-
-    def _came(self, contributions: concurrent.futures.Future[Any]) -> list[Contribution]:
-        """Wait for contributions, but not as long as the caller waits for this answer."""
-        seconds = current_worker().timeout / 2
+        seconds = current_worker().timeout / 2  # not as long as the caller waits for this answer
         try:
-            found: list[Contribution] = contributions.result(seconds)
+            gradients = [total(future.result(seconds)) for future in futures]
         except concurrent.futures.TimeoutError as error:
             raise DifferentiationError(
                 f"{self.label} has waited {seconds:g} s for contributions that {', '.join(self.values)} did not get. "
                 f"{AS_MADE}"
             ) from error
-        return found
+        return self.function(gradients, *rest)
 
     def summed(self, marks: Sequence[Sequence[Any]]) -> list[Marks]:
         """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
-        found = list(map(summed, marks))
-        for value, mine in zip(self.values, found, strict=True):
+        found = list[Marks]()
+        for value, parts in zip(self.values, marks, strict=True):
+            each = [np.asarray(one).tolist() for one in parts]
+            mine = tuple(each[0] if len(each) == 1 else map(sum, zip(*each, strict=True)))
             if not all(part >= 0 and part == int(part) for part in mine):
                 why = f"{self.label}: this is not the gradient of {value} as it was made. {AS_MADE}"
                 raise DifferentiationError(why)
+            found.append(mine)
         missing = [value for value, mine in zip(self.values, found, strict=True) if not mine[0]]
         if missing:
             raise DifferentiationError(
@@ -93,12 +92,6 @@ OWN.add(Using)
 @functools.lru_cache(maxsize=4096)
 def _arrived(stream: bytes) -> Using:
     return Using(*pickle.loads(stream))
-
-
-def summed(marks: Sequence[Any]) -> Marks:
-    """Return the sum of marks."""
-    found = [np.asarray(one).tolist() for one in marks]
-    return tuple(found[0] if len(found) == 1 else map(sum, zip(*found, strict=True)))
 
 
 # Uses, each with an object that it needs. JAX keeps operations for ever, so the object is not in them.

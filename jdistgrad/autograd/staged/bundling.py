@@ -127,7 +127,7 @@ class BundleCall:
             numbers.append(member.numbers(operands, numbers))
         if any(numbers):
             tape = current_tape(lambda: str(self.members[0].operation))
-            tape.links.add_later(functools.partial(self._links, numbers, worker.rank, cause()))
+            tape.links.note(functools.partial(self._links, numbers, worker.rank, cause()))
         run = BundleRun(outline.bundle, self.functions, numbers, next_place(), outline.items(operands))
         future = worker.rpc_async(self.to, run, (), {}, self._patience(worker.timeout))
         return Started(future, list, [_tag(numbers[turn][0]) for turn in outline.tags])

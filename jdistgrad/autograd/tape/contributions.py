@@ -1,6 +1,7 @@
 """Contributions to gradients, which go to the owners of values, and the sums that the owners return."""
 
 import concurrent.futures
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,22 +39,30 @@ def take(
       taken: the id under which the tape remembers the contributions, for derivatives of their sum.
     """
     tape = current_tape(lambda: "a gradient")
-    summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    before = tape.taken_before(taken)
-    if before is not None:
-        summed.set_result(total(before, lanes))
+    if taken in tape.taken:
+        summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        summed.set_result(total(tape.taken[taken], lanes))
         return summed
 
-    def add_up(contributions: concurrent.futures.Future[Any]) -> None:
-        try:
-            found = contributions.result()
-            tape.taken(taken, found)
-            summed.set_result(total(found, lanes))
-        except BaseException as error:
-            summed.set_exception(error)
+    def add_up(contributions: list[Contribution]) -> list[Any]:
+        tape.taken[taken] = contributions
+        return total(contributions, lanes)
 
-    tape.ledger.take(Target(kind, identifier), marks, lanes).add_done_callback(add_up)
-    return summed
+    return _then(tape.ledger.take(Target(kind, identifier), marks, lanes), add_up)
+
+
+def _then(future: concurrent.futures.Future[Any], function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+    """Return a future of what a function makes of a future's result."""
+    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def make(done: concurrent.futures.Future[Any]) -> None:
+        try:
+            made.set_result(function(done.result()))
+        except BaseException as error:
+            made.set_exception(error)
+
+    future.add_done_callback(make)
+    return made
 
 
 @shown_as("the fetch of a reference's gradient")
@@ -96,13 +105,4 @@ def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
 
 def arrays_of_value(identifier: int) -> concurrent.futures.Future[Any]:
     """Return a future of the arrays of a value owned here, done once the value has been made."""
-    arrays: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def take_apart(value: concurrent.futures.Future[Any]) -> None:
-        try:
-            arrays.set_result(arrays_of(value.result()))
-        except BaseException as error:
-            arrays.set_exception(error)
-
-    current_worker().references.owned.value(identifier).add_done_callback(take_apart)
-    return arrays
+    return _then(current_worker().references.owned.value(identifier), arrays_of)

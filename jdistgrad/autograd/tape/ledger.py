@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -220,15 +221,19 @@ class Ledger:
         """Remove the takes that can be completed now; return each with its contributions or its error."""
         ready: list[Completed] = []
         for waiting in list(self._waiting.get(target, [])):
+            found = self._found.get(target, [])
             try:
-                mine = waiting.among(self._found.get(target, []))
+                mine = waiting.among(found)
             except DifferentiationError as error:
                 self._forget(target, waiting)
                 ready.append((waiting, error))
                 continue
             if mine is not None:
                 self._forget(target, waiting)
-                self._remove(target, mine)
+                taken = {id(one) for one in mine}
+                self._found[target] = [one for one in found if id(one) not in taken]
+                if not self._found[target]:
+                    del self._found[target]
                 if waiting.keep:
                     self._kept.setdefault(target, []).extend(mine)
                     self._used[target, waiting.marks] = in_order(mine)
@@ -239,12 +244,6 @@ class Ledger:
         self._waiting[target].remove(waiting)
         if not self._waiting[target]:
             del self._waiting[target]
-
-    def _remove(self, target: Target, taken: list[Contribution]) -> None:
-        gone = {id(one) for one in taken}
-        left = [one for one in self._found.pop(target, []) if id(one) not in gone]
-        if left:
-            self._found[target] = left
 
 
 def _finish(ready: list[Completed]) -> None:
@@ -270,13 +269,6 @@ def total(contributions: list[Contribution], lanes: tuple[int, ...] = ()) -> lis
     """Return the sum of contributions, leaf by leaf; None where nothing was contributed."""
     if len(contributions) == 1:
         return list(contributions[0].summed_over(lanes))
-    return [
-        functools.reduce(_plus, leaves)
-        for leaves in zip(*(one.summed_over(lanes) for one in contributions), strict=True)
-    ]
-
-
-def _plus(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+    each = zip(*(one.summed_over(lanes) for one in contributions), strict=True)
+    parts = [[part for part in leaves if part is not None] for leaves in each]
+    return [functools.reduce(operator.add, one) if one else None for one in parts]

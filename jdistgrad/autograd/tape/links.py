@@ -9,7 +9,6 @@ result to the last bit.
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -100,34 +99,21 @@ class Links:
     def add(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
         self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
 
-    def add_later(self, links: Callable[[], list[Link]]) -> None:
-        """Note a function that makes links when they are read."""
+    def note(self, links: Link | Callable[[], list[Link]]) -> None:
+        """Note a link, or a function that makes links when they are read."""
         self._links.append(links)
-
-    def add_answer(self, call: int, what: str) -> None:
-        """Note that the results of a call go back to its caller."""
-        self._links.append(answer(next_message(), call, what))
-
-    def add_fetched(self, reference: int, owner: int) -> None:
-        """Note that a value has come from its owner. The receiver notes the link: the owner does not know of it."""
-        here = current_worker().rank
-        if owner != here:
-            self.add_later(functools.partial(_of_value, next_message(), owner, here, _serving.get(), reference))
 
     def add_gradient(self, number: int, owner: int, reference: int) -> None:
         """Note that a contribution goes to the owner of its value."""
-        here = current_worker().rank
-        self.add_later(functools.partial(_of_gradient, number, here, owner, _serving.get(), reference))
+        here, by = current_worker().rank, _serving.get()
+
+        def made() -> list[Link]:
+            what = f"gradient of {spell(reference)}"
+            return [Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)]
+
+        self._links.append(made)
 
 
 def answer(message: int, call: int, what: str) -> Link:
+    """Return the link for the results of a call, which go back to its caller."""
     return Link(message, current_worker().rank, worker_of(call), what, caused_by=call, answers=call)
-
-
-def _of_value(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
-    return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=cause, reference=reference)]
-
-
-def _of_gradient(number: int, here: int, owner: int, cause: int | None, reference: int) -> list[Link]:
-    what = f"gradient of {spell(reference)}"
-    return [Link(number, here, owner, what, backward=True, caused_by=cause, reference=reference)]

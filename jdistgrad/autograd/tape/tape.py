@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Target, total
-from jdistgrad.autograd.tape.links import Links, next_message
+from jdistgrad.autograd.tape.links import Link, Links, cause, next_message
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import from_token, spell
 from jdistgrad.wire.interrupts import SteadyCondition, wait_in_slices
 
@@ -38,24 +39,20 @@ class PullbackTable:
             self._found[message] = recording
             self._changed.notify_all()
 
-    def wait_for(self, message: int) -> None:
-        """Wait until a message has been recorded, or the context has been closed. Raises if it never will be."""
-        with self._changed:
-            wait_in_slices(functools.partial(self._changed.wait_for, lambda: self._is_settled(message)))
-            if message not in self._found and self._error is not None:
-                raise self._error
-
-    def _is_settled(self, message: int) -> bool:
-        return message in self._found or self._closed or self._error is not None
-
     def find(self, message: int, *, last: bool) -> Any:
         """Wait for the recording of a message and return it. ``last``: it will not be requested again.
 
         Raises:
           ContextError: the context closed first, or the recording is requested after its last pull.
         """
+
+        def is_settled() -> bool:
+            return message in self._found or self._closed or self._error is not None
+
         with self._changed:
-            self.wait_for(message)
+            wait_in_slices(functools.partial(self._changed.wait_for, is_settled))
+            if message not in self._found and self._error is not None:
+                raise self._error
             found = self._found.get(message)
             if last and found is not None:
                 self._found[message] = _PULLED
@@ -90,16 +87,13 @@ class Tape:
         self.links = Links()
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
         self.recordings = PullbackTable()
-        self._taken: dict[int, list[Contribution]] = {}
+        self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
         self._replayed: dict[tuple[int, int], int] = {}
-        self._states: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
         self.recordings.close()
-        with self._lock:
-            self._states.clear()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
     def give_up(self, error: BaseException) -> None:
@@ -110,21 +104,10 @@ class Tape:
     def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
         """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""
         if kind == TAKEN:
-            with self._lock:
-                contributions = self._taken[identifier]
-            for one in contributions:
+            for one in self.taken[identifier]:
                 self.ledger.put(Target(CONTRIBUTION, one.number), contribution)
         else:
             self.ledger.put(Target(kind, identifier), contribution)
-
-    def taken(self, identifier: int, contributions: list[Contribution]) -> None:
-        """Remember the contributions in a sum, for derivatives of the sum."""
-        with self._lock:
-            self._taken[identifier] = contributions
-
-    def taken_before(self, identifier: int) -> list[Contribution] | None:
-        with self._lock:
-            return self._taken.get(identifier)
 
     def replayed(self, number: int, turn: int) -> int:
         """Return the id drawn at this turn of the replayed block: the same in every replay."""
@@ -132,23 +115,6 @@ class Tape:
             if (number, turn) not in self._replayed:
                 self._replayed[number, turn] = next_message()
             return self._replayed[number, turn]
-
-    def started_from(self, message: int, state: Any) -> None:
-        """Remember the state that a recorded call started from, for derivatives of its pullback."""
-        with self._lock:
-            self._states[message] = state
-
-    def state_before(self, message: int) -> Any:
-        """Return the state that a recorded call started from, once the call has been served."""
-        self.recordings.wait_for(message)
-        with self._lock:
-            if message not in self._states:
-                raise ContextError("the context was closed before the call whose state is needed had been served")
-            return self._states[message]
-
-    def forget_state(self, message: int) -> None:
-        with self._lock:
-            self._states.pop(message, None)
 
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
@@ -170,20 +136,20 @@ _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.
 
 
 @contextlib.contextmanager
-def replaying(number: int) -> Iterator[None]:
-    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once."""
-    token = _replay.set((number, itertools.count()))
+def replaying(number: Any) -> Iterator[None]:
+    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once.
+
+    ``number`` is a token. If it is traced, nothing is done: code that is being compiled contributes nothing.
+    """
+    if isinstance(number, jax.core.Tracer):
+        yield
+        return
+    (identifier,) = from_token(number)
+    token = _replay.set((identifier, itertools.count()))
     try:
         yield
     finally:
         _replay.reset(token)
-
-
-def replaying_number(token: Any) -> contextlib.AbstractContextManager[None]:
-    """Enter ``replaying`` by a token, unless the token is traced: code that is being compiled contributes nothing."""
-    if isinstance(token, jax.core.Tracer):
-        return contextlib.nullcontext()
-    return replaying(*from_token(token))
 
 
 def next_number() -> int:
@@ -207,6 +173,12 @@ def current_tape(what: Callable[[], str]) -> Tape:
 
 def note_fetched(reference: int, owner: int) -> None:
     """Note that a value to be differentiated has come from its owner, if this code is in a context."""
-    scope = current_scope()
-    if scope is not None:
-        scope.content(Tape).links.add_fetched(reference, owner)
+    scope, here = current_scope(), current_worker().rank
+    if scope is None or owner == here:
+        return
+    message, by = next_message(), cause()
+
+    def made() -> list[Link]:
+        return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=by, reference=reference)]
+
+    scope.content(Tape).links.note(made)  # the receiver notes the link: the owner does not know of it

@@ -96,7 +96,13 @@ class Layout:
 
         filled = trees.map_leaves(refill, self.tree)
         if next(rest, _NONE_LEFT) is not _NONE_LEFT:
-            raise _lost_holes(self.tree)
+            kinds = {type(node) for node in trees.nodes(self.tree)} - {dict, list, tuple}
+            names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
+            raise DifferentiationError(
+                f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX "
+                "does not find them in it. Its pytree registration may tell children from settings by their types. "
+                "Send its arrays, and make it of them in the called function."
+            )
         return filled
 
     def only_holes(self) -> "Layout":
@@ -111,12 +117,13 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Return whether everything but the items has a built-in type, which users cannot change or define anew."""
-        return trees.is_plain_tree(self.tree, lambda leaf: _has_plain_type(leaf) or _is_item(leaf))
 
-    @property
-    def has_keys(self) -> bool:
-        """Return whether some of the holes are for random keys."""
-        return any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.tree))
+        def is_plain(leaf: Any) -> bool:
+            kind = type(leaf)
+            number = isinstance(leaf, np.generic) and kind.__module__ in ("numpy", "ml_dtypes")
+            return kind in trees.PLAIN or number or _is_item(leaf)
+
+        return trees.is_plain_tree(self.tree, is_plain)
 
     @property
     def has_references(self) -> bool:
@@ -170,25 +177,10 @@ class Layout:
 _NONE_LEFT = object()
 
 
-def _lost_holes(tree: Any) -> DifferentiationError:
-    kinds = {type(node) for node in trees.nodes(tree)} - {dict, list, tuple}
-    names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
-    return DifferentiationError(
-        f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX does not "
-        "find them in it. Its pytree registration may tell children from settings by their types. Send its arrays, and "
-        "make it of them in the called function."
-    )
-
-
 def _is_item(leaf: Any) -> bool:
     if isinstance(leaf, np.generic):  # a number, which the called function may need as such, for a static argument
         return False
     return isinstance(leaf, Hole | ReferenceHole | ByReference | np.ndarray) or is_array(leaf)
-
-
-def _has_plain_type(leaf: Any) -> bool:
-    kind = type(leaf)
-    return kind in trees.PLAIN or (isinstance(leaf, np.generic) and kind.__module__ in ("numpy", "ml_dtypes"))
 
 
 def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:
@@ -201,23 +193,21 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
         number = next(numbers)
         if not pick(leaf):
             return leaf
-        hole, found = _dig(leaf)
+        hole: Hole | ReferenceHole
+        reference, wraps = _unwrapped(leaf)
+        if isinstance(reference, RRef):
+            found, structure = operands_of(reference)
+            hole = ReferenceHole(structure, wraps, None if staging() else reference._claim)
+        elif is_key(leaf):
+            hole, found = KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
+        else:
+            hole, found = Hole(), [leaf]
         operands.extend(found)
         positions.extend([number] * len(found))
         return hole
 
     holed = trees.map_leaves(dig, tree)
     return Layout(holed, tuple(positions)), operands
-
-
-def _dig(leaf: Any) -> tuple[Any, list[Any]]:
-    reference, wraps = _unwrapped(leaf)
-    if isinstance(reference, RRef):
-        children, structure = operands_of(reference)
-        return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
-    if is_key(leaf):
-        return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
-    return Hole(), [leaf]
 
 
 def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
@@ -254,16 +244,15 @@ def is_array(leaf: Any) -> bool:
     """Return whether JAX can compute with a leaf. A reference counts, by its handle."""
     if isinstance(leaf, jax.Array | RRef):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extended(leaf.dtype))
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return False
+    extended = leaf.dtype.kind == "V" and leaf.dtype.names is None  # bfloat16, float8_e4m3 and the like
+    return leaf.dtype.kind in "biufc" or (extended and jnp.issubdtype(leaf.dtype, np.number))
 
 
 def can_be_traced(leaf: Any) -> bool:
     """Return whether a leaf may be an argument of compiled code: an array, or a number."""
     return is_array(leaf) or isinstance(leaf, int | float | complex) or hasattr(leaf, "__jax_array__")
-
-
-def _is_extended(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, np.number)
 
 
 def is_differentiable(leaf: Any) -> bool:
