@@ -46,12 +46,6 @@ class CallerStop:
         """Return whether the operation is recorded: its first output is then a tag, known before it is sent."""
         return isinstance(self.operation, Call) and bool(self.operation.orders)
 
-    def stop(self) -> CallStop | PullStop:
-        stop = self.operation.stop()
-        if isinstance(stop, PullStop) and isinstance(self.sources[0], StopOutput):
-            return dataclasses.replace(stop, call=self.sources[0].turn)
-        return stop
-
     def numbers(self, operands: Sequence[Any], before: Sequence[Numbers]) -> Numbers:
         """Return the id of the message a call records, or the ids of the message and the contributions of a pull."""
         if isinstance(self.operation, Call):
@@ -59,33 +53,6 @@ class CallerStop:
         tag = self.sources[0]
         assert not isinstance(tag, Uniform)
         return before[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1], next_number()
-
-
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """The part that is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
-
-    bundle: Cached[Bundle]
-    brought: list[Any]
-    tags: list[int]
-
-    @classmethod
-    def of(cls, members: Sequence[CallerStop], wanted: Sequence[StopOutput]) -> "Outline":
-        brought, sources = list[Any](), list[list[Source]]()
-        for member in members:
-            sources.append([])
-            for item in member.operation.items():
-                source = _source(item, member.sources)
-                if not isinstance(source, StopOutput | Uniform):
-                    source = _place_among(brought, source)
-                sources[-1].append(_answered(source, members))
-        tags = [one.turn for one in wanted if _is_tag(one, members)]
-        answers = [_answered(one, members) for one in wanted if not _is_tag(one, members)]
-        bundle = Bundle.of([member.stop() for member in members], sources, answers)
-        return cls(from_cache(Cached(bundle).stream), brought, tags)  # one object for all equal bundles
-
-    def items(self, operands: Sequence[Any]) -> list[Any]:
-        return [one.of(operands) if isinstance(one, Operand) else one for one in self.brought]
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,37 +80,53 @@ class BundleCall:
         return [one.state for one in calls if one.state is not None]
 
     @functools.cached_property
-    def outline(self) -> Outline:
-        return Outline.of(self.members, self.wanted)
+    def outline(self) -> tuple[Cached[Bundle], list[Any], list[int]]:
+        """Return what is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
+        brought, sources, stops = list[Any](), list[list[Source]](), list[CallStop | PullStop]()
+
+        def answered(one: StopOutput) -> StopOutput:
+            """Renumber an output as the callee counts them: without the tag of a recorded call."""
+            return StopOutput(one.turn, one.number - self.members[one.turn].records)
+
+        for member in self.members:
+            stop = member.operation.stop()
+            if isinstance(stop, PullStop) and isinstance(tag := member.sources[0], StopOutput):
+                stop = dataclasses.replace(stop, call=tag.turn)
+            stops.append(stop)
+            sources.append([])
+            for item in member.operation.items():
+                source = _source(item, member.sources)
+                if isinstance(source, StopOutput):
+                    source = answered(source)
+                elif not isinstance(source, Uniform):
+                    source = _place_among(brought, source)
+                sources[-1].append(source)
+        tags = [one for one in self.wanted if one.number == 0 and self.members[one.turn].records]
+        bundle = Bundle.of(stops, sources, [answered(one) for one in self.wanted if one not in tags])
+        return from_cache(Cached(bundle).stream), brought, [one.turn for one in tags]  # one for all equal bundles
 
     @functools.cached_property
     def functions(self) -> list[Any]:
         return [getattr(member.operation, "function", None) for member in self.members]
 
     def start(self, operands: Sequence[Any]) -> Started:
-        worker, outline = current_worker(), self.outline
+        worker, scope, (bundle, brought, tags) = current_worker(), current_scope(), self.outline
         numbers = list[Numbers]()
         for member in self.members:
             numbers.append(member.numbers(operands, numbers))
         if any(numbers):
-            tape = current_tape(lambda: str(self.members[0].operation))
-            tape.links.note(functools.partial(self._links, numbers, worker.rank, cause()))
-        run = BundleRun(outline.bundle, self.functions, numbers, next_place(), outline.items(operands))
-        future = worker.rpc_async(self.to, run, (), {}, self._patience(worker.timeout))
-        return Started(future, list, [_tag(numbers[turn][0]) for turn in outline.tags])
+            by = cause()
 
-    def _patience(self, default: float) -> float:
-        return sum(member.operation.patience(default) for member in self.members)
+            def links() -> list[Link]:
+                each = zip(self.members, numbers, strict=True)
+                return [link for member, mine in each for link in member.operation.links(mine, worker.rank, by)]
 
-    def _links(self, numbers: list[Numbers], caller: int, cause: int | None) -> list[Link]:
-        each = zip(self.members, numbers, strict=True)
-        return [link for member, mine in each for link in member.operation.links(mine, caller, cause)]
-
-
-def _tag(message: int) -> Any:
-    scope = current_scope()
-    assert scope is not None
-    return as_token(scope.id, message)
+            current_tape(lambda: str(self.members[0].operation)).links.note(links)
+        items = [one.of(operands) if isinstance(one, Operand) else one for one in brought]
+        run = BundleRun(bundle, self.functions, numbers, next_place(), items)
+        patience = sum(member.operation.patience(worker.timeout) for member in self.members)
+        future = worker.rpc_async(self.to, run, (), {}, patience)
+        return Started(future, list, [as_token(scope.id, numbers[turn][0]) for turn in tags] if scope else [])
 
 
 def _place_among(brought: list[Any], item: Any) -> int:
@@ -166,26 +149,19 @@ def _source(item: Any, sources: Sequence[Source]) -> Any:
     return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
 
 
-def _is_tag(one: StopOutput, members: Sequence[CallerStop]) -> bool:
-    return one.number == 0 and members[one.turn].records
-
-
-def _answered(source: Any, members: Sequence[CallerStop]) -> Any:
-    """Renumber the source as the callee counts outputs: without the tag of a recorded call."""
-    if not isinstance(source, StopOutput):
-        return source
-    return StopOutput(source.turn, source.number - members[source.turn].records)
-
-
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
 
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
-    travellers, uses = _travellers(equations), _places(equations, Use)
+    pulls, uses = _places(equations, Pull), _places(equations, Use)
+    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
+    tags = {equations[k].outputs[0] for k in calls}
+    # Operations that wait for nothing when they are served: plain calls, and their pulls.
+    travellers = calls | {k for k in pulls if equations[k].inputs[0] in tags}
     bundles = []
-    for first in sorted(travellers | _places(equations, Pull)):
+    for first in sorted(travellers | pulls):
         if first not in taken:
             followers = uses | travellers if first in travellers else uses
             members = _row(first, equations, answers, followers)
@@ -194,13 +170,6 @@ def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list
                 bundles.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
     return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
-
-
-def _travellers(equations: Sequence[Equation]) -> set[int]:
-    """Return the places of operations that wait for nothing when they are served: plain calls, and their pulls."""
-    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
-    tags = {equations[k].outputs[0] for k in calls}
-    return calls | {k for k in _places(equations, Pull) if equations[k].inputs[0] in tags}
 
 
 def _places(equations: Sequence[Equation], kind: type) -> set[int]:
@@ -235,7 +204,11 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     local = {output for equation in equations if equation.operation is None for output in equation.outputs}
     for k in range(first + 1, len(equations)):
         equation = equations[k]
-        if type(equation.operation) is Call and not _tags(row, equations).isdisjoint(equation.inputs):
+        if type(equation.operation) is Call and any(
+            one.operation.orders and one.outputs[0] in equation.inputs
+            for one in (equations[member] for member in row)
+            if isinstance(one.operation, Call)
+        ):
             continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if k not in followers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
@@ -250,24 +223,16 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     return row
 
 
-def _tags(row: list[int], equations: Sequence[Equation]) -> set[Atom]:
-    """Return the tags of the calls that are recorded in a row."""
-    calls = [equations[k] for k in row if isinstance(equations[k].operation, Call)]
-    return {one.outputs[0] for one in calls if one.operation.orders}
-
-
 def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
     """Return the turn of the first member that something outside needs without needing the last member, or None."""
     outside = [
         answers.before[k]
         for k, equation in enumerate(equations)
-        if k not in row and not answers.before[k] >> row[-1] & 1 and _takes_time(equation)
+        if k not in row
+        and not answers.before[k] >> row[-1] & 1
+        and (equation.operation is not None or _may_be_long(equation.eqn))
     ]
     return next((turn for turn, k in enumerate(row[:-1]) if any(mask >> k & 1 for mask in outside)), None)
-
-
-def _takes_time(equation: Equation) -> bool:
-    return equation.operation is not None or _may_be_long(equation.eqn)
 
 
 def _may_be_long(eqn: Any) -> bool:
@@ -297,13 +262,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     used = {variable for one in equations if one not in members for variable in one.variables()}
     used.update(atom for atom in outputs if isinstance(atom, int))
     given = [output for equation in members for output in equation.outputs if output in used]
-    given.sort(key=lambda output: not _known(members, made[output]))
+    given.sort(key=lambda output: made[output].number > 0 or not parts[made[output].turn].records)  # known tags first
     wanted = tuple(made[output] for output in given)
     after = tuple(variable for equation in members for variable in equation.after if variable not in made)
     return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted), after=after)
-
-
-def _known(members: list[Equation], source: StopOutput) -> bool:
-    """Return whether an output is known before any answer: whether it is the tag of a recorded call."""
-    call = members[source.turn].operation
-    return source.number == 0 and type(call) is Call and bool(call.orders)

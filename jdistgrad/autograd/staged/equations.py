@@ -116,12 +116,8 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     constants = getattr(body, "consts", ())
     body = getattr(body, "jaxpr", body)
-    inlined = has_wire(body) or (eqn.primitive.name in JITTED and _has_numpy(eqn))
-    return (body, constants) if inlined else None
-
-
-def _has_numpy(eqn: Any) -> bool:
-    return any(isinstance(one, np.ndarray) for one in jaxprs.arrays_in(eqn))
+    has_numpy = eqn.primitive.name in JITTED and any(isinstance(one, np.ndarray) for one in jaxprs.arrays_in(eqn))
+    return (body, constants) if has_numpy or has_wire(body) else None
 
 
 def _states(eqn: Any) -> set[Any]:
@@ -158,23 +154,19 @@ def in_order(units: Sequence[U]) -> list[U]:
     done: set[int] = set()
     ordered: list[U] = []
 
-    def visit(unit: U) -> None:
-        stack = [(unit, unit.variables())]
-        while stack:
-            current, rest = stack[-1]
-            if id(current) in done:
-                stack.pop()
-                continue
-            before = next((producer[v] for v in rest if v in producer and id(producer[v]) not in done), None)
-            if before is None:
-                done.add(id(current))
-                ordered.append(current)
-                stack.pop()
-            else:
-                stack.append((before, before.variables()))
-
-    for unit in units:
-        visit(unit)
+    stack = [(unit, unit.variables()) for unit in reversed(units)]
+    while stack:
+        current, rest = stack[-1]
+        if id(current) in done:
+            stack.pop()
+            continue
+        before = next((producer[v] for v in rest if v in producer and id(producer[v]) not in done), None)
+        if before is None:
+            done.add(id(current))
+            ordered.append(current)
+            stack.pop()
+        else:
+            stack.append((before, before.variables()))
     return ordered
 
 

@@ -18,7 +18,7 @@ from jdistgrad.autograd.operations.owned_values import Fetch
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import wire_p
+from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.autograd.values.results import Uniform
 from jdistgrad.rpc.references.handles import NO_MARKS
 
@@ -45,19 +45,15 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
             served = _needed_by(equation, producers)
             before += [one.outputs[-1] for one in read if id(one) not in served]
             used.append(equation.outputs[-1])
-        elif _may_read(equation):
+        # Others may read values of other workers, or meet workers that read them.
+        elif isinstance(equation.operation, Call | Fetch) or (
+            equation.operation is None and jaxprs.calls_back([equation.eqn])
+        ):
             before += used
             read += [equation] if equation.eqn.outvars else []
         found.append(dataclasses.replace(equation, after=tuple(dict.fromkeys(before))) if before else equation)
         last.update(dict.fromkeys(states, equation.outputs[-1]) if equation.outputs else {})
     return found
-
-
-def _may_read(equation: Equation) -> bool:
-    """Return whether an equation may read values of other workers, or meet workers that read them."""
-    if equation.operation is None:
-        return jaxprs.calls_back([equation.eqn])
-    return isinstance(equation.operation, Call | Fetch)
 
 
 def _needed_by(equation: Equation, producers: Mapping[int, Equation]) -> set[int]:
@@ -90,13 +86,15 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
         else:
             yield atom
 
-    def taken_apart(equation: Equation) -> Equation:
-        count = sum(equation.operation.parts)
-        each = [list(parts(atom)) for atom in equation.inputs[:count]]
-        inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
-        return dataclasses.replace(equation, inputs=inputs, operation=equation.operation.in_parts(list(map(len, each))))
-
-    return [taken_apart(one) if isinstance(one.operation, Use) else one for one in equations]
+    found = []
+    for equation in equations:
+        if isinstance(use := equation.operation, Use):
+            count = sum(use.parts)
+            each = [list(parts(atom)) for atom in equation.inputs[:count]]
+            inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
+            equation = dataclasses.replace(equation, inputs=inputs, operation=use.in_parts(list(map(len, each))))
+        found.append(equation)
+    return found
 
 
 def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
@@ -108,24 +106,12 @@ def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
     for equation in equations:
         found.add(id(equation.operation))
         if equation.operation is None:
-            for inner in map(_inner_use, jaxprs_in_params(equation.eqn.params)):
-                if inner is not None:
+            for inner in operations_in([equation.eqn]):  # JAX may have traced the loop for an earlier program
+                if isinstance(inner, Use):
                     raise inner.misplaced()
     for one in uses:
         if id(one) not in found:
             raise one.misplaced()
-
-
-def _inner_use(jaxpr: Any) -> Use | None:
-    """Return a use of gradients in a jaxpr, if there is one. JAX may have traced the jaxpr for an earlier program."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is wire_p and isinstance(eqn.params["operation"], Use):
-            return eqn.params["operation"]
-        for inner in jaxprs_in_params(eqn.params):
-            found = _inner_use(inner)
-            if found is not None:
-                return found
-    return None
 
 
 def require_gradients(equations: Iterable[Equation]) -> None:
@@ -163,7 +149,15 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
         elif _only_strengthens(equation):
             weaker[equation.outputs[0]] = weaker.get(renamed.inputs[0], renamed.inputs[0])
     small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if one.size <= SMALL}
-    return [_with_constants(one, small, filled, weaker) if one.operation is not None else one for one in kept]
+    found = []
+    for equation in kept:
+        if equation.operation is not None:
+            inputs = [small.get(atom, atom) for atom in equation.inputs]
+            fills = {small.get(atom, atom): filled[atom] for atom in equation.inputs if atom in filled}
+            mine = {atom: weaker[atom] for atom in inputs if atom in weaker}
+            equation = dataclasses.replace(equation, inputs=inputs, fills=fills, weaker=mine)
+        found.append(equation)
+    return found
 
 
 def _multiplied_by_one(equation: Equation, inputs: list[Atom], filled: dict[Atom, Uniform]) -> int | None:
@@ -186,15 +180,6 @@ def _only_strengthens(equation: Equation) -> bool:
         return False
     (before,), (after,) = equation.eqn.invars, equation.eqn.outvars
     return bool(before.aval.shape) and before.aval.strip_weak_type() == after.aval.strip_weak_type()
-
-
-def _with_constants(
-    equation: Equation, small: dict[Atom, Constant], filled: dict[Atom, Uniform], weaker: dict[Atom, Atom]
-) -> Equation:
-    inputs = [small.get(atom, atom) for atom in equation.inputs]
-    fills = {small.get(atom, atom): filled[atom] for atom in equation.inputs if atom in filled}
-    mine = {atom: weaker[atom] for atom in inputs if atom in weaker}
-    return dataclasses.replace(equation, inputs=inputs, fills=fills, weaker=mine)
 
 
 def _is_number(atom: Atom) -> bool:
