@@ -104,11 +104,15 @@ class Step:
 
         def flat(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(structure, leaves)
-            found, self._result = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
-            for path, leaf in found:
-                _check_result(fun, path, leaf)
-            self._handles = {k: jax.typeof(leaf) for k, (_, leaf) in enumerate(found) if is_handle(leaf)}
-            return [leaf for _, leaf in found]
+            found, self._result = jax.tree.flatten(fun(*args, **kwargs))
+            for leaf in found:
+                if not is_handle(leaf) and not can_be_traced(leaf):
+                    raise TypeError(
+                        f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}: {leaf!r:.60}. Results must "
+                        "be arrays, numbers, RRefs and containers of them."
+                    )
+            self._handles = {k: jax.typeof(leaf) for k, leaf in enumerate(found) if is_handle(leaf)}
+            return found
 
         with kept() as self._uses:
             traced = lowered(jax.make_jaxpr(flat)(*leaves))
@@ -139,16 +143,6 @@ class Step:
             for k, kind in self._handles.items():
                 outputs[k] = kind.raise_val(outputs[k])
             return hold(jax.tree.unflatten(self._result, outputs), lease)
-
-
-def _check_result(fun: Callable[..., Any], path: tuple[Any, ...], leaf: Any) -> None:
-    """Raise TypeError for a result that JAX cannot trace: it would name neither the function nor the place."""
-    if not is_handle(leaf) and not can_be_traced(leaf):
-        where = f" at {jax.tree_util.keystr(path)}" if path else ""
-        raise TypeError(
-            f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}{where}: {leaf!r:.60}. Results must be "
-            "arrays, numbers, RRefs and containers of them."
-        )
 
 
 def _is_gradient(leaf: Any) -> bool:
