@@ -47,15 +47,11 @@ def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
         if before >= 0:  # other code has set a descriptor too: pass the signals on
             with contextlib.suppress(OSError):
                 os.write(before, numbers)
-        if signal.SIGINT in numbers and _stands_still():
-            cancel()
-
-
-def _stands_still() -> bool:
-    """Return whether the main thread is where it was a moment ago."""
-    place = _place()
-    time.sleep(STANDSTILL_SECONDS)
-    return place == _place()
+        if signal.SIGINT in numbers:
+            place = _place()
+            time.sleep(STANDSTILL_SECONDS)
+            if place == _place():
+                cancel()
 
 
 def _place() -> tuple[int, int] | None:
@@ -96,13 +92,9 @@ def _devices_together(context: Any) -> Together:
     groups = {
         device.local_hardware_id: tuple(place[k] for k in mapped)
         for place, device in np.ndenumerate(mesh.devices)
-        if _is_here(device)
+        if device.process_index == jax.process_index()
     }
     return max(collections.Counter(groups.values()).values(), default=1), groups
-
-
-def _is_here(device: Any) -> bool:
-    return bool(device.process_index == jax.process_index())
 
 
 def on_cpus() -> bool:
@@ -139,7 +131,14 @@ def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any
 def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
-    _refuse_several_devices(_devices_of(context.module_context.axis_context))
+    count = _devices_of(context.module_context.axis_context)
+    if count > 1:  # XLA orders what has effects on one device only, and of programs on several it runs one at a time
+        raise CollectiveError(
+            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
+            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
+            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
+            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
+        )
     site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
     given, made = list(map(_carried, context.avals_in)), list(map(_carried, context.avals_out))
     carried, behind = _converted(context, operands, context.avals_in, given), [abstract_token()]
@@ -155,17 +154,6 @@ def _devices_of(context: Any) -> int:
     return int(getattr(context, "num_devices", 1) if mesh is None else mesh.size)
 
 
-def _refuse_several_devices(count: int) -> None:
-    """XLA orders what has effects on one device only, and of programs on several it runs one at a time."""
-    if count > 1:
-        raise CollectiveError(
-            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
-            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
-            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
-            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
-        )
-
-
 def _carried(aval: Any) -> Any:
     dtype = carrier(aval.dtype)
     return aval if dtype == aval.dtype else aval.update(dtype=dtype)
@@ -173,17 +161,12 @@ def _carried(aval: Any) -> Any:
 
 def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
     """Return values of a program of one list of types as those of another."""
-    return [
-        value if old.dtype == new.dtype else _convert(context, value, old, new)
-        for value, old, new in zip(values, before, after, strict=True)
-    ]
-
-
-def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:
-    cast = functools.partial(jax.lax.convert_element_type, new_dtype=after.dtype)
-    rule = mlir.lower_fun(cast, multiple_results=False)
-    alone = context.replace(avals_in=[before], avals_out=[after], tokens_in=mlir.TokenSet(), tokens_out=None)
-    (found,) = rule(alone, value)
+    found = list(values)
+    for k, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old.dtype != new.dtype:
+            cast = functools.partial(jax.lax.convert_element_type, new_dtype=new.dtype)
+            alone = context.replace(avals_in=[old], avals_out=[new], tokens_in=mlir.TokenSet(), tokens_out=None)
+            (found[k],) = mlir.lower_fun(cast, multiple_results=False)(alone, values[k])
     return found
 
 
