@@ -26,29 +26,25 @@ class Context(Corrected):
     corrections: ClassVar = dict.fromkeys(("gradients", "grads", "get_gradients"), "jd.get_gradients(ctx) returns them")
 
     def __init__(self, worker: Worker, scope: Scope):
-        self._worker, self._scope = worker, scope
+        self._worker, self.scope = worker, scope
 
     @property
     def id(self) -> int:
         """Return the 64-bit id: the rank of the worker that opened the context in the top 16 bits."""
-        return self._scope.id
+        return self.scope.id
 
     @property
     def closed(self) -> bool:
-        return self._scope.closed
+        return self.scope.closed
 
     @property
     def tape(self) -> Tape:
         """Return this worker's tape of the context. Raises ContextError once the context is closed."""
-        return self._scope.content(Tape)
-
-    @property
-    def scope(self) -> Scope:
-        return self._scope
+        return self.scope.content(Tape)
 
     def workers(self) -> set[int]:
         """Return the ranks of the workers that this worker has called in the context."""
-        return self._scope.peers()
+        return self.scope.peers()
 
     def graph(self) -> Graph:
         """Gather the graph recorded so far on every worker the context has reached: see ``Graph``.

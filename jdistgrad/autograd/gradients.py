@@ -92,15 +92,13 @@ class RemoteGradient(Elsewhere):
         return f"gradient of {self.rref}"
 
 
-def _unflatten(reference: Any, children: Any) -> RemoteGradient:
-    return RemoteGradient(jax.tree.unflatten(reference, (HANDLE,)), renewed(children[0]), current_scope())
-
-
-def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
-    return (gradient.handle,), jax.tree.structure(gradient.rref)
-
-
-jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    RemoteGradient,
+    lambda gradient: ((gradient.handle,), jax.tree.structure(gradient.rref)),
+    lambda reference, children: RemoteGradient(
+        jax.tree.unflatten(reference, (HANDLE,)), renewed(children[0]), current_scope()
+    ),
+)
 
 
 @overload

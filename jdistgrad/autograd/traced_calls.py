@@ -76,5 +76,4 @@ def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]
 
 
 def install() -> None:
-    """Install the handler, so that rpc hands over traced calls."""
     traced_hook.install(TracedCalls())

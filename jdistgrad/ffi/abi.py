@@ -152,7 +152,6 @@ class CallFrame(ctypes.Structure):
         return AsyncResult(interface, arguments.future)
 
     def error(self, message: str, code: int) -> int:
-        """Make an XLA error for a handler to return."""
         return _error(_Interface.from_address(self.interface), message, code)
 
 

@@ -149,7 +149,6 @@ def _lowered(
 
 
 def _devices_of(context: Any) -> int:
-    """Return on how many devices a program runs."""
     mesh = getattr(context, "mesh", None)
     return int(getattr(context, "num_devices", 1) if mesh is None else mesh.size)
 

@@ -97,16 +97,12 @@ class explained:  # noqa: N801 used like a function; a generator would add its f
             why = "calls Python, without a derivative"
         else:
             return
-        raise _untraceable(self._function, error, why).with_traceback(trace) from None
-
-
-def _untraceable(function: Any, error: BaseException, why: str) -> DifferentiationError:
-    return DifferentiationError(
-        f"{describe(function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that is "
-        "differentiated or called in jit, without values. Compute with jax.numpy, put side effects into "
-        "jax.debug.callback, give other callbacks a derivative (jax.custom_vjp), or call the function outside of grad "
-        "and jit."
-    )
+        raise DifferentiationError(
+            f"{describe(self._function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that "
+            "is differentiated or called in jit, without values. Compute with jax.numpy, put side effects into "
+            "jax.debug.callback, give other callbacks a derivative (jax.custom_vjp), or call the function outside of "
+            "grad and jit."
+        ).with_traceback(trace) from None
 
 
 def _line(error: BaseException) -> str:

@@ -73,7 +73,7 @@ def differentiate(
         layout = Layout((args, kwargs), layout.positions)
         compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
         if compiled is not None:
-            result, left, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
+            result, left, pullbacks = compiled.forward(list(operands), layout)
         else:
             result, left, pullbacks = _as_written(function, layout, operands, orders)
         if state is not None:
@@ -98,7 +98,6 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
 
 
 def _left(function: Any, args: Args) -> Any:
-    """Return the state that a run has left, or None."""
     state = state_among(function, args)
     return None if state is None else state.left
 
@@ -157,40 +156,30 @@ class Compiled:
     """
 
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
-        self._structure, self._kinds = structure, kinds
+        self._kinds = kinds
 
         def forward(variables: list[Any], constants: list[Any]) -> Outputs:
             def primal(*variables: Any) -> tuple[list[Any], Any]:
-                args, kwargs = self._arguments(variables, constants)
+                parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
+                leaves = [next(parts[kind]) if kind in parts else value for kind, value in kinds]
+                args, kwargs = jax.tree.unflatten(structure, leaves)
                 results, result = differentiable_arrays(function(*args, **kwargs))
                 return results, (result, _left(function, args))
 
             _, pullbacks, (result, left) = differentiated(primal, variables, orders)
             return Outputs.of((result, left, pullbacks), [*variables, *constants])
 
-        def pull(*arguments: Any) -> Any:
-            return _pull(*arguments)
-
-        def push(*arguments: Any) -> Any:
-            return _push(*arguments)
-
         self._forward = jax.jit(forward)
-        self.pull, self.push = jax.jit(pull, static_argnums=(1, 3, 4)), jax.jit(push, static_argnums=(2, 3))
+        self.pull = jax.jit(lambda *arguments: _pull(*arguments), static_argnums=(1, 3, 4))
+        self.push = jax.jit(lambda *arguments: _push(*arguments), static_argnums=(2, 3))
 
-    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any, list[Any]]:
+    def forward(self, variables: list[Any], layout: Layout) -> tuple[Any, Any, list[Any]]:
         """Return the function's result, the state that it leaves (None: the same), and its pullbacks."""
+        leaves = jax.tree.leaves(layout.tree)
+        constants = [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
         outputs: Outputs = self._forward(variables, constants)
         result, left, pullbacks = outputs.filled([*variables, *constants])
         return result, left, pullbacks
-
-    def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
-        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
-        leaves = [next(parts[kind]) if kind in parts else value for kind, value in self._kinds]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def constants(self, layout: Layout) -> list[Any]:
-        leaves = jax.tree.leaves(layout.tree)
-        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
 
 
 class Programs:

@@ -36,9 +36,6 @@ class Lane:
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[: self.axis], self.size, *shape[self.axis :])
 
-    def insert(self, array: Any) -> Any:
-        return jnp.broadcast_to(jnp.expand_dims(array, self.axis), self.shape(array.shape))
-
 
 @dataclasses.dataclass(frozen=True)
 class RecordCall(ServedFunction):
@@ -109,8 +106,9 @@ class Arguments:
         is_value = isinstance(leaf, RRef)
         layout, operands = split(item, has_gradient) if is_value else split(item, lambda _: True)
         self._references += is_value and layout.has_references
-        for lane in lanes:
-            operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
+        for lane in (one for one in lanes if one.leaf == number):
+            each = [(jnp.expand_dims(one, lane.axis), lane.shape(one.shape)) for one in operands]
+            operands = [jnp.broadcast_to(*one) for one in each]
         self.operands += operands
         self._leaf_of += [number] * len(operands)
         return layout.tree
@@ -129,43 +127,31 @@ class Recording:
         self._published = function.id if isinstance(function, Publishing) else None
         inner = function.function if isinstance(function, Publishing) else function
         if self._published is None:
-            self._derived = arguments.differentiate(inner)
-            self.result = self._derived.result
+            self.derived = arguments.differentiate(inner)
+            self.result = self.derived.result
         else:
-            owned, self._derived = function.owned(), arguments.differentiate(inner)
-            owned.value.set_result(self._derived.result)
-            self._derived.result, self.result = None, NO_MARKS
-        self.state = self._derived.state
+            owned, self.derived = function.owned(), arguments.differentiate(inner)
+            owned.value.set_result(self.derived.result)
+            self.derived.result, self.result = None, NO_MARKS
+        self.state = self.derived.state
 
     def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
         """Return the cotangents of the order's leaves, given those of the live results.
 
         If the result was published, ``cotangents`` holds its handle's, and the gradient is taken from the ledger.
         """
-        if self._published is None:
-            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
-        marks = np.asarray(cotangents[0])
-        lanes = marks.shape[: marks.ndim - NO_MARKS.ndim]
-        first = marks.reshape(-1, *NO_MARKS.shape)[0].tolist()
-        taken = tape.ledger.take(Target(REFERENCE, self._published), first, lanes).result()
-        sums = as_jax(total(taken, lanes))
-        live = tuple(k for k, one in enumerate(sums) if one is not None)
-        maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
-        return self._pull(pulled, live, [sums[k] for k in live], maps)
-
-    def cotangents(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
-        """Return the cotangents of an order's leaves, none of which may be a reference."""
-        return self._derived.pull(order, live, cotangents, maps)
-
-    def push(self, pushed: "PushCall", tangents: list[Any]) -> list[Any]:
-        """Return the tangents of the results, given those of the order's leaves, which are arrays."""
-        return self._derived.push(pushed.order, tangents, pushed.maps)
-
-    def _pull(
-        self, pulled: "PullCall", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
-    ) -> list[Any]:
-        flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
+        live, maps = pulled.live, pulled.maps
         lanes = tuple(one.size for one in reversed(maps))
+        if self._published is not None:
+            marks = np.asarray(cotangents[0])
+            given = marks.shape[: marks.ndim - NO_MARKS.ndim]
+            first = marks.reshape(-1, *NO_MARKS.shape)[0].tolist()
+            taken = tape.ledger.take(Target(REFERENCE, self._published), first, given).result()
+            sums = as_jax(total(taken, given))
+            live = tuple(k for k, one in enumerate(sums) if one is not None)
+            maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in maps)
+            cotangents = [sums[k] for k in live]
+        flat = iter(self.derived.pull(pulled.order, live, cotangents, maps))
         marks = np.full((*lanes, *NO_MARKS.shape), mark(pulled.number), NO_MARKS.dtype)
         # The gradients of references go to their owners, and the marks of these contributions back to the caller.
         found, gradients = list[Any](), dict[RRef[Any], list[Any]]()
@@ -237,4 +223,4 @@ class PushCall(ServedFunction):
     def __call__(self, tangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            return tape.recordings.find(self.message, last=False).push(self, tangents)
+            return tape.recordings.find(self.message, last=False).derived.push(self.order, tangents, self.maps)

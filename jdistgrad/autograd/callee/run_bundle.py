@@ -36,7 +36,7 @@ class CompiledBundle:
             def stop(turn: int, items: list[Any]) -> list[Any]:
                 one, function = bundle.stops[turn], functions[turn]
                 if isinstance(one, PullStop):
-                    return recordings.pop(one.call).cotangents(one.order, one.live, items, one.maps)
+                    return recordings.pop(one.call).derived.pull(one.order, one.live, items, one.maps)
                 if not one.orders:
                     return one.run(function, items)
                 recordings[turn] = one.recorded(function, items)

@@ -98,7 +98,6 @@ class Call(Operation):
         return self.arguments.items()
 
     def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """Return the links that the graph shows for a call sent as a stop."""
         what = describe(self.function)
         return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
 

@@ -197,7 +197,6 @@ class Put(Operation):
         return Request(self.owner, None, (self.kind, identifier, contribution), lambda _: [], outputs)
 
     def _made(self, operands: Sequence[Any]) -> tuple[int, Contribution, list[Any]]:
-        """Return the id of the target, the contribution, and the outputs."""
         (identifier,), number = from_token(operands[0]), next_number()
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):

@@ -38,7 +38,6 @@ class Linear(Operation):
 
     @property
     def inputs(self) -> int:
-        """Return the number of inputs of the linear function."""
         raise NotImplementedError
 
     @property
@@ -69,7 +68,6 @@ class Linear(Operation):
         return [True] * self.inputs
 
     def outputs_in_batches(self) -> list[bool]:
-        """Return which outputs have a dimension for a batch of the recording."""
         raise NotImplementedError
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
@@ -174,7 +172,6 @@ class Pull(Linear):
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
     def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """Return the links that the graph shows for a pull sent as a stop."""
         return [Link(numbers[0], caller, self.call.to, describe(self.call.function), backward=True, caused_by=cause)]
 
     def __str__(self) -> str:

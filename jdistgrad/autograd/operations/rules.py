@@ -189,7 +189,6 @@ ad.primitive_transposes[wire_p] = _transposed
 
 
 def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return the fetch of a reference's value as a function of its handle, and of its token if it has one."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
@@ -209,7 +208,6 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
 
 def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return the publishing of a value as a function of its arrays."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         places = [k for k, one in enumerate(operands) if is_differentiable(one)]

@@ -162,7 +162,6 @@ class Use(Call):
         return UseStop(self.arguments.emptied(), (), (), 1)
 
     def in_parts(self, parts: Sequence[int]) -> "Use":
-        """Return the use with other numbers of parts."""
         others = len(self.arguments.positions) - sum(self.parts)
         return dataclasses.replace(self, arguments=_arguments(parts, others), parts=tuple(parts))
 

@@ -75,7 +75,6 @@ class BundleCall:
 
     @property
     def states(self) -> list[Any]:
-        """Return what identifies the states that its members change."""
         calls = [one.operation for one in self.members if isinstance(one.operation, Call)]
         return [one.state for one in calls if one.state is not None]
 

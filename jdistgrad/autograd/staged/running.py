@@ -228,7 +228,6 @@ _shared = jaxprs.Shared(4096)
 
 
 def compiled(unit: Unit) -> Callable[..., list[Any]]:
-    """Return a piece as one jitted function of its inputs."""
 
     def run(*inputs: Any) -> list[Any]:
         known = dict(zip(unit.inputs, inputs, strict=True))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
+from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
@@ -26,7 +26,6 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
 
 
 def accept(kind: str, identifier: int, contribution: Contribution) -> None:
-    """Add a contribution to a gradient that this worker keeps."""
     current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
 
 
@@ -88,9 +87,11 @@ def value_gradient(identifier: int) -> Any | None:
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     """Return a gradient in the structure of its value, with None in place of leaves that have no derivative."""
     value = current_worker().references.owned.value(identifier).result()
-    layout, arrays = split(only_floats(value), has_gradient)
+    layout, arrays = split(value, has_gradient)
     found = leaves or [None] * len(arrays)
-    return layout.fill([jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)])
+    return layout.only_holes().fill(
+        [jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)]
+    )
 
 
 def or_zero(leaf: Any, array: Any) -> Any:

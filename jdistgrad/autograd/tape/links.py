@@ -38,7 +38,6 @@ class at_place:  # noqa: N801 used like a function; a generator would take twice
 
 
 def next_place() -> Place:
-    """Return the place of the next message."""
     path, turn = _place.get(_PROGRAM)
     return (*path, turn())
 
@@ -63,7 +62,6 @@ def cause() -> int | None:
 
 
 def next_message() -> int:
-    """Draw a new message id of this worker."""
     return current_worker().messages.next()
 
 
@@ -89,7 +87,6 @@ class Links:
         self._lock = threading.Lock()
 
     def all(self) -> list[Link]:
-        """Return the links of everything this worker sent."""
         with self._lock:
             count = len(self._links)  # other threads may append meanwhile
             made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]

@@ -88,8 +88,8 @@ class Tape:
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
         self.recordings = PullbackTable()
         self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
-        self._replayed: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()
+        self.replayed: dict[tuple[int, int], int] = {}  # the ids drawn at the turns of replayed blocks
+        self.lock = threading.Lock()
 
     def close(self) -> None:
         """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
@@ -109,20 +109,12 @@ class Tape:
         else:
             self.ledger.put(Target(kind, identifier), contribution)
 
-    def replayed(self, number: int, turn: int) -> int:
-        """Return the id drawn at this turn of the replayed block: the same in every replay."""
-        with self._lock:
-            if (number, turn) not in self._replayed:
-                self._replayed[number, turn] = next_message()
-            return self._replayed[number, turn]
-
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
         targets = [target for target in self.ledger.targets() if target.kind == REFERENCE]
         return {target.id: total(self.ledger.read(target)) for target in targets}
 
     def gradient(self, identifier: int) -> list[Any] | None:
-        """Return the same sum for one reference, or None if there are no contributions."""
         contributions = self.ledger.read(Target(REFERENCE, identifier))
         return total(contributions) if contributions else None
 
@@ -157,7 +149,11 @@ def next_number() -> int:
     replay = _replay.get()
     if replay is None:
         return next_message()
-    return current_tape(lambda: "a gradient").replayed(replay[0], next(replay[1]))
+    tape, turn = current_tape(lambda: "a gradient"), (replay[0], next(replay[1]))
+    with tape.lock:
+        if turn not in tape.replayed:
+            tape.replayed[turn] = next_message()
+        return tape.replayed[turn]
 
 
 def current_tape(what: Callable[[], str]) -> Tape:

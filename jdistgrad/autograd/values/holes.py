@@ -217,7 +217,6 @@ def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
 
 
 def reference_of(structure: Any, operands: Sequence[Any]) -> Any:
-    """Return the reference for which operands stand."""
     marks, *token = operands
     return jax.tree.unflatten(structure, [with_marks(marks), *token])
 
@@ -256,7 +255,6 @@ def can_be_traced(leaf: Any) -> bool:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Return whether an array has a derivative."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -268,11 +266,6 @@ def has_gradient(leaf: Any) -> bool:
 def is_float_array(leaf: Any) -> bool:
     """Return whether a leaf of a value is a float array. A reference is not, though it has a gradient: its value's."""
     return has_gradient(leaf) and not isinstance(leaf, RRef)
-
-
-def only_floats(value: Any) -> Any:
-    """Replace leaves that have no gradient by None. The result has the structure of the value's gradient."""
-    return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -138,7 +138,6 @@ def of_each_device(operation: Operation | None, operands: Sequence[Any]) -> Sequ
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
-    """Perform an operation on concrete operands."""
     arrays = [as_array(one) for one in operands]
     return _outputs(operation, arrays, lambda: operation.shapes([shape_of(one) for one in arrays]))
 
@@ -166,7 +165,6 @@ def as_array(value: Any) -> Any:
 
 
 def has_wire(jaxpr: Any) -> bool:
-    """Return whether a jaxpr contains an operation."""
     return any(True for _ in operations_in(jaxpr.eqns))
 
 
