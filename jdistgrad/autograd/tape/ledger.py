@@ -5,6 +5,7 @@ of its contributions: how many there must be, and which. Contributions are added
 they arrived in.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -139,8 +140,8 @@ class Ledger:
     """The contributions one worker has received in one context."""
 
     def __init__(self) -> None:
-        self._found: dict[Target, list[Contribution]] = {}
-        self._waiting: dict[Target, list[Waiting]] = {}
+        self._found = collections.defaultdict[Target, list[Contribution]](list)
+        self._waiting = collections.defaultdict[Target, list[Waiting]](list)
         self._used: dict[tuple[Target, Marks], list[Contribution]] = {}
         self._kept: dict[Target, list[Contribution]] = {}  # what uses have found; others need not search there
         self._seen: set[tuple[Target, int]] = set()
@@ -152,7 +153,7 @@ class Ledger:
             if (target, contribution.number) in self._seen:
                 return  # the pullback was run again
             self._seen.add((target, contribution.number))
-            self._found.setdefault(target, []).append(contribution)
+            self._found[target].append(contribution)
             ready = self._complete(target)
         _finish(ready)
 
@@ -171,10 +172,10 @@ class Ledger:
         with self._lock:
             before = self._used.get((target, waiting.marks))
             if before is None:
-                self._waiting.setdefault(target, []).append(waiting)
+                self._waiting[target].append(waiting)
             ready: list[Completed] = [(waiting, before)] if before is not None else self._complete(target)
-            if self._error is not None and waiting in self._waiting.get(target, ()):
-                self._forget(target, waiting)
+            if self._error is not None and waiting in self._waiting[target]:
+                self._waiting[target].remove(waiting)
                 ready.append((waiting, self._error))
         _finish(ready)
         return waiting.future
@@ -182,12 +183,12 @@ class Ledger:
     def read(self, target: Target) -> list[Contribution]:
         """Return the contributions so far, in order, without removing them."""
         with self._lock:
-            return in_order([*self._kept.get(target, []), *self._found.get(target, [])])
+            return in_order([*self._kept.get(target, []), *self._found[target]])
 
     def may_be_sum(self, target: Target, marks: Marks) -> bool:
         """Return whether contributions that have come add up to these marks, as far as that can be told."""
         with self._lock:
-            found = [*self._kept.get(target, []), *self._found.get(target, [])]
+            found = [*self._kept.get(target, []), *self._found[target]]
             if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
                 return True
         try:
@@ -207,43 +208,36 @@ class Ledger:
 
     def targets(self) -> list[Target]:
         with self._lock:
-            return list({**self._kept, **self._found})
+            return list({**self._kept, **{target: found for target, found in self._found.items() if found}})
 
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits, now and later: no more contributions will come."""
         with self._lock:
             self._error = error
-            waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
+            waiting = [one for each in self._waiting.values() for one in each]
+            self._waiting.clear()
         for one in waiting:
             one.future.set_exception(error)
 
     def _complete(self, target: Target) -> list[Completed]:
         """Remove the takes that can be completed now; return each with its contributions or its error."""
         ready: list[Completed] = []
-        for waiting in list(self._waiting.get(target, [])):
-            found = self._found.get(target, [])
+        for waiting in list(self._waiting[target]):
             try:
-                mine = waiting.among(found)
+                mine = waiting.among(self._found[target])
             except DifferentiationError as error:
-                self._forget(target, waiting)
+                self._waiting[target].remove(waiting)
                 ready.append((waiting, error))
                 continue
             if mine is not None:
-                self._forget(target, waiting)
+                self._waiting[target].remove(waiting)
                 taken = {id(one) for one in mine}
-                self._found[target] = [one for one in found if id(one) not in taken]
-                if not self._found[target]:
-                    del self._found[target]
+                self._found[target] = [one for one in self._found[target] if id(one) not in taken]
                 if waiting.keep:
                     self._kept.setdefault(target, []).extend(mine)
                     self._used[target, waiting.marks] = in_order(mine)
                 ready.append((waiting, in_order(mine)))
         return ready
-
-    def _forget(self, target: Target, waiting: Waiting) -> None:
-        self._waiting[target].remove(waiting)
-        if not self._waiting[target]:
-            del self._waiting[target]
 
 
 def _finish(ready: list[Completed]) -> None:
