@@ -126,12 +126,6 @@ class CallFrame(ctypes.Structure):
         address = int(_Scalar.from_address(self.attributes.values[0]).value)
         return ctypes.c_uint64.from_address(address).value, address
 
-    def operand(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return _view(self.operands.values[place], shape, dtype)
-
-    def result(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return _view(self.results.values[place], shape, dtype)
-
     def run_and_device(self) -> tuple[int, int]:
         """Return the number of the program's run, which all its devices have in common, and that of the device."""
         interface, found = _Interface.from_address(self.interface), []
@@ -190,7 +184,7 @@ def _error(interface: _Interface, message: str, code: int) -> int:
     return error
 
 
-def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return a buffer's memory as an array. XLA owns the memory, which is valid until the call is done."""
     size = math.prod(shape) * dtype.itemsize
     if not size:

@@ -224,9 +224,9 @@ def _handle(address: int) -> int | None:
             return None
         number, copy = frame.number_and_copy()
         site = _sites[number]
-        copies = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        copies = [aligned_copy(abi.view(frame.operands.values[k], *one)) for k, one in enumerate(site.operands)]
         operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
-        results = [frame.result(k, *one) for k, one in enumerate(site.results)]
+        results = [abi.view(frame.results.values[k], *one) for k, one in enumerate(site.results)]
         whole: Callable[[], Any] = functools.partial(site.function, *operands)
         if site.shared is not None:
             whole = site.shared.once(*frame.run_and_device(), copy, whole)

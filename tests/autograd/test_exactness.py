@@ -153,7 +153,7 @@ def test_a_repeated_pullback_counts_once_for_references(world):
 
 
 def held_here(context):
-    return current_worker().scopes.find(context).content(Tape).statistics()["recordings"]
+    return len(current_worker().scopes.find(context).content(Tape).recordings)
 
 
 @on_worker0

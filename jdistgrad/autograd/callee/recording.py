@@ -184,13 +184,11 @@ class PullCall(ServedFunction):
     maps: tuple[Map, ...]
     place: Place
 
+    served_as = events.PULLBACK
+
     @property
     def label(self) -> str:
         return f"the pullback of {self.what}"
-
-    @property
-    def served_as(self) -> str:
-        return events.PULLBACK
 
     @property
     def recorded_as(self) -> int:

@@ -12,7 +12,7 @@ from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.tape.links import Link, next_place
-from jdistgrad.autograd.tape.tape import Tape, next_number
+from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
@@ -47,6 +47,17 @@ class Linear(Operation):
     @property
     def has_references(self) -> bool:
         return self.call.has_references
+
+    def task(self, message: int) -> Any:
+        """Return the function to send, in the context of the call, given the call's message."""
+        raise NotImplementedError
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        worker, (context, message, *_) = current_worker(), from_token(operands[0])
+        inputs = list(operands[len(operands) - self.inputs :])
+        with within(worker.scopes.find(context)):
+            timeout = self.patience(worker.timeout)
+            return Started(worker.rpc_async(self.call.to, self.task(message), (inputs,), {}, timeout), list)
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""
@@ -154,15 +165,10 @@ class Pull(Linear):
     def inputs(self) -> int:
         return len(self.live)
 
-    def start(self, operands: Sequence[Any]) -> Started:
-        worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        scope = worker.scopes.find(context)
-        scope.content(Tape).links.add(message, self.call.to, describe(self.call.function), backward=True)
-        cotangents = list(operands[len(operands) - len(self.live) :])
-        with within(scope):
-            pulled = self.stop().task(None, (message, next_number()), next_place())
-            timeout = self.patience(worker.timeout)
-            return Started(worker.rpc_async(self.call.to, pulled, (cotangents,), {}, timeout), list)
+    def task(self, message: int) -> Any:
+        tape = current_tape(lambda: str(self))
+        tape.links.add(message, self.call.to, describe(self.call.function), backward=True)
+        return self.stop().task(None, (message, next_number()), next_place())
 
     def stop(self) -> PullStop:
         return PullStop(describe(self.call.function), len(self.call.orders) - 1, self.live, self.last, self.maps)
@@ -216,15 +222,10 @@ class Push(Linear):
     def inputs(self) -> int:
         return len(self.wanted)
 
-    def start(self, operands: Sequence[Any]) -> Started:
+    def task(self, message: int) -> Any:
         self._refuse_references()
-        worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        tangents = list(operands[len(operands) - self.inputs :])
         what, order = describe(self.call.function), len(self.call.orders) - 1
-        with within(worker.scopes.find(context)):
-            pushed = PushCall(what, message, order, self.maps, next_place())
-            timeout = self.patience(worker.timeout)
-            return Started(worker.rpc_async(self.call.to, pushed, (tangents,), {}, timeout), list)
+        return PushCall(what, message, order, self.maps, next_place())
 
     def _refuse_references(self) -> None:
         """Raise DifferentiationError for tangents of references: these stand for values on other workers."""

@@ -197,8 +197,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         token, count = residuals
-        live, parts = nonzero(cotangents)
-        total = sum(_has_derivative(one) for one in cotangents)
+        live, parts, total = nonzero(cotangents)
         if not live:
             return (None, None)[: count.value]
         handle, _ = put(Put(owner, REFERENCE, live, total))(token, *parts)
@@ -254,7 +253,7 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         return outputs, outputs[-1]
 
     def backward(token: Any, cotangents: Any) -> Any:
-        live, parts = nonzero(cotangents[:-1])
+        live, parts, _ = nonzero(cotangents[:-1])
         if not live:
             return None, None
         numbers = tuple(operation.wanted[k] for k in live)
@@ -264,15 +263,11 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
     return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
-def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the nonzero cotangents, and before them their numbers among the results that have derivatives."""
-    candidates = [one for one in cotangents if _has_derivative(one)]
+def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any], int]:
+    """Return the nonzero cotangents; before them their numbers among the results that have derivatives; their count."""
+    candidates = [one for one in cotangents if one is not None and one.dtype != jax.dtypes.float0]
     live = tuple(k for k, one in enumerate(candidates) if not isinstance(one, SymbolicZero))
-    return live, [candidates[k] for k in live]
-
-
-def _has_derivative(cotangent: Any) -> bool:
-    return cotangent is not None and cotangent.dtype != jax.dtypes.float0
+    return live, [candidates[k] for k in live], len(candidates)
 
 
 def scattered(places: Sequence[int], values: Sequence[Any], count: int) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ program. Here these operations get one. Operations that need numbers known at tr
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -148,7 +149,8 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
             _evaluate(equation, [atom.value for atom in inputs if isinstance(atom, Constant)], numbers, filled)
         elif _only_strengthens(equation):
             weaker[equation.outputs[0]] = weaker.get(renamed.inputs[0], renamed.inputs[0])
-    small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if one.size <= SMALL}
+    sizes = {atom: one.value.nbytes * math.prod(one.shape) for atom, one in filled.items()}
+    small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if sizes[atom] <= SMALL}
     found = []
     for equation in kept:
         if equation.operation is not None:

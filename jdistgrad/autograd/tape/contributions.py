@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
+from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
@@ -26,7 +26,12 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
 
 
 def accept(kind: str, identifier: int, contribution: Contribution) -> None:
-    current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
+    """Add to the gradient of a value here, of a contribution, or of all the contributions in a sum that was taken."""
+    tape, targets = current_tape(lambda: "a gradient"), [Target(kind, identifier)]
+    if kind == TAKEN:
+        targets = [Target(CONTRIBUTION, one.number) for one in tape.taken[identifier]]
+    for target in targets:
+        tape.ledger.put(target, contribution)
 
 
 def take(

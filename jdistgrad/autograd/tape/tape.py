@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Target, total
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Ledger, Target, total
 from jdistgrad.autograd.tape.links import Link, Links, cause, next_message
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
@@ -101,14 +101,6 @@ class Tape:
         self.recordings.give_up(error)
         self.ledger.give_up(error)
 
-    def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
-        """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""
-        if kind == TAKEN:
-            for one in self.taken[identifier]:
-                self.ledger.put(Target(CONTRIBUTION, one.number), contribution)
-        else:
-            self.ledger.put(Target(kind, identifier), contribution)
-
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
         targets = [target for target in self.ledger.targets() if target.kind == REFERENCE]
@@ -117,9 +109,6 @@ class Tape:
     def gradient(self, identifier: int) -> list[Any] | None:
         contributions = self.ledger.read(Target(REFERENCE, identifier))
         return total(contributions) if contributions else None
-
-    def statistics(self) -> dict[str, int]:
-        return {"recordings": len(self.recordings), "links": len(self.links.all())}
 
 
 _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.ContextVar(

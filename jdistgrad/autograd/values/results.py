@@ -1,7 +1,6 @@
 """The results of a remote function: the arrays among them, and the tree around these arrays."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,10 +105,6 @@ class Uniform:
 
     value: np.ndarray
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def size(self) -> int:
-        return self.value.nbytes * math.prod(self.shape)
 
     def make(self, numpy: Any) -> Any:
         return numpy.full(self.shape, self.value)
