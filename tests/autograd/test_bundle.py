@@ -59,17 +59,6 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
     assert max(alive) == 1  # the argument of the running function
 
 
-def test_numbers_stay_with_their_bundle(worker):
-    # A run keeps an earlier result until the last stop that needs it, and a wanted result to the end.
-    two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
-    bundle = Bundle.of(
-        [STOP, STOP, two], [[0], [StopOutput(0, 0)], [StopOutput(0, 0), 1]], [StopOutput(2, 0), StopOutput(1, 0)]
-    )
-    found = BundleRun(Cached(bundle), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
-    np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)
-    np.testing.assert_allclose(found[1], -jnp.exp(X))
-
-
 def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
     codec, one = PickleCodec(), run_of(change)
     parcels = [codec.encode(one, snapshot=True) for _ in range(2)]

@@ -236,29 +236,6 @@ def test_a_loop_begins_with_zeros_in_place_of_a_linear_function(big_world, linea
             assert_close(stage(functools.partial(along_the_step_before, sync, linearize))(x), expected)
 
 
-def until_small(call, x):
-    """Descend in a loop whose number of steps depends on x, and which carries a linear function to the next step."""
-    f = lambda x: call(1, product, x, x) / 3  # noqa: E731
-    structure = jax.tree.structure(jax.eval_shape(lambda x: jax.linearize(f, x)[1], x))
-
-    def step(carry):
-        x, linear = carry
-        return x - jax.tree.unflatten(structure, linear)(x), jax.tree.leaves(jax.linearize(f, x)[1])
-
-    start = x, jax.tree.leaves(jax.linearize(f, x)[1])
-    return jax.lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 0.1, step, start)[0]
-
-
-@on_worker0
-def test_loops_of_different_lengths_in_a_batch_are_refused_and_mapped(big_world):
-    rows = jnp.stack([0.2 * vector(3), 0.5 * vector(3), 0.1 * vector(3)])
-    program = functools.partial(until_small, sync)
-    with jd.context():
-        with pytest.raises(jd.DifferentiationError):
-            jax.vmap(program)(rows)
-        assert_close(jax.lax.map(program, rows), jax.vmap(functools.partial(until_small, serial))(rows))
-
-
 def mixed(x, key, count):
     """Return results of several types; some of them have no derivative."""
     noise = jax.random.normal(key, x.shape)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, handled_by_jit
-from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
-from jdistgrad.autograd.values.holes import Hole, Layout, split
+from jdistgrad.autograd.callee.pullbacks import _compiled_for, differentiate
+from jdistgrad.autograd.values.holes import split
 from jdistgrad.autograd.values.typed import Typed
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.wire.polling import poll
@@ -128,28 +128,6 @@ def test_each_order_has_a_pullback_of_its_own_operands():
     np.testing.assert_allclose(outer, [3 * a**2 * b * b, a**3 * b], rtol=1e-6)
     np.testing.assert_allclose(found.result, a**3 * b, rtol=1e-6)
     assert len(runs) == 1
-
-
-def test_arguments_that_are_not_compiled_for_are_not_kept():
-    # Of one function there may be millions: the number of a step, or a text.
-    function = jax.jit(lambda x, told: x, static_argnums=1)
-
-    def compiled(number):
-        told = Told()
-        return (
-            _compiled_for(function, Layout(((Hole(), told), {}), (0,)), ((0,),)) is not None,
-            weakref.ref(told),
-            number,
-        )
-
-    found = [compiled(number) for number in range(2 * STATICS_COMPILED)]
-    gc.collect()
-    assert [one for one, _, _ in found] == [number < STATICS_COMPILED for _, _, number in found]
-    assert not any(told() for one, told, _ in found if not one)
-
-
-class Told:
-    pass
 
 
 class Scale(ServedFunction):

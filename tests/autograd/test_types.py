@@ -224,28 +224,6 @@ def test_references_to_keys(big_world, here, compiled):
     assert found["key"] is None
 
 
-def noisy(carry, key):
-    return carry * jax.random.uniform(key), jax.random.fold_in(key, 1)
-
-
-@EAGER_AND_COMPILED
-@on_worker0
-def test_keys_and_numbers_in_a_scan(big_world, compiled):
-    def loss(call, x, key):
-        def step(state, _):
-            carry, key = call(1, noisy, *state)
-            return (carry, key), carry.sum()
-
-        (last, key), sums = jax.lax.scan(step, (x, key), None, length=3)
-        return (last * Y).sum() + (sums**2).sum() + jax.random.uniform(key)
-
-    derivative = lambda call: jax.grad(functools.partial(loss, call))  # noqa: E731
-    with jd.context():
-        assert_close(
-            compiled(derivative(sync))(Y, jax.random.key(1)), derivative(serial)(Y, jax.random.key(1)), rtol=1e-4
-        )
-
-
 def without_derivative(x, n):
     """Return results without derivatives beside a float: integers, booleans, a string and a NumPy array."""
     return {"y": x * n, "n": n + 1, "flags": x > 0, "word": "told", "host": np.arange(2)}

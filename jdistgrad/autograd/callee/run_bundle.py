@@ -3,7 +3,6 @@
 import collections
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -150,7 +149,7 @@ class BundleRun(ServedFunction):
     def _at_once(self) -> list[Any] | None:
         try:
             found = at_once(self._bundle.value, self._functions, self._items)
-            wait_for(found or ())
+            jax.block_until_ready(found)  # raises here any error from computing them
         except Exception:
             self._looks_for_failure = True
             return None
@@ -167,7 +166,7 @@ class BundleRun(ServedFunction):
         try:
             arrays = self._bundle.value.stops[turn].run(task, items)
             if self._looks_for_failure:
-                wait_for(arrays)
+                jax.block_until_ready(arrays)
             failed = False
             return arrays
         finally:
@@ -179,9 +178,3 @@ class BundleRun(ServedFunction):
 
 
 OWN.add(BundleRun)
-
-
-def wait_for(arrays: Sequence[Any]) -> None:
-    """Wait for arrays, to raise here any error from computing them."""
-    for array in arrays:
-        array.block_until_ready()

@@ -103,30 +103,6 @@ def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
     assert_close((value, gradient), ((X * X).sum(), 2 * X))
 
 
-@jax.custom_vjp
-def sleepy(x):
-    return jax.pure_callback(take_a_nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-sleepy.defvjp(lambda x: (sleepy(x), None), lambda _, cotangent: (2 * cotangent,))
-
-
-def take_a_nap(x):
-    time.sleep(1.5)
-    return 2 * np.asarray(x)
-
-
-def sleep_and_double(x):
-    return sleepy(x)
-
-
-@on_worker0(timeout=1)
-def test_a_pullback_has_time_to_wait_for_its_call(big_world):
-    # The call's own timeout is longer than the world's, and must count for the pull that waits for the call.
-    step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
-    assert_close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
-
-
 @on_worker0
 def test_a_reference_is_passed_on_before_its_value_is_made(world):
     def program(x):
