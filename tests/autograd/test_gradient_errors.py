@@ -252,7 +252,7 @@ def test_an_error_names_the_chain_of_workers(world, name):
         assert caught.value.code == 41 + FAILING.index(name)
         told = [note.splitlines()[0] for note in caught.value.__notes__ if note.startswith("On ")]
         assert [line.split()[1] for line in told] == [f"worker{k}" for k in reversed(path)]
-        assert all("test_failing_passes.down" in line for line in told)
+        assert all("test_gradient_errors.down" in line for line in told)
         assert ("the pullback of" in told[0]) == (name == "fails_backward")
         assert told[-1].endswith("called by worker0 (rank 0):")
         still_differentiates()

@@ -151,6 +151,9 @@ class Publish(Operation):
     value: Layout
     id: int
 
+    def __str__(self) -> str:
+        return "jdistgrad.RRef"
+
     def start(self, operands: Sequence[Any]) -> Started:
         owned = current_worker().references.announce(self.id)
         owned.value.set_result(self.value.fill(operands))

@@ -15,8 +15,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying
-from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Shapes, Started
-from jdistgrad.errors import DifferentiationError
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, Started
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.weights import WHOLE
@@ -37,6 +36,7 @@ class CallRemote(Call):
 
     results_come_here = False
     has_references = True
+    batched = Operation.batched
     staged: bool = False
     made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 
@@ -61,9 +61,6 @@ class CallRemote(Call):
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
         return [*([REMOTE_TAG] if self.orders else []), MARKS_SHAPE, TOKEN_SHAPE]
-
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
 
     def tangent_shapes(self) -> Shapes:
         return [MARKS_SHAPE]

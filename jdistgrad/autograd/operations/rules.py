@@ -189,6 +189,7 @@ ad.primitive_transposes[wire_p] = _transposed
 
 
 def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return the fetch of a reference's value as a function of its handle, and of its token if it has one."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
@@ -197,50 +198,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         token, count = residuals
-        live, parts, total = nonzero(cotangents)
-        if not live:
-            return (None, None)[: count.value]
-        handle, _ = put(Put(owner, REFERENCE, live, total))(token, *parts)
-        return (handle, None)[: count.value]
-
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
-
-
-def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
-        numbers = tuple(places.index(k) for k in perturbed)
-        shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
-        residuals = Fixed((perturbed, numbers, len(places), shapes, len(operands)))
-        return publish(operation, owner, token)(*operands), residuals
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        perturbed, numbers, total, shapes, count = residuals.value
-        if isinstance(cotangents[0], SymbolicZero):
-            return (None,) * count
-        *found, _ = take(Take(owner, REFERENCE, numbers, total, shapes))(cotangents[0], token)
-        return scattered(perturbed, found, count)
-
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
-
-
-def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
-    """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
-
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        outputs = put(operation)(*operands)
-        numbers = tuple(operation.live[k - 1] for k in perturbed)
-        shapes = tuple(jax.ShapeDtypeStruct(operands[k].shape, operands[k].dtype) for k in perturbed)
-        return outputs, (Fixed((perturbed, numbers, shapes, len(operands))), outputs[1])
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        fixed, token = residuals
-        perturbed, numbers, shapes, count = fixed.value
-        if isinstance(cotangents[0], SymbolicZero):
-            return (None,) * count
-        *found, _ = take(Take(operation.owner, CONTRIBUTION, numbers, operation.count, shapes))(cotangents[0], token)
-        return scattered(perturbed, found, count)
+        return (_put_back(owner, REFERENCE, token, cotangents), None)[: count.value]
 
     return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
@@ -253,23 +211,61 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         return outputs, outputs[-1]
 
     def backward(token: Any, cotangents: Any) -> Any:
-        live, parts, _ = nonzero(cotangents[:-1])
-        if not live:
-            return None, None
-        numbers = tuple(operation.wanted[k] for k in live)
-        handle, _ = put(Put(operation.owner, TAKEN, numbers, operation.count))(token, *parts)
-        return handle, None
+        return _put_back(operation.owner, TAKEN, token, cotangents[:-1], operation), None
 
     return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
-def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any], int]:
-    """Return the nonzero cotangents; before them their numbers among the results that have derivatives; their count."""
+def _put_back(owner: int, kind: str, token: Any, cotangents: Sequence[Any], taken: Take | None = None) -> Any:
+    """Contribute the cotangents of a value, or of the leaves ``taken``; return the handle, None if all are zero."""
     candidates = [one for one in cotangents if one is not None and one.dtype != jax.dtypes.float0]
     live = tuple(k for k, one in enumerate(candidates) if not isinstance(one, SymbolicZero))
-    return live, [candidates[k] for k in live], len(candidates)
+    if not live:
+        return None
+    parts = [candidates[k] for k in live]
+    numbers, count = (live, len(candidates)) if taken is None else (tuple(taken.wanted[k] for k in live), taken.count)
+    return put(Put(owner, kind, numbers, count))(token, *parts)[0]
 
 
-def scattered(places: Sequence[int], values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    found = dict(zip(places, values, strict=True))
+def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return the publishing of a value as a function of its arrays."""
+
+    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
+        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
+        residuals = _to_take(perturbed, tuple(places.index(k) for k in perturbed), len(places), operands)
+        return publish(operation, owner, token)(*operands), residuals
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        return _taken(owner, REFERENCE, residuals, cotangents[0], token)
+
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+
+
+def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
+    """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
+
+    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
+        outputs = put(operation)(*operands)
+        numbers = tuple(operation.live[k - 1] for k in perturbed)
+        return outputs, (_to_take(perturbed, numbers, operation.count, operands), outputs[1])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        return _taken(operation.owner, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
+
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+
+
+def _to_take(perturbed: tuple[int, ...], numbers: tuple[int, ...], total: int, operands: Sequence[Any]) -> Fixed:
+    """Return what ``_taken`` needs to know of the operands, which are the ``numbers`` of ``total`` leaves."""
+    shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
+    return Fixed((perturbed, numbers, total, shapes, len(operands)))
+
+
+def _taken(owner: int, kind: str, fixed: Fixed, handle: Any, token: Any) -> tuple[Any, ...]:
+    """Return the cotangents of operands: for the perturbed ones, the sums of the contributions."""
+    perturbed, numbers, total, shapes, count = fixed.value
+    found = dict[int, Any]()
+    if not isinstance(handle, SymbolicZero):
+        *sums, _ = take(Take(owner, kind, numbers, total, shapes))(handle, token)
+        found = dict(zip(perturbed, sums, strict=True))
     return tuple(found.get(k) for k in range(count))

@@ -81,8 +81,7 @@ class Operation:
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Return the operation over a batch. ``batched`` tells which operands begin with a batch dimension."""
         raise DifferentiationError(
-            f"{type(self).__name__.lower()} cannot be batched: a reference is one value, not a batch of them. Make it "
-            "outside jax.vmap."
+            f"{self} cannot be batched: a reference is one value, not a batch of them. Make it outside jax.vmap."
         )
 
 
