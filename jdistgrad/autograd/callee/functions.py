@@ -105,12 +105,10 @@ def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
     return split(tree, lambda leaf: next(numbers) in chosen)
 
 
-def differentiable_arrays(result: Any) -> tuple[list[Any], Any]:
-    """Return the arrays of a result that have derivatives, in order (handles of references too), and the result."""
-    if isinstance(result, jax.Array):
-        return ([result] if is_differentiable(result) else []), result
-    _, arrays = split(result, is_array)
-    return list(filter(is_differentiable, arrays)), result
+def differentiable_arrays(result: Any) -> list[Any]:
+    """Return the arrays of a result that have derivatives, in order; handles of references too."""
+    arrays = [result] if isinstance(result, jax.Array) else split(result, is_array)[1]
+    return list(filter(is_differentiable, arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,8 @@ def pulled_back(
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
         args, kwargs = with_values(layout.fill(variables), RRef.to_here)
-        results, result = differentiable_arrays(answer_of(function(*args, **kwargs)))
+        result = answer_of(function(*args, **kwargs))
+        results = differentiable_arrays(result)
         _refuse_new_references(result, (args, kwargs), function)
         return results if live is None else [results[k] for k in live], None
 

@@ -78,8 +78,7 @@ def differentiate(
             result, left, pullbacks = _as_written(function, layout, operands, orders)
         if state is not None:
             state.left = left
-    found, _ = differentiable_arrays(result)
-    shapes = tuple((one.shape, one.dtype) for one in found)
+    shapes = tuple((one.shape, one.dtype) for one in differentiable_arrays(result))
     return Differentiated(result, pullbacks, shapes, compiled, None if state is None else state.value)
 
 
@@ -91,7 +90,7 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
         result = answer_of(function(*args, **kwargs))
         results, arrays = split(result, is_array)
         found.append(nothing_hidden(results, function))
-        return differentiable_arrays(result)[0], (arrays, _left(function, args))
+        return differentiable_arrays(result), (arrays, _left(function, args))
 
     _, pullbacks, (arrays, left) = differentiated(primal, operands, orders)
     return found[0].fill(arrays), left, pullbacks
@@ -104,10 +103,9 @@ def _left(function: Any, args: Args) -> Any:
 
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
     def pull(*cotangents: Any) -> Any:
-        given: list[Any] = [ad.Zero(jax.core.ShapedArray(*shape)) for shape in shapes]  # these stay zero times infinity
-        for k, one in zip(live, cotangents, strict=True):
-            given[k] = one
-        return pulled(pullback, given)
+        known = dict(zip(live, cotangents, strict=True))
+        zero = lambda shape: ad.Zero(jax.core.ShapedArray(*shape))  # noqa: E731 stays zero times infinity
+        return pulled(pullback, [known[k] if k in known else zero(shape) for k, shape in enumerate(shapes)])
 
     return _mapped(pull, maps)(*made(cotangents))
 
@@ -163,8 +161,8 @@ class Compiled:
                 parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
                 leaves = [next(parts[kind]) if kind in parts else value for kind, value in kinds]
                 args, kwargs = jax.tree.unflatten(structure, leaves)
-                results, result = differentiable_arrays(function(*args, **kwargs))
-                return results, (result, _left(function, args))
+                result = function(*args, **kwargs)
+                return differentiable_arrays(result), (result, _left(function, args))
 
             _, pullbacks, (result, left) = differentiated(primal, variables, orders)
             return Outputs.of((result, left, pullbacks), [*variables, *constants])

@@ -13,7 +13,7 @@ from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.links import Link, next_message, next_place
+from jdistgrad.autograd.tape.links import next_message, next_place
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
@@ -96,10 +96,6 @@ class Call(Operation):
 
     def items(self) -> list[Any]:
         return self.arguments.items()
-
-    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        what = describe(self.function)
-        return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
 
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout

@@ -11,7 +11,7 @@ from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.links import Link, next_place
+from jdistgrad.autograd.tape.links import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
@@ -176,9 +176,6 @@ class Pull(Linear):
     def items(self) -> list[Operand]:
         """Return the cotangents, which follow the tag among the operands that ``needed`` leaves."""
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
-
-    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), backward=True, caused_by=cause)]
 
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"

@@ -28,6 +28,7 @@ from jdistgrad.autograd.values.primitive import Started
 from jdistgrad.autograd.values.results import Uniform
 from jdistgrad.rpc.cached import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
@@ -117,8 +118,13 @@ class BundleCall:
             by = cause()
 
             def links() -> list[Link]:
-                each = zip(self.members, numbers, strict=True)
-                return [link for member, mine in each for link in member.operation.links(mine, worker.rank, by)]
+                found = []
+                for member, mine in zip(self.members, numbers, strict=True):
+                    one = member.operation
+                    call = one.call if isinstance(one, Pull) else one
+                    if mine:
+                        found.append(Link(mine[0], worker.rank, self.to, describe(call.function), one is not call, by))
+                return found
 
             current_tape(lambda: str(self.members[0].operation)).links.note(links)
         items = [one.of(operands) if isinstance(one, Operand) else one for one in brought]
