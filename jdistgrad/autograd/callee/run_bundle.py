@@ -10,11 +10,11 @@ import jax
 from jdistgrad import events
 from jdistgrad.autograd.callee.bundle import Bundle, PullStop
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.callee.recording import Recording
+from jdistgrad.autograd.callee.recording import Arguments, Recording
 from jdistgrad.autograd.tape.links import Place, answer, next_message
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.primitive import has_wire
-from jdistgrad.autograd.values.results import as_jax, strong
+from jdistgrad.autograd.values.results import as_jax, made, strong
 from jdistgrad.rpc.by_value import OWN
 from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.events import task_served
@@ -38,7 +38,8 @@ class CompiledBundle:
                     return recordings.pop(one.call).derived.pull(one.order, one.live, items, one.maps)
                 if not one.orders:
                     return one.run(function, items)
-                recordings[turn] = one.recorded(function, items)
+                args, kwargs = one.arguments.fill(made(items))
+                recordings[turn] = Recording(function, Arguments(args, kwargs, one.orders, one.lanes))
                 return one.arrays(recordings[turn].result)
 
             return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)

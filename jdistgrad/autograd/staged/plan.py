@@ -8,7 +8,7 @@ the rest is computed.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
-from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
+from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, Ordered, flatten, in_order, needed
 from jdistgrad.autograd.staged.rewriting import (
     constants_known,
     in_program_order,
@@ -30,7 +30,7 @@ from jdistgrad.wire.arrays import ALIAS_FROM
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
+class Unit(Ordered):
     """A unit of the plan: an operation, or a piece of equations compiled together."""
 
     equations: list[Equation]
@@ -39,10 +39,6 @@ class Unit:
     urgency: float
     operation: Any = None
     after: tuple[int, ...] = ()
-
-    def variables(self) -> Iterator[int]:
-        """Yield the variables that must be known before the unit can run."""
-        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
 
 @dataclasses.dataclass

@@ -24,6 +24,7 @@ from jdistgrad.autograd.values.results import Uniform
 from jdistgrad.rpc.references.handles import NO_MARKS
 
 ADDITIONS = {"add", "add_any"}
+SMALL = 1 << 16  # bytes; arrays up to this size become constants
 
 
 def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
@@ -121,9 +122,6 @@ def require_gradients(equations: Iterable[Equation]) -> None:
         if isinstance(equation.operation, Use):
             known = [atom.value if isinstance(atom, Constant) else np.ones(NO_MARKS.shape) for atom in equation.inputs]
             equation.operation.marks(known)
-
-
-SMALL = 1 << 16  # bytes; arrays up to this size become constants
 
 
 def constants_known(equations: Sequence[Equation]) -> list[Equation]:
