@@ -30,7 +30,12 @@ _installed = False
 
 
 def watch_for_interrupts(cancel: Callable[[], None]) -> None:
-    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process."""
+    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process.
+
+    Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program
+    waits for another worker. The byte that C writes on a signal wakes a thread of our own. It ends the calls under way
+    with an error: the program fails, and Python goes on by raising KeyboardInterrupt.
+    """
     global _installed
     with _lock:
         if _installed or threading.current_thread() is not threading.main_thread():

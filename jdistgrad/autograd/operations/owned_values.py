@@ -50,7 +50,7 @@ class Request:
 
 
 def send(requests: Sequence[Request]) -> list[Started]:
-    """Send requests to one worker, in one message."""
+    """Send requests to one worker, in one message. The one answer comes when all their tasks are done."""
     values = list(dict.fromkeys(one.value for one in requests if one.value is not None))
     additions = [one.addition for one in requests if one.addition is not None]
     tasks = [one.task for one in requests if one.task is not None]

@@ -228,6 +228,7 @@ _shared = jaxprs.Shared(4096)
 
 
 def compiled(unit: Unit) -> Callable[..., list[Any]]:
+    """Return a piece as one jitted function of its inputs, which pieces with the same equations share."""
 
     def run(*inputs: Any) -> list[Any]:
         known = dict(zip(unit.inputs, inputs, strict=True))

@@ -22,7 +22,7 @@ _PULLED = object()  # replaces a recording after its last pull
 
 
 class PullbackTable:
-    """The recordings of one worker in one context."""
+    """The recordings of one worker in one context. A pull may come before its call has been served; the pull waits."""
 
     def __init__(self) -> None:
         self._found: dict[int, Any] = {}
