@@ -11,7 +11,7 @@ from jdistgrad.autograd.gradients import (
     grad as grad,
     value_and_grad as value_and_grad,
 )
-from jdistgrad.autograd.graph.graph import Graph as Graph
+from jdistgrad.autograd.graph import Graph as Graph
 from jdistgrad.autograd.staged.jit import jit as jit
 from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
 from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.graph.graph import Graph, gather
+from jdistgrad.autograd.graph import Graph, gather
 from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
@@ -26,29 +26,25 @@ class Context(Corrected):
     corrections: ClassVar = dict.fromkeys(("gradients", "grads", "get_gradients"), "jd.get_gradients(ctx) returns them")
 
     def __init__(self, worker: Worker, scope: Scope):
-        self._worker, self._scope = worker, scope
+        self._worker, self.scope = worker, scope
 
     @property
     def id(self) -> int:
         """Return the 64-bit id: the rank of the worker that opened the context in the top 16 bits."""
-        return self._scope.id
+        return self.scope.id
 
     @property
     def closed(self) -> bool:
-        return self._scope.closed
+        return self.scope.closed
 
     @property
     def tape(self) -> Tape:
         """Return this worker's tape of the context. Raises ContextError once the context is closed."""
-        return self._scope.content(Tape)
-
-    @property
-    def scope(self) -> Scope:
-        return self._scope
+        return self.scope.content(Tape)
 
     def workers(self) -> set[int]:
         """Return the ranks of the workers that this worker has called in the context."""
-        return self._scope.peers()
+        return self.scope.peers()
 
     def graph(self) -> Graph:
         """Gather the graph recorded so far on every worker the context has reached: see ``Graph``.
@@ -75,49 +71,24 @@ class Context(Corrected):
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
 
 
-class ContextBlock:
-    """What ``context()`` returns: it opens a context where its block begins, and closes it where the block ends."""
-
-    def __init__(self) -> None:
-        self._opening, self._entered = _opening(), False
-
-    def __enter__(self) -> Context:
-        if self._entered:
-            raise ContextError(
-                "what jdistgrad.context() returns is for one block, and has had one. "
-                "Write `with jdistgrad.context() as ctx:` for each block."
-            )
-        self._entered = True
-        return self._opening.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._opening.__exit__(*error)
-
-    def __call__(self, function: F) -> F:
-        """Return the function with a context of its own for each call."""
-        return self._opening(function)
+ContextBlock = contextlib.AbstractContextManager  # what ``context()`` returns
 
 
-def context() -> ContextBlock:
+@contextlib.contextmanager
+def context() -> Iterator[Context]:
     """Open a context, in which the block's derivatives of remote calls gather their gradients.
 
     Every worker that takes part creates its own part of the context on the first message that names the context, and
     releases that part when the block ends, normally or by an exception.
 
     Raises:
-      ContextError: this thread is already in a context, or the block has been used (by a second ``with``).
+      ContextError: this thread is already in a context.
 
     Example:
       >>> with jd.context() as ctx:
       ...     loss, grads = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, head)
       ...     optimizer.step(ctx)
     """
-    return ContextBlock()
-
-
-@contextlib.contextmanager
-def _opening() -> Iterator[Context]:
-    """Open the context of a block that the program has written."""
     outer = current_scope()
     if outer is not None:
         raise ContextError(
@@ -134,36 +105,25 @@ def _opening() -> Iterator[Context]:
 def opened_context() -> Iterator[Context]:
     """Open a context for a block, also inside another one."""
     worker = current_worker()
-    identifier = worker.scopes.draw()  # Ctrl-C may come before anybody has the scope
-    inside = None
+    opened = Context(worker, worker.scopes.enter(worker.scopes.draw()))
     try:
-        try:
-            opened = Context(worker, worker.scopes.enter(identifier))
-            inside = within(opened.scope)
-            with inside:
-                yield opened
-        finally:  # again what Ctrl-C may have kept from its end
-            if inside is not None:
-                inside.__exit__()
-            worker.releasing.close_scope(identifier)
-    except BaseException:
-        worker.releasing.abandon_scope(identifier)
-        raise
+        with within(opened.scope):
+            yield opened
+    finally:
+        opened.close()
 
 
 def find_context(which: Any) -> Context:
     """Return this worker's context for a ``Context`` object or an id."""
     worker = current_worker()
-    if isinstance(which, Context):
-        if which.closed:  # an earlier world's: another context may have its id now
-            raise closed_error(which.id)
-        return Context(worker, worker.scopes.find(which.id))
-    if isinstance(which, int):
-        return Context(worker, worker.scopes.find(which))
-    raise TypeError(
-        f"expected a context, which `with jdistgrad.context() as ctx:` gives, or its id, not a {type(which).__name__}: "
-        f"{which!r}"
-    )
+    if isinstance(which, Context) and which.closed:  # an earlier world's: another context may have its id now
+        raise closed_error(which.id)
+    if not isinstance(which, Context | int):
+        raise TypeError(
+            "expected a context, which `with jdistgrad.context() as ctx:` gives, or its id, not a "
+            f"{type(which).__name__}: {which!r}"
+        )
+    return Context(worker, worker.scopes.find(which.id if isinstance(which, Context) else which))
 
 
 def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
@@ -189,14 +149,12 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
             "constant there, without a derivative. Call it outside; for derivatives of gradients, differentiate copies "
             "of the values, rref.to_here()."
         )
-    found, worker = find_context(ctx), current_worker()
-    gradients = found.tape.gradients()
-    claims = {identifier: worker.references.share(identifier) for identifier in gradients}
-    return {
-        RRef._of(claim): gradient_tree(identifier, gradients[identifier])
-        for identifier, claim in claims.items()
-        if claim is not None
-    }
+    found, references = dict[RRef[Any], Any](), current_worker().references
+    for identifier, leaves in find_context(ctx).tape.gradients().items():
+        claim = references.share(identifier)
+        if claim is not None:
+            found[RRef._of(claim)] = gradient_tree(identifier, leaves)
+    return found
 
 
 class Lease:
@@ -204,9 +162,6 @@ class Lease:
 
     def __init__(self, worker: Worker):
         self._worker, self.id = worker, worker.scopes.draw()
-
-    def close(self) -> None:
-        self._worker.releasing.close_scope(self.id)
 
     def __del__(self) -> None:
         self._worker.releasing.abandon_scope(self.id)
@@ -225,5 +180,5 @@ def some_context(*, needed: bool = True) -> Iterator[Any]:
             yield lease
             settle()
     except BaseException:  # its traceback would keep the lease alive
-        lease.close()
+        worker.releasing.close_scope(lease.id)
         raise

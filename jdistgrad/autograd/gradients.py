@@ -1,8 +1,7 @@
 """Gradients of functions that call other workers: ``grad``, ``value_and_grad``, ``backward``."""
 
 import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -17,7 +16,6 @@ from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.handles import HANDLE, NO_MARKS, marks_of, renewed
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.scopes import Scope
@@ -94,15 +92,13 @@ class RemoteGradient(Elsewhere):
         return f"gradient of {self.rref}"
 
 
-def _unflatten(reference: Any, children: Any) -> RemoteGradient:
-    return RemoteGradient(jax.tree.unflatten(reference, (HANDLE,)), renewed(children[0]), current_scope())
-
-
-def _flatten(gradient: RemoteGradient) -> tuple[tuple[Any, ...], Any]:
-    return (gradient.handle,), jax.tree.structure(gradient.rref)
-
-
-jax.tree_util.register_pytree_node(RemoteGradient, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    RemoteGradient,
+    lambda gradient: ((gradient.handle,), jax.tree.structure(gradient.rref)),
+    lambda reference, children: RemoteGradient(
+        jax.tree.unflatten(reference, (HANDLE,)), renewed(children[0]), current_scope()
+    ),
+)
 
 
 @overload
@@ -143,16 +139,19 @@ def value_and_grad(
       >>> with jd.context() as ctx:
       ...     loss, (enc_grad, head_grad) = jd.value_and_grad(loss_fn, argnums=(0, 1))(enc, head)
     """
-
     _require_function(fun, "grad and value_and_grad take the function that computes the loss: grad(loss_fn)(params)")
-    positions = _positions(argnums)
+
+    @functools.wraps(fun)
+    def rooted(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if has_aux and isinstance(result, tuple) and len(result) == 2:
+            return _scalar(result[0]), result[1]
+        return result if has_aux else _scalar(result)  # JAX refuses what is no pair
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        _require_inexact(fun, positions, args)
         with some_context() as lease:
-            transformed = jax.value_and_grad(_rooted(fun, has_aux=has_aux), argnums, has_aux)
-            value, gradients = transformed(*args, **kwargs)
+            value, gradients = jax.value_and_grad(rooted, argnums, has_aux)(*args, **kwargs)
             return value, _with_remote(gradients, lease)
 
     return differentiated
@@ -243,71 +242,19 @@ def _require_function(fun: Any, usage: str) -> None:
         )
 
 
-def _positions(argnums: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments to differentiate. Raise TypeError for what is no position."""
-    try:
-        return tuple(map(operator.index, argnums if isinstance(argnums, Iterable) else (argnums,)))
-    except TypeError:
-        raise TypeError(f"argnums= is {argnums!r:.60}, expected the position of an argument, or several") from None
-
-
-def _require_inexact(fun: Callable[..., Any], positions: Sequence[int], args: Sequence[Any]) -> None:
-    """Raise DifferentiationError, with its name, for an argument that has no derivative, as JAX would without it."""
-    for number in positions:
-        if not -len(args) <= number < len(args):
-            continue
-        for path, leaf in jax.tree_util.tree_flatten_with_path(args[number], is_leaf=_is_reference)[0]:
-            if _is_reference(leaf) and leaf.token is not None:
-                raise DifferentiationError(
-                    f"argument {number} of {describe(fun)} has no derivative here: "
-                    f"{jax.tree_util.keystr(path) or 'it'} is a reference that jdistgrad.remote makes inside a "
-                    "function that is staged (jd.jit, jax.jit, scan ...). Make the reference outside and pass it in, "
-                    "or differentiate the arguments of remote."
-                )
-            dtype = getattr(leaf, "dtype", None)
-            if (dtype is not None and jnp.issubdtype(dtype, jnp.integer)) or isinstance(leaf, bool | int):
-                raise DifferentiationError(
-                    f"argument {number} of {describe(fun)} has no derivative: {jax.tree_util.keystr(path) or 'it'} is "
-                    f"{dtype or type(leaf).__name__}, expected floating or complex numbers. Cast it, or leave integers "
-                    "out of the differentiated arguments (argnums)."
-                )
-
-
-def _is_reference(leaf: Any) -> bool:
-    return isinstance(leaf, RRef)
-
-
-def _rooted(fun: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-    """Wrap a function so that a result that cannot be differentiated raises a clear error."""
-
-    @functools.wraps(fun)
-    def rooted(*args: Any, **kwargs: Any) -> Any:
-        result = fun(*args, **kwargs)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise DifferentiationError(
-                f"with has_aux a function returns (scalar, anything), not {type(result).__name__}"
-            )
-        root, rest = result if has_aux else (result, None)
-        return (_scalar(root), rest) if has_aux else _scalar(root)
-
-    return rooted
-
-
 def _scalar(root: Any) -> Any:
+    """Return a root. Raises DifferentiationError if it is not a local, real float scalar."""
     if isinstance(root, RRef):
         raise DifferentiationError(
             f"a root of a derivative must be local, not {root}. Fetch it first: return rref.to_here().", root=root
         )
-    if not (is_array(root) or isinstance(root, int | float | complex)) or jnp.shape(root) != ():
+    is_number = is_array(root) or isinstance(root, int | float | complex)
+    if not is_number or jnp.shape(root) != () or not jnp.issubdtype(jnp.result_type(root), jnp.floating):
         what = f"{root.dtype}{list(root.shape)}" if is_array(root) else f"a {type(root).__name__}"
-        raise DifferentiationError(f"a root of a derivative must be a scalar, not {what}. Sum it, or take its mean.")
-    kind = root.dtype if is_array(root) else type(root).__name__
-    if jnp.issubdtype(jnp.result_type(root), jnp.complexfloating):
         raise DifferentiationError(
-            f"a root of a derivative must be real, not {kind}. Take its real part or absolute value, or use jax.vjp."
+            f"a root of a derivative must be a real float scalar, not {what}. Sum an array, or take its mean; of a "
+            "complex number take the real part or the absolute value, or use jax.vjp."
         )
-    if not jnp.issubdtype(jnp.result_type(root), jnp.inexact):
-        raise DifferentiationError(f"a root of a derivative must be a float, not {kind}")
     return root
 
 
@@ -317,7 +264,7 @@ def _with_remote(gradients: Any, lease: Any) -> Any:
     def convert(leaf: Any) -> Any:
         return RemoteGradient(leaf, leaf.handle, current_scope(), lease) if isinstance(leaf, RRef) else leaf
 
-    return jax.tree.map(convert, gradients, is_leaf=_is_reference)
+    return jax.tree.map(convert, gradients, is_leaf=lambda leaf: isinstance(leaf, RRef))
 
 
 def hold(results: Any, lease: Any) -> Any:

@@ -29,7 +29,7 @@ class TracedCalls:
         function, args, kwargs = _to_trace(function, args, kwargs)
         arguments, operands = split((args, kwargs))
         operation = Call(peer.rank, function, arguments, results, timeout, where=where())
-        return results.rebuild(rules.call(operation)(*operands))
+        return results.rebuild(rules.with_tangents(operation)(*operands))
 
     def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Make the call at once and return a future that is done. The staged step sends calls out together."""
@@ -41,7 +41,7 @@ class TracedCalls:
         arguments, operands = split((args, kwargs))
         staged = traced_hook.staging()
         operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
-        marks, token = rules.call(operation)(*operands)
+        marks, token = rules.with_tangents(operation)(*operands)
         if operation.made:  # the call has already run: its reference is known
             return RRef._of(operation.made.pop(), with_marks(marks))
         return staged_reference(peer.rank, results, with_marks(marks), token)
@@ -75,5 +75,4 @@ def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]
 
 
 def install() -> None:
-    """Install the handler, so that rpc hands over traced calls."""
     traced_hook.install(TracedCalls())

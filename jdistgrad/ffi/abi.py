@@ -7,7 +7,6 @@ its structures; a handler states the version it was written for (``VERSION``), a
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ EXECUTE = 3  # the stage in which the arguments are available
 _Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
 _START: list[tuple[str, Any]] = [("struct_size", _Size), ("extension_start", _Pointer)]
 
-Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
+Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)  # a function of a frame's address, kept as long as XLA may call it
 _function = functools.cache(Function)  # by address: XLA's functions do not move
 
 
@@ -118,33 +117,24 @@ class CallFrame(ctypes.Structure):
         metadata.traits = 0
         return True
 
-    def number(self) -> int:
-        """Return the only attribute, an unsigned 64-bit integer."""
-        return ctypes.c_uint64.from_address(self.copy_of_site()).value
+    def number_and_copy(self) -> tuple[int, int]:
+        """Return the only attribute, an unsigned 64-bit integer, and what tells copies of a call in a program apart.
 
-    def copy_of_site(self) -> int:
-        """Return what tells copies of a call in a program apart. XLA copies a function wherever the program calls it.
-
-        It is the address of the only attribute, which all devices that run the program have in common.
+        XLA copies a function wherever the program calls it. All devices that run the program have the address of the
+        attribute in common.
         """
-        return int(_Scalar.from_address(self.attributes.values[0]).value)
-
-    def operand(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return _view(self.operands.values[place], shape, dtype)
-
-    def result(self, place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return _view(self.results.values[place], shape, dtype)
+        address = int(_Scalar.from_address(self.attributes.values[0]).value)
+        return ctypes.c_uint64.from_address(address).value, address
 
     def run_and_device(self) -> tuple[int, int]:
         """Return the number of the program's run, which all its devices have in common, and that of the device."""
-        interface = _Interface.from_address(self.interface)
-        return self._ask(interface.run_of), self._ask(interface.device_of)
-
-    def _ask(self, question: int) -> int:
-        arguments = _ContextArguments(struct_size=ctypes.sizeof(_ContextArguments), context=self.context)
-        if _function(question)(ctypes.addressof(arguments)):
-            raise RuntimeError("XLA does not know its own run")
-        return int(arguments.number)
+        interface, found = _Interface.from_address(self.interface), []
+        for question in (interface.run_of, interface.device_of):
+            arguments = _ContextArguments(struct_size=ctypes.sizeof(_ContextArguments), context=self.context)
+            if _function(question)(ctypes.addressof(arguments)):
+                raise RuntimeError("XLA does not know its own run")
+            found.append(int(arguments.number))
+        return found[0], found[1]
 
     def begin(self) -> "AsyncResult":
         """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""
@@ -156,7 +146,6 @@ class CallFrame(ctypes.Structure):
         return AsyncResult(interface, arguments.future)
 
     def error(self, message: str, code: int) -> int:
-        """Make an XLA error for a handler to return."""
         return _error(_Interface.from_address(self.interface), message, code)
 
 
@@ -187,11 +176,6 @@ def carrier(dtype: Any) -> np.dtype:
     return kind
 
 
-def handler(function: Callable[[int], int | None]) -> Any:
-    """Wrap a function of a frame's address so that XLA can call it. Keep the wrapper as long as XLA may call it."""
-    return Function(function)
-
-
 def _error(interface: _Interface, message: str, code: int) -> int:
     arguments = _ErrorArguments(
         struct_size=ctypes.sizeof(_ErrorArguments), message=message.encode(errors="replace"), code=code
@@ -200,7 +184,7 @@ def _error(interface: _Interface, message: str, code: int) -> int:
     return error
 
 
-def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return a buffer's memory as an array. XLA owns the memory, which is valid until the call is done."""
     size = math.prod(shape) * dtype.itemsize
     if not size:

@@ -121,11 +121,7 @@ class WaitingPrograms:
 
     @functools.cached_property
     def _size(self) -> int:
-        return pool_size()
-
-
-def pool_size() -> int:
-    """Return how many threads XLA has for programs on CPUs."""
-    reserved = os.environ.get(POOL, "")
-    cores = int(reserved) if reserved.isdigit() else len(usable_cores())
-    return max(1, cores, len(jax.local_devices(backend="cpu")))
+        """Return how many threads XLA has for programs on CPUs."""
+        reserved = os.environ.get(POOL, "")
+        cores = int(reserved) if reserved.isdigit() else len(usable_cores())
+        return max(1, cores, len(jax.local_devices(backend="cpu")))

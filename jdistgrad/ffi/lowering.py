@@ -1,8 +1,14 @@
 """Calls of Python functions as parts of JAX programs."""
 
 import collections
+import contextlib
 import functools
-from collections.abc import Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -14,8 +20,48 @@ from jdistgrad._compat import abstract_token
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.dispatch import explained_on
-from jdistgrad.ffi.interrupts import watch_for_interrupts
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
+from jdistgrad.threads import frames
+
+STANDSTILL_SECONDS = 0.1
+
+_lock = threading.Lock()
+_installed = False
+
+
+def watch_for_interrupts(cancel: Callable[[], None]) -> None:
+    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process.
+
+    Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program
+    waits for another worker. The byte that C writes on a signal wakes a thread of our own. It ends the calls under way
+    with an error: the program fails, and Python goes on by raising KeyboardInterrupt.
+    """
+    global _installed
+    with _lock:
+        if _installed or threading.current_thread() is not threading.main_thread():
+            return
+        _installed = True
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read, before, cancel), name="jdistgrad-interrupts", daemon=True).start()
+
+
+def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
+    while numbers := os.read(read, 64):
+        if before >= 0:  # other code has set a descriptor too: pass the signals on
+            with contextlib.suppress(OSError):
+                os.write(before, numbers)
+        if signal.SIGINT in numbers:
+            place = _place()
+            time.sleep(STANDSTILL_SECONDS)
+            if place == _place():
+                cancel()
+
+
+def _place() -> tuple[int, int] | None:
+    frame: FrameType | None = frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def lower(
@@ -51,13 +97,9 @@ def _devices_together(context: Any) -> Together:
     groups = {
         device.local_hardware_id: tuple(place[k] for k in mapped)
         for place, device in np.ndenumerate(mesh.devices)
-        if _is_here(device)
+        if device.process_index == jax.process_index()
     }
     return max(collections.Counter(groups.values()).values(), default=1), groups
-
-
-def _is_here(device: Any) -> bool:
-    return bool(device.process_index == jax.process_index())
 
 
 def on_cpus() -> bool:
@@ -94,7 +136,14 @@ def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any
 def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
-    _refuse_several_devices(_devices_of(context.module_context.axis_context))
+    count = _devices_of(context.module_context.axis_context)
+    if count > 1:  # XLA orders what has effects on one device only, and of programs on several it runs one at a time
+        raise CollectiveError(
+            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
+            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
+            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
+            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
+        )
     site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
     given, made = list(map(_carried, context.avals_in)), list(map(_carried, context.avals_out))
     carried, behind = _converted(context, operands, context.avals_in, given), [abstract_token()]
@@ -105,20 +154,8 @@ def _lowered(
 
 
 def _devices_of(context: Any) -> int:
-    """Return on how many devices a program runs."""
     mesh = getattr(context, "mesh", None)
     return int(getattr(context, "num_devices", 1) if mesh is None else mesh.size)
-
-
-def _refuse_several_devices(count: int) -> None:
-    """XLA orders what has effects on one device only, and of programs on several it runs one at a time."""
-    if count > 1:
-        raise CollectiveError(
-            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
-            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
-            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
-            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
-        )
 
 
 def _carried(aval: Any) -> Any:
@@ -128,17 +165,12 @@ def _carried(aval: Any) -> Any:
 
 def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
     """Return values of a program of one list of types as those of another."""
-    return [
-        value if old.dtype == new.dtype else _convert(context, value, old, new)
-        for value, old, new in zip(values, before, after, strict=True)
-    ]
-
-
-def _convert(context: Any, value: Any, before: Any, after: Any) -> Any:
-    cast = functools.partial(jax.lax.convert_element_type, new_dtype=after.dtype)
-    rule = mlir.lower_fun(cast, multiple_results=False)
-    alone = context.replace(avals_in=[before], avals_out=[after], tokens_in=mlir.TokenSet(), tokens_out=None)
-    (found,) = rule(alone, value)
+    found = list(values)
+    for k, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old.dtype != new.dtype:
+            cast = functools.partial(jax.lax.convert_element_type, new_dtype=new.dtype)
+            alone = context.replace(avals_in=[old], avals_out=[new], tokens_in=mlir.TokenSet(), tokens_out=None)
+            (found[k],) = mlir.lower_fun(cast, multiple_results=False)(alone, values[k])
     return found
 
 

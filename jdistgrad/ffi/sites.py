@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import logging
 import secrets
 import signal
 import sys
@@ -31,7 +30,6 @@ from jdistgrad.threads import ThreadPool, called_by_c, signal_again
 
 TARGET = "jdistgrad_call"
 
-log = logging.getLogger("jdistgrad.ffi")
 
 # The absl status codes that errors here have.
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
@@ -125,17 +123,15 @@ class SharedCalls:
                 del results[turn]
                 if not results:  # all have made equally many
                     del self._runs[key]
-        return functools.partial(_perform_for_all, perform, found) if first else found.result
 
+        def perform_for_all() -> Any:
+            try:
+                found.set_result(perform())
+            except BaseException as error:
+                found.set_exception(error)
+            return found.result()
 
-def _perform_for_all(perform: Callable[[], Any], found: concurrent.futures.Future[Any]) -> Any:
-    try:
-        result = perform()
-    except BaseException as error:
-        found.set_exception(error)
-        raise
-    found.set_result(result)
-    return result
+        return perform_for_all if first else found.result
 
 
 class SiteCall:
@@ -155,28 +151,24 @@ class SiteCall:
         try:
             with self._crowd:
                 found = self._function()
-            self._end(lambda: _put(found, self._results))
+            self.end(found)
         except BaseException as error:
-            self.fail(error)
+            self.end(None, error)
         finally:
             _running.call = None
 
-    def fail(self, error: BaseException) -> None:
-        if self._end(lambda: None, error):
-            log.debug("a call in compiled code failed: %s", error)
-
-    def _end(self, finish: Callable[[], None], error: BaseException | None = None) -> bool:
+    def end(self, found: Sequence[Any] | None, error: BaseException | None = None) -> None:
         with self._lock:
             if self._ended:
-                return False
-            finish()
+                return
+            if error is None:
+                _put(found, self._results)
             self._ended = True
         _under_way.discard(self)
         if error is None:
             self._pending.done()
         else:
             self._pending.failed(in_words(error), code_of(error))
-        return True
 
 
 def is_cancelled() -> bool:
@@ -193,7 +185,7 @@ def cancel_all() -> None:
     while not _under_way.isdisjoint(calls) and time.monotonic() < end:
         time.sleep(TO_END / 20)
     for call in calls:
-        call.fail(KeyboardInterrupt("while compiled code waited for other workers"))
+        call.end(None, KeyboardInterrupt("while compiled code waited for other workers"))
 
 
 # Starts at random, so that a program compiled in another process finds no site here by accident.
@@ -230,16 +222,18 @@ def _handle(address: int) -> int | None:
         frame = abi.CallFrame.from_address(address)
         if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
             return None
-        site = _sites[frame.number()]
-        copies = [aligned_copy(frame.operand(k, *one)) for k, one in enumerate(site.operands)]
+        number, copy = frame.number_and_copy()
+        site = _sites[number]
+        copies = [aligned_copy(abi.view(frame.operands.values[k], *one)) for k, one in enumerate(site.operands)]
         operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
-        results = [frame.result(k, *one) for k, one in enumerate(site.results)]
+        results = [abi.view(frame.results.values[k], *one) for k, one in enumerate(site.results)]
         whole: Callable[[], Any] = functools.partial(site.function, *operands)
         if site.shared is not None:
-            whole = site.shared.once(*frame.run_and_device(), frame.copy_of_site(), whole)
+            whole = site.shared.once(*frame.run_and_device(), copy, whole)
         found = whole() if site.quick else Deferred(whole)
         if isinstance(found, Deferred):
-            here, by_xla = contextvars.copy_context(), _is_xlas()
+            # A thread of XLA's pool runs the program if there is no Python frame below this one.
+            here, by_xla = contextvars.copy_context(), sys._getframe().f_back is None
             here.run(_by_xla.set, by_xla or _by_xla.get())
             call = SiteCall(found.rest, results, frame.begin(), holds_thread=by_xla)
             _threads.run(functools.partial(here.run, call.run))
@@ -250,14 +244,8 @@ def _handle(address: int) -> int | None:
             signal_again(signal.SIGINT)
         if call is None:
             return abi.CallFrame.from_address(address).error(in_words(error), code_of(error))
-        call.fail(error)
+        call.end(None, error)
     return None
-
-
-def _is_xlas() -> bool:
-    """Return whether a thread of XLA's pool runs the program: there is no Python frame below the handler's."""
-    handler = sys._getframe(1)
-    return handler.f_back is None
 
 
 def aligned_copy(array: np.ndarray) -> np.ndarray:
@@ -288,5 +276,5 @@ def code_of(error: BaseException) -> int:
 
 
 run_programs_where_they_are_called()
-_handler = abi.handler(_handle)
+_handler = abi.Function(_handle)
 jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.autograd.tape.links import next_message
-from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.links import next_message, next_place
 from jdistgrad.errors import CallTimeoutError, DistgradError, ScheduleError, WorkerLostError
 from jdistgrad.pipeline.averages import tell_replicas
 from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of, trained_of

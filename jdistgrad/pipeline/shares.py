@@ -17,8 +17,7 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
-from jdistgrad.autograd.tape.links import next_message, serving
-from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.tape.links import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
 from jdistgrad.pipeline.averages import Averages, Turns

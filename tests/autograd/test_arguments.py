@@ -20,7 +20,6 @@ from helpers.programs import (
     vector,
 )
 from helpers.worlds import on_worker0, rank
-from jax.experimental import sparse
 
 import jdistgrad as jd
 
@@ -40,23 +39,6 @@ def test_arguments_of_every_dtype(big_world):
         jnp.bfloat16(vector(4, 6)),
     )
     assert_same_gradients(lambda call, *args: call(1, mixed, *args, label="flags"), *args)
-
-
-def halves(x, y):
-    return (x * y).astype(jnp.bfloat16), (x + y).astype(jnp.float16)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
-@on_worker0
-def test_each_dtype_by_itself(big_world, dtype):
-    x, y = vector(3).astype(dtype), vector(3, 8).astype(dtype)
-    assert_same_gradients(lambda call, x, y: call(1, product, x, y), x, y)
-    assert_same_gradients(lambda call, x, y: call(2, product, y, x), x, y, call=fetched)
-
-
-@on_worker0
-def test_narrow_results_of_wide_arguments(big_world):
-    assert_same_gradients(lambda call, x, y: call(1, halves, x, y), vector(3), vector(3, 8))
 
 
 def holomorphic(z):
@@ -97,21 +79,6 @@ def test_keyword_arguments_and_trees_with_holes(big_world):
     assert_same_gradients(program, {"z": vector(2), "a": [vector((2, 1), 3), None, ()]}, vector((), 4))
 
 
-@on_worker0
-def test_the_same_array_passed_twice(big_world):
-    assert_same_gradients(lambda call, x: call(1, product, x, x), vector(3))
-    assert_same_gradients(lambda call, x: call(1, weighted, [x, x], weights={"w": x}, name="by name"), vector(3))
-
-
-@on_worker0
-def test_an_argument_handed_back_as_it_is(big_world):
-    assert_same_gradients(lambda call, x, y: call(1, swap, x, y), vector(3), vector((2, 2)))
-
-
-def swap(x, y):
-    return y, x, x
-
-
 def several(x):
     return jnp.sin(x), jnp.cos(x), {"unused": jnp.exp(x), "index": jnp.argmax(x)}
 
@@ -141,17 +108,6 @@ def test_an_unused_output_that_has_no_derivative_there(big_world, function):
         assert_same_gradients(lambda call, x: call(1, function, x)[1] * 2, x, call=way)
 
 
-@on_worker0
-def test_no_output_used(big_world):
-    def program(call, x):
-        call(1, several, x)
-        call(2, fast_product, x, x)
-        return x**2
-
-    for way in WAYS:
-        assert_same_gradients(program, vector(3), call=way)
-
-
 def constant(x):
     return jnp.arange(3.0) + jnp.zeros_like(x)
 
@@ -164,17 +120,6 @@ def nothing(x):
 def test_results_that_do_not_depend_on_arguments(big_world):
     assert_same_gradients(lambda call, x: call(1, constant, x) * x, vector(3))
     assert_same_gradients(lambda call, x: (call(1, nothing, x), x * 2), vector(3))
-
-
-def scale_by_python(x, factor, flag):
-    return x * factor if flag else x
-
-
-@on_worker0
-def test_python_numbers_among_the_arguments(big_world):
-    for factor, flag in ((2, True), (2.5, True), (7, False)):
-        assert_same_gradients(lambda call, x: call(1, scale_by_python, x, factor, flag), vector(3))  # noqa: B023
-    assert_same_gradients(lambda call, factor: call(1, scale_by_python, jnp.ones(2), factor, True), 1.5)
 
 
 @functools.partial(jax.jit, static_argnums=(-1,), static_argnames=("scale",))
@@ -215,25 +160,6 @@ def empty_and_wide(x, empty):
 @on_worker0
 def test_empty_arrays(big_world):
     assert_same_gradients(lambda call, x, empty: call(1, empty_and_wide, x, empty), vector(3), vector(0))
-
-
-def applied(matrix, x):
-    return matrix @ x
-
-
-@on_worker0
-def test_sparse_arrays(big_world):
-    indices = jnp.array([[0, 1], [2, 3], [2, 0]])
-
-    def program(call, data, x):
-        return call(1, applied, sparse.BCOO((data, indices), shape=(3, 4)), x)
-
-    assert_same_gradients(program, vector(3), vector(4))
-
-
-@on_worker0
-def test_large_arrays(big_world):
-    assert_same_gradients(lambda call, x, y: call(1, product, x, y), vector((700, 300)), vector((700, 300), 2))
 
 
 @on_worker0

@@ -1,4 +1,4 @@
-"""Bundles without a transport: the functions a run calls, the values it keeps, and the data that travels."""
+"""Bundles on the callee: the stops of a message, in turn or compiled together."""
 
 import dataclasses
 import gc
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
-from jdistgrad.autograd.callee.run_bundle import BundleRun
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, StopOutput
+from jdistgrad.autograd.callee.run_bundle import KEPT, BundleRun, at_once
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec
@@ -59,17 +59,6 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
     assert max(alive) == 1  # the argument of the running function
 
 
-def test_numbers_stay_with_their_bundle(worker):
-    # A run keeps an earlier result until the last stop that needs it, and a wanted result to the end.
-    two = CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)
-    bundle = Bundle.of(
-        [STOP, STOP, two], [[0], [StopOutput(0, 0)], [StopOutput(0, 0), 1]], [StopOutput(2, 0), StopOutput(1, 0)]
-    )
-    found = BundleRun(Cached(bundle), [jnp.exp, jnp.negative, jnp.add], [()] * 3, (), [X, 2 * X])()
-    np.testing.assert_allclose(found[0], jnp.exp(X) + 2 * X)
-    np.testing.assert_allclose(found[1], -jnp.exp(X))
-
-
 def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, monkeypatch):
     codec, one = PickleCodec(), run_of(change)
     parcels = [codec.encode(one, snapshot=True) for _ in range(2)]
@@ -78,3 +67,118 @@ def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, 
     second = codec.decode(parcels[1])
     assert first._bundle is second._bundle
     np.testing.assert_allclose([first()[0], second()[0]], [2 * X, 3 * X])
+
+
+SPREAD = np.linspace(-1, 1, 5, dtype=np.float32)
+ONE = Layout(((Hole(),), {}), ())
+CALL = CallStop(ONE, (), (), 1)
+RECORDED = CallStop(ONE, ((0,),), (), 1)
+
+
+def pull(call, *, last=True):
+    return PullStop("something", 0, (0,), last, (), call)
+
+
+def forward_and_back(**settings):
+    """Return a bundle of two recorded calls and their pullbacks, from x and a cotangent to a result and a gradient."""
+    stops = [RECORDED, RECORDED, pull(1, **settings), pull(0, **settings)]
+    return Bundle.of(stops, [[0], [StopOutput(0, 0)], [1], [StopOutput(2, 0)]], [StopOutput(1, 0), StopOutput(3, 0)])
+
+
+def test_calls_and_their_pullbacks_are_one_function():
+    traces = []
+
+    @jax.jit
+    def cube(x):
+        traces.append(x)
+        return x**3
+
+    bundle = forward_and_back()
+    for scale in (1, 2, 3):
+        value, gradient = at_once(bundle, [jnp.sin, cube, None, None], [scale * SPREAD, SPREAD])
+        expected, pullback = jax.vjp(lambda x: jnp.sin(x) ** 3, scale * SPREAD)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        np.testing.assert_allclose(gradient, pullback(SPREAD)[0], rtol=1e-5)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "bundle",
+    [
+        forward_and_back(last=False),
+        Bundle.of([RECORDED], [[0]], [StopOutput(0, 0)]),
+        Bundle.of([pull(None)], [[0]], [StopOutput(0, 0)]),
+        Bundle.of([CallStop(ONE, (), (), 1, references=True)], [[0]], [StopOutput(0, 0)]),
+    ],
+    ids=["pulled again later", "pulled elsewhere", "recorded before", "references"],
+)
+def test_what_leaves_something_behind_is_not_closed(bundle):
+    assert not bundle.is_closed
+
+
+def calls_somebody(x):
+    return jd.rpc_sync(0, jnp.sin, args=(x,))
+
+
+def prints(x):
+    jax.debug.print("{}", x)
+    return x
+
+
+def looks(x):
+    return x if x[0] > 0 else -x
+
+
+@pytest.mark.parametrize("function", [calls_somebody, prints, looks])
+def test_what_does_more_than_compute_goes_stop_by_stop(function):
+    with jd.local_workers(1):
+        assert at_once(Bundle.of([CALL], [[0]], [StopOutput(0, 0)]), [function], [SPREAD]) is None
+
+
+def test_outputs_that_are_inputs_are_no_copies():
+    x = jnp.asarray(SPREAD)
+    bundle = Bundle.of([CALL, CALL], [[0], [1]], [StopOutput(0, 0), StopOutput(1, 0)])
+    same, other = at_once(bundle, [lambda x: x, jnp.sin], [x, x])
+    assert same is x
+    np.testing.assert_allclose(other, jnp.sin(x))
+
+
+def test_functions_that_are_ever_different_ones_are_not_compiled_for_ever():
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 1)]
+    found = [at_once(bundle, [function], [SPREAD]) for function in functions]
+    assert [one is None for one in found] == [False] * KEPT + [True]
+
+
+def test_functions_are_let_go_with_their_bundle():
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    function = jax.jit(lambda x: x + 1)
+    alive = weakref.ref(function)
+    at_once(bundle, [function], [SPREAD])
+    del bundle, function
+    gc.collect()
+    assert alive() is None
+
+
+def test_each_shape_is_looked_at():
+    # A function that can be compiled for one shape may print or raise for another.
+
+    def picky(x):
+        if x.size == 2:
+            raise ValueError("no pairs")
+        if x.size == 3:
+            jax.debug.print("{}", x)
+        return x * 2
+
+    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    found = [at_once(bundle, [picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
+    assert [one is None for one in found] == [True, True, False, True, True, False]
+
+
+def test_weak_types_do_not_count():
+    # Arrays with dimensions lose their weak type when they travel, so only their dtype may count.
+    bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [StopOutput(0, 0)])
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
+    assert weak.weak_type
+    (found,) = at_once(bundle, [jnp.add], [weak, SPREAD.astype(jnp.bfloat16)])
+    assert found.dtype == jnp.float32

@@ -108,19 +108,6 @@ def test_in_a_batch(big_world):
         assert_close(curvature(sync)(xs, Y), curvature(serial)(xs, Y), rtol=1e-3)
 
 
-def reversed_gradient(rref):
-    return jax.grad(lambda x: jd.rpc_sync(rank(2), clipped, args=(x * 2,)).sum())(rref.to_here())
-
-
-@on_worker0
-def test_a_reference_gets_the_gradient_of_the_rule(big_world):
-    value = jd.remote(rank(1), jnp.negative, args=(X,))
-    with jd.context():
-        found = jd.grad(lambda rref: (reversed_gradient(rref) ** 2).sum())(value).to_here()
-    near = lambda x: (jax.grad(lambda x: clipped(x * 2).sum())(x) ** 2).sum()  # noqa: E731
-    assert_close(found, jax.grad(near)(-X))
-
-
 def weighted(value, x):
     return jnp.sum(value * x)
 

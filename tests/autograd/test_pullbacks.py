@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jdistgrad as jd
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, handled_by_jit
-from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED, _compiled_for, differentiate
-from jdistgrad.autograd.values.holes import Hole, Layout, split
+from jdistgrad.autograd.callee.pullbacks import _compiled_for, differentiate
+from jdistgrad.autograd.values.holes import split
 from jdistgrad.autograd.values.typed import Typed
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.wire.polling import poll
@@ -46,15 +45,6 @@ def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
     (first, second) = found.pull(0, (0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
     np.testing.assert_array_equal(first, np.full(3, 5.0))
     np.testing.assert_array_equal(second, np.full((2, 1), 7.0))
-
-
-def test_constants_that_are_equal_but_of_other_types():
-    function = jax.jit(lambda a, flag: (a * 2, flag))
-    for flag, dtype in ((1, "int32"), (True, "bool"), (1, "int32")):
-        layout, operands = split(((jnp.ones(3), flag), {}), lambda leaf: isinstance(leaf, jax.Array))
-        found = differentiate(function, layout, operands, ((0,),), references=False)
-        assert found.compiled
-        assert jnp.result_type(found.result[1]) == dtype
 
 
 @pytest.mark.parametrize("static", [(), (1,)], ids=["traced", "static"])
@@ -140,28 +130,6 @@ def test_each_order_has_a_pullback_of_its_own_operands():
     assert len(runs) == 1
 
 
-def test_arguments_that_are_not_compiled_for_are_not_kept():
-    # Of one function there may be millions: the number of a step, or a text.
-    function = jax.jit(lambda x, told: x, static_argnums=1)
-
-    def compiled(number):
-        told = Told()
-        return (
-            _compiled_for(function, Layout(((Hole(), told), {}), (0,)), ((0,),)) is not None,
-            weakref.ref(told),
-            number,
-        )
-
-    found = [compiled(number) for number in range(2 * STATICS_COMPILED)]
-    gc.collect()
-    assert [one for one, _, _ in found] == [number < STATICS_COMPILED for _, _, number in found]
-    assert not any(told() for one, told, _ in found if not one)
-
-
-class Told:
-    pass
-
-
 class Scale(ServedFunction):
     pure = True
 
@@ -169,32 +137,9 @@ class Scale(ServedFunction):
         return a * k
 
 
-def test_an_array_in_the_place_of_a_number_that_keeps_changing_is_compiled_for():
-    function = Scale()
-    for k in (*range(2 * STATICS_COMPILED), 0.5, jnp.float32(3)):
-        layout, operands = split(((jnp.arange(3.0), k), {}), lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim)
-        found = differentiate(function, layout, operands, ((0,),), references=False)
-        np.testing.assert_array_equal(found.result, k * np.arange(3.0))
-        assert (found.compiled is not None) == (not isinstance(k, int) or k < STATICS_COMPILED)
-
-
 def jitted(factor):
     large = jnp.full(3, factor)
     return jax.jit(lambda a: a * large * a), weakref.ref(large)
-
-
-def test_what_is_compiled_for_a_jitted_function_goes_with_it():
-    """The function may close over a dataset, and a cell of a notebook makes it anew each time."""
-
-    def gradient_there(function, x):
-        return jd.grad(lambda x: jnp.sum(jd.rpc_sync(2, function, args=(x,))))(x)
-
-    with jd.local_workers(3):
-        function, large = jitted(5.0)
-        for _ in range(2):
-            np.testing.assert_allclose(gradient_there(function, jnp.arange(3.0)), [0, 10, 20])
-        del function
-        assert poll(lambda: gc.collect() and large() is None, 10)
 
 
 def test_the_pullbacks_compiled_for_a_jitted_function_go_with_it():

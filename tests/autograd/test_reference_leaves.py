@@ -1,7 +1,5 @@
 """The leaf of a reference is no number: what users do with leaves of trees is right for references, or an error."""
 
-import operator
-
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -50,56 +48,25 @@ def alike(tree):
 # What each returns for a tree of arrays is what it must return for a reference to the tree, a module or a gradient.
 IDIOMS = {
     "sum of squares": lambda t: sum(jnp.sum(p**2) for p in leaves(t)),
-    "sum of lax.square": lambda t: sum(jax.lax.reduce_sum(jax.lax.square(p), (0,)) for p in leaves(t)),
     "optax.tree.norm": optax.tree.norm,
-    "optax.global_norm": lambda t: optax.global_norm(t),
-    "tree_l2": lambda t: optax.tree.norm(t, squared=True),
     "vdot": lambda t: optax.tree.vdot(t, t),
     "ravel_pytree": lambda t: jax.flatten_util.ravel_pytree(t)[0],
     "scaled": of_leaves(lambda a: 0.5 * a),
-    "scaled by NumPy": of_leaves(lambda a: np.float32(0.5) * a),
-    "scaled by an array": of_leaves(lambda a: jnp.float32(0.5) * a),
-    "negated": of_leaves(operator.neg),
-    "absolute": of_leaves(abs),
-    "difference to itself": lambda t: jax.tree.map(operator.sub, t, t),
-    "jnp.copy": of_leaves(jnp.copy),
     "jnp.zeros_like": of_leaves(jnp.zeros_like),
-    "jnp.asarray": of_leaves(jnp.asarray),
-    "jnp.array": of_leaves(jnp.array),
-    "jnp.where": of_leaves(lambda a: jnp.where(True, a, 2 * a)),
     "jnp.where of itself": of_leaves(lambda a: jnp.where(False, a, a)),
-    "jax.lax.select": of_leaves(lambda a: jax.lax.select(jnp.ones(jnp.shape(a), bool), a, a)),
     "jnp.clip": of_leaves(lambda a: jnp.clip(a, -0.5, 0.5)),
-    "jnp.tanh": of_leaves(jnp.tanh),
-    "astype": of_leaves(lambda a: a.astype(jnp.float16)),
     "indexed": lambda t: leaves(t)[0][0],
-    "iterated": lambda t: [a + 1 for a in leaves(t)[0]],
     "comparison": lambda t: [jnp.all(a == a) for a in leaves(t)],
-    "less": lambda t: [jnp.all(a < 1) for a in leaves(t)],
     "method sum": lambda t: sum(a.sum() for a in leaves(t)),
-    "method mean": lambda t: sum(a.mean() for a in leaves(t)),
-    "np.sum": lambda t: sum(np.sum(a) for a in leaves(t)),
-    "jnp.stack": lambda t: jnp.stack([leaves(t)[0], leaves(t)[0]]),
     "len": lambda t: len(leaves(t)[0]),
-    "size": lambda t: sum(p.size for p in leaves(t)),
     "shape": lambda t: [p.shape for p in leaves(t)],
-    "jnp.shape": lambda t: [jnp.shape(p) for p in leaves(t)],
-    "ndim": lambda t: [p.ndim > 1 for p in leaves(t)],
     "dtype": lambda t: [jnp.zeros((), p.dtype) for p in leaves(t)],
-    "jnp.result_type": lambda t: [jnp.zeros((), jnp.result_type(p)) for p in leaves(t)],
-    "finite": lambda t: jnp.all(jnp.stack([jnp.all(jnp.isfinite(p)) for p in leaves(t)])),
     "float": lambda t: float(leaves(t)[0].ravel()[0]) if not isinstance(leaves(t)[0], jax.core.Tracer) else len(1),
     "optax.incremental_update": lambda t: optax.incremental_update(t, t, 0.1),
-    "optax.apply_updates": lambda t: optax.apply_updates(t, t),
     "optax.sgd": lambda t: optax.sgd(0.1).update(t, optax.sgd(0.1).init(t), t)[0],
-    "optax.adam": lambda t: optax.adam(0.1).init(t)[0].mu,
-    "optax.clip_by_global_norm": lambda t: optax.clip_by_global_norm(0.1).update(t, optax.EmptyState())[0],
-    "optax.add_decayed_weights": lambda t: optax.add_decayed_weights(0.1).update(t, optax.EmptyState(), t)[0],
     "labels": of_leaves(lambda _: "frozen"),
-    "random": of_leaves(lambda a: a + jax.random.normal(jax.random.key(0), jnp.shape(a))),
     "jax.device_put": jax.device_put,
     "jax.device_get": jax.device_get,
-    "jax.eval_shape": lambda t: [one.size for one in leaves(jax.eval_shape(lambda t: t, t))],
     # What JAX hands on stays a reference.
     "identity": lambda t: t,
     "jax.jit": lambda t: jax.jit(lambda t: t)(t),
@@ -110,7 +77,7 @@ IDIOMS = {
     "jax.checkpoint": lambda t: jax.checkpoint(lambda t: t)(t),
     "custom_vjp": alike,
 }
-WITHOUT_DERIVATIVE = ("float", "labels", "len", "shape", "ndim", "size")
+WITHOUT_DERIVATIVE = ("float", "labels", "len", "shape")
 HANDED_ON = [*IDIOMS][[*IDIOMS].index("identity") :]
 
 
@@ -165,7 +132,6 @@ def loss(p):
     return jnp.sum(apply(p, X) ** 2)
 
 
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", IDIOMS)
 @on_worker0
 def test_an_idiom_is_right_or_refused(big_world, name):
@@ -184,7 +150,6 @@ def test_an_idiom_is_right_or_refused(big_world, name):
                     assert_close(found, total(run(idiom, value)), rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", IDIOMS)
 @on_worker0
 def test_an_idiom_over_a_gradient_is_right_or_refused(big_world, name):

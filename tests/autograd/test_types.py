@@ -41,31 +41,6 @@ def number_of(call, x):
     return (call(1, jnp.sum, x) * X).astype(jnp.float32).sum()
 
 
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A function that equals others of its name, which compute something else."""
-
-    name: str
-    factor: float = dataclasses.field(compare=False)
-
-    def __call__(self, x):
-        return jnp.sin(x * self.factor)
-
-
-@EAGER_AND_COMPILED
-@on_worker0
-def test_an_object_is_not_taken_for_an_equal_one(big_world, compiled):
-    for factor in (2.0, 3.0):
-
-        def loss(call, x):
-            return call(1, Named("layer", factor), x)  # noqa: B023
-
-        for derivative in (jax.grad, lambda f: jax.grad(jax.grad(f))):
-            with jd.context():
-                found = compiled(derivative(functools.partial(loss, sync)))(0.5)  # weakly typed
-            assert_close(found, derivative(functools.partial(loss, serial))(0.5))
-
-
 @EAGER_AND_COMPILED
 @pytest.mark.parametrize(("way", "function"), [*((way, scaled) for way in WAYS), (sync, fast_scaled)])
 @on_worker0
@@ -85,10 +60,6 @@ def test_weak_results(big_world, way, compiled):
     for x in (jnp.asarray(0.5), jnp.float32(0.5)):
         with jd.context():
             assert_close(compiled(derivative(way))(x), derivative(serial)(x), rtol=1e-2)
-
-
-def each_in_a_batch(call, xs, s):
-    return jax.vmap(jax.grad(functools.partial(by_weak, call, scaled)), (0, None))(xs, s)
 
 
 def as_written(x, n):
@@ -147,17 +118,6 @@ def test_a_custom_rule_gets_arrays_of_jax(big_world, way, compiled):
             with jd.context():
                 found = compiled(around(looped(lambda x: jnp.cos(way(1, by_a_rule, x)).sum())))(x)
             assert_close(found, expected)
-
-
-@EAGER_AND_COMPILED
-@on_worker0
-def test_weak_in_a_batch(big_world, compiled):
-    xs, s = jnp.stack([X, 2 * X, X - 1, X / 2]), jnp.asarray(0.5)
-    with jd.context():
-        found = compiled(functools.partial(each_in_a_batch, sync))(xs, s)
-        spread = compiled(jax.vmap(lambda s: sync(1, scaled, X, s)))(jnp.stack([s, 2 * s]))
-    assert_close(found, each_in_a_batch(serial, xs, s), rtol=1e-2)
-    assert_close(spread, jax.vmap(lambda s: scaled(X, s))(jnp.stack([s, 2 * s])), rtol=1e-2)
 
 
 def with_keys(x, key, *, impl):
@@ -237,16 +197,6 @@ def test_a_function_that_holds_data_is_let_go_after_its_call(world, compiled):
         time.sleep(0.01)
 
 
-@EAGER_AND_COMPILED
-@on_worker0
-def test_random_keys_in_a_batch(big_world, compiled):
-    keys, xs = jax.random.split(jax.random.key(3), 4), jnp.stack([Y, 2 * Y, Y - 1, Y / 2])
-    loss = functools.partial(by_keys, function=with_keys, impl="threefry2x32")  # rbg draws other numbers in a batch
-    each = lambda call: jax.vmap(jax.grad(lambda x, key: loss(call, x=x, key=key)))  # noqa: E731
-    with jd.context():
-        assert_close(compiled(each(sync))(xs, keys), each(serial)(xs, keys), rtol=1e-4, atol=1e-5)
-
-
 def make_keyed(n):
     return {"w": jnp.arange(1.0, n + 1) / n, "key": jax.random.key(5), "scale": jnp.asarray(0.5)}
 
@@ -272,28 +222,6 @@ def test_references_to_keys(big_world, here, compiled):
     floats = jax.grad(lambda w, s: keyed_loss({**near, "w": w, "scale": s}, Y), argnums=(0, 1))
     assert_close((found["w"], found["scale"]), floats(near["w"], near["scale"]))
     assert found["key"] is None
-
-
-def noisy(carry, key):
-    return carry * jax.random.uniform(key), jax.random.fold_in(key, 1)
-
-
-@EAGER_AND_COMPILED
-@on_worker0
-def test_keys_and_numbers_in_a_scan(big_world, compiled):
-    def loss(call, x, key):
-        def step(state, _):
-            carry, key = call(1, noisy, *state)
-            return (carry, key), carry.sum()
-
-        (last, key), sums = jax.lax.scan(step, (x, key), None, length=3)
-        return (last * Y).sum() + (sums**2).sum() + jax.random.uniform(key)
-
-    derivative = lambda call: jax.grad(functools.partial(loss, call))  # noqa: E731
-    with jd.context():
-        assert_close(
-            compiled(derivative(sync))(Y, jax.random.key(1)), derivative(serial)(Y, jax.random.key(1)), rtol=1e-4
-        )
 
 
 def without_derivative(x, n):
@@ -336,3 +264,28 @@ def test_arguments_with_explicit_axes(big_world, compiled, order):
         split = jax.device_put((p, x), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
         found = compiled(derivative(functools.partial(loss, sync)))(*split)
     assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A function that equals others of its name, which compute something else."""
+
+    name: str
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return jnp.sin(x * self.factor)
+
+
+@EAGER_AND_COMPILED
+@on_worker0
+def test_an_object_is_not_taken_for_an_equal_one(big_world, compiled):
+    for factor in (2.0, 3.0):
+
+        def loss(call, x):
+            return call(1, Named("layer", factor), x)  # noqa: B023
+
+        for derivative in (jax.grad, lambda f: jax.grad(jax.grad(f))):
+            with jd.context():
+                found = compiled(derivative(functools.partial(loss, sync)))(0.5)  # weakly typed
+            assert_close(found, derivative(functools.partial(loss, serial))(0.5))

@@ -221,7 +221,7 @@ def test_states_are_forgotten_with_their_last_pullback(big_world):
 
 
 def states_kept(context):
-    return len(find_context(context).tape._states)
+    return len(find_context(context).tape.recordings)
 
 
 @both

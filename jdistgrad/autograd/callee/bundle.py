@@ -11,11 +11,10 @@ from typing import Any
 from jdistgrad import events
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
-from jdistgrad.autograd.callee.recording import Arguments, Lane, PullCall, RecordCall, Recording
-from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.callee.recording import Lane, PullCall, RecordCall
+from jdistgrad.autograd.tape.links import Place
 from jdistgrad.autograd.values.holes import Layout, is_array, split
-from jdistgrad.autograd.values.results import as_jax, changed_structure
-from jdistgrad.autograd.values.uniform import Uniform, made
+from jdistgrad.autograd.values.results import Uniform, as_jax, changed_structure, made
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.serving.server import delivered
 
@@ -50,11 +49,6 @@ class CallStop:
         if not self.orders:
             args, kwargs = delivered(args, kwargs)
         return self.arrays(answer_of(task(*args, **kwargs)))
-
-    def recorded(self, function: Any, items: list[Any]) -> Recording:
-        """Run the call and return its recording, without keeping it in a tape."""
-        args, kwargs = self.arguments.fill(made(items))
-        return Recording(function, Arguments(args, kwargs, self.orders, self.lanes))
 
     def arrays(self, result: Any) -> list[Any]:
         """Return the arrays of a result. Raises DifferentiationError if their number is not ``count``."""

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
-from jdistgrad.autograd.callee.orders import Orders, differentiated, named_among, pulled, transposed
+from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, named_among, pulled, transposed
 from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
-from jdistgrad.autograd.callee.untraceable import explained
-from jdistgrad.autograd.tape.tape import replaying_number
+from jdistgrad.autograd.tape.tape import replaying
 from jdistgrad.autograd.values.holes import (
     Hole,
     Layout,
@@ -24,7 +23,7 @@ from jdistgrad.autograd.values.holes import (
     is_differentiable,
     split,
 )
-from jdistgrad.autograd.values.typed import ArraysOf, Typed
+from jdistgrad.autograd.values.typed import Around, ArraysOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
@@ -106,12 +105,10 @@ def numbered(tree: Any, positions: Iterable[int]) -> tuple[Layout, list[Any]]:
     return split(tree, lambda leaf: next(numbers) in chosen)
 
 
-def differentiable_arrays(result: Any) -> tuple[list[Any], Any]:
-    """Return the arrays of a result that have derivatives, in order (handles of references too), and the result."""
-    if isinstance(result, jax.Array):
-        return ([result] if is_differentiable(result) else []), result
-    _, arrays = split(result, is_array)
-    return list(filter(is_differentiable, arrays)), result
+def differentiable_arrays(result: Any) -> list[Any]:
+    """Return the arrays of a result that have derivatives, in order; handles of references too."""
+    arrays = [result] if isinstance(result, jax.Array) else split(result, is_array)[1]
+    return list(filter(is_differentiable, arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +130,7 @@ class PullbackOf(ServedFunction):
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
         args = with_state_of(tag, self.function, args)
         _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
-        with replaying_number(number):
+        with replaying(number):
             return pulled(pullback, cotangents)
 
 
@@ -165,7 +162,8 @@ def pulled_back(
 
     def primal(*variables: Any) -> tuple[list[Any], None]:
         args, kwargs = with_values(layout.fill(variables), RRef.to_here)
-        results, result = differentiable_arrays(answer_of(function(*args, **kwargs)))
+        result = answer_of(function(*args, **kwargs))
+        results = differentiable_arrays(result)
         _refuse_new_references(result, (args, kwargs), function)
         return results if live is None else [results[k] for k in live], None
 
@@ -188,23 +186,18 @@ def _refuse_new_references(result: Any, given: Any, function: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchedOf(ServedFunction):
+class BatchedOf(Around):
     """A function over a batch. ``batched``: the paths of the leaves whose first dimension is the batch.
 
     Leaves are given by path: references arrive as their values, so the caller's numbers of leaves do not hold here.
     """
 
-    function: Any
     batched: tuple[tuple[int, ...], ...]
     size: int
 
     @property
     def label(self) -> str:
         return f"{describe(self.function)} in a batch of {self.size}"
-
-    @property
-    def same_arguments_as(self) -> Any:
-        return self.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = with_state(self.function, args)
@@ -234,20 +227,11 @@ MADE_OF_ANOTHER = PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf
 
 
 @dataclasses.dataclass(frozen=True)
-class Publishing(ServedFunction):
+class Publishing(Around):
     """A function whose result stays on the worker that runs it, under an id that the caller has chosen."""
 
-    function: Any
     id: int
     _announced: list[Owned] = dataclasses.field(default_factory=list, compare=False)
-
-    @property
-    def label(self) -> str:
-        return describe(self.function)
-
-    @property
-    def same_arguments_as(self) -> Any:
-        return self.function
 
     def owned(self) -> Owned:
         """Announce the value on the first call; return the entry with the promise of the value."""
@@ -315,12 +299,7 @@ def nothing_hidden(results: Layout, function: Any) -> Layout:
     return results
 
 
-def gradient_layout(value: Any) -> tuple[Layout, list[Any]]:
-    """Split a value into a layout and the leaves that have a gradient."""
-    return split(value, has_gradient)
-
-
 def own_parts(value: Any) -> list[bool]:
     """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
-    layout, _ = gradient_layout(value)
+    layout, _ = split(value, has_gradient)
     return [isinstance(hole, Hole) for hole in layout.holes()]

@@ -3,8 +3,11 @@
 For a higher derivative, JAX differentiates the forward pass of the lower one, ``jax.vjp(f, x)[0]``. If the function has
 a custom rule, this forward pass is the rule's forward function. Running the function again instead would not be the
 same: JAX would differentiate that run by the custom rule.
+
+Also the errors of functions that JAX cannot trace.
 """
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ import jax
 
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.errors import DifferentiationError, DistgradError
+from jdistgrad.rpc.functions import describe
 
 Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
 
@@ -66,3 +70,47 @@ def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) ->
 def named_among(positions: Sequence[int], orders: Orders) -> Orders:
     """Turn orders that name leaves into orders that name operands. ``positions`` gives each operand's leaf."""
     return tuple(tuple(place for place, leaf in enumerate(positions) if leaf in order) for order in orders)
+
+
+WANT_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+OTHERS = {"jax", "jdistgrad", "jaxlib", "numpy", "contextlib", "functools"}
+
+
+class explained:  # noqa: N801 used like a function; a generator would add its frames to tracebacks
+    """A block that turns JAX's errors about a function that cannot be traced into one sentence, with the line."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, WANT_VALUES):
+            why = "needs the value of an array"
+        elif isinstance(error, ValueError) and "callbacks do not support" in str(error):
+            why = "calls Python, without a derivative"
+        else:
+            return
+        raise DifferentiationError(
+            f"{describe(self._function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that "
+            "is differentiated or called in jit, without values. Compute with jax.numpy, put side effects into "
+            "jax.debug.callback, give other callbacks a derivative (jax.custom_vjp), or call the function outside of "
+            "grad and jit."
+        ).with_traceback(trace) from None
+
+
+def _line(error: BaseException) -> str:
+    """Return the last line outside of JAX and this package that led to an error, and its place."""
+    found = "a line"
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in OTHERS:
+            summary = traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
+            text = f"`{summary.line}` " if summary.line else ""
+            found = f"{text}({summary.filename}:{number})"
+    return found

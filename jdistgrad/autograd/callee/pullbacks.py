@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,10 @@ from jdistgrad.autograd.callee.functions import (
     made_of,
     nothing_hidden,
 )
-from jdistgrad.autograd.callee.orders import Orders, differentiated, pulled, transposed
+from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, pulled, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
-from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
-from jdistgrad.autograd.values.uniform import made
+from jdistgrad.autograd.values.results import made
 from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.wire.arrays import as_jax_array
@@ -74,13 +73,12 @@ def differentiate(
         layout = Layout((args, kwargs), layout.positions)
         compiled = _compiled_for(function, layout, orders) if is_pure(function) and not references else None
         if compiled is not None:
-            result, left, pullbacks = compiled.forward(list(operands), compiled.constants(layout))
+            result, left, pullbacks = compiled.forward(list(operands), layout)
         else:
             result, left, pullbacks = _as_written(function, layout, operands, orders)
         if state is not None:
             state.left = left
-    found, _ = differentiable_arrays(result)
-    shapes = tuple((one.shape, one.dtype) for one in found)
+    shapes = tuple((one.shape, one.dtype) for one in differentiable_arrays(result))
     return Differentiated(result, pullbacks, shapes, compiled, None if state is None else state.value)
 
 
@@ -92,27 +90,22 @@ def _as_written(function: Any, layout: Layout, operands: Sequence[Any], orders: 
         result = answer_of(function(*args, **kwargs))
         results, arrays = split(result, is_array)
         found.append(nothing_hidden(results, function))
-        return differentiable_arrays(result)[0], (arrays, _left(function, args))
+        return differentiable_arrays(result), (arrays, _left(function, args))
 
     _, pullbacks, (arrays, left) = differentiated(primal, operands, orders)
     return found[0].fill(arrays), left, pullbacks
 
 
 def _left(function: Any, args: Args) -> Any:
-    """Return the state that a run has left, or None."""
     state = state_among(function, args)
     return None if state is None else state.left
 
 
-def _with_zeros(live: Sequence[int], cotangents: Sequence[Any], shapes: Iterable[Any]) -> list[Any]:
-    """Return all cotangents, with symbolic zeros for results that are not live: times infinity these stay zero."""
-    known = dict(zip(live, cotangents, strict=True))
-    return [known[k] if k in known else ad.Zero(jax.core.ShapedArray(*shape)) for k, shape in enumerate(shapes)]
-
-
 def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
     def pull(*cotangents: Any) -> Any:
-        return pulled(pullback, _with_zeros(live, cotangents, shapes))
+        known = dict(zip(live, cotangents, strict=True))
+        zero = lambda shape: ad.Zero(jax.core.ShapedArray(*shape))  # noqa: E731 stays zero times infinity
+        return pulled(pullback, [known[k] if k in known else zero(shape) for k, shape in enumerate(shapes)])
 
     return _mapped(pull, maps)(*made(cotangents))
 
@@ -161,40 +154,30 @@ class Compiled:
     """
 
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
-        self._structure, self._kinds = structure, kinds
+        self._kinds = kinds
 
         def forward(variables: list[Any], constants: list[Any]) -> Outputs:
             def primal(*variables: Any) -> tuple[list[Any], Any]:
-                args, kwargs = self._arguments(variables, constants)
-                results, result = differentiable_arrays(function(*args, **kwargs))
-                return results, (result, _left(function, args))
+                parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
+                leaves = [next(parts[kind]) if kind in parts else value for kind, value in kinds]
+                args, kwargs = jax.tree.unflatten(structure, leaves)
+                result = function(*args, **kwargs)
+                return differentiable_arrays(result), (result, _left(function, args))
 
             _, pullbacks, (result, left) = differentiated(primal, variables, orders)
             return Outputs.of((result, left, pullbacks), [*variables, *constants])
 
-        def pull(*arguments: Any) -> Any:
-            return _pull(*arguments)
-
-        def push(*arguments: Any) -> Any:
-            return _push(*arguments)
-
         self._forward = jax.jit(forward)
-        self.pull, self.push = jax.jit(pull, static_argnums=(1, 3, 4)), jax.jit(push, static_argnums=(2, 3))
+        self.pull = jax.jit(lambda *arguments: _pull(*arguments), static_argnums=(1, 3, 4))
+        self.push = jax.jit(lambda *arguments: _push(*arguments), static_argnums=(2, 3))
 
-    def forward(self, variables: list[Any], constants: list[Any]) -> tuple[Any, Any, list[Any]]:
+    def forward(self, variables: list[Any], layout: Layout) -> tuple[Any, Any, list[Any]]:
         """Return the function's result, the state that it leaves (None: the same), and its pullbacks."""
+        leaves = jax.tree.leaves(layout.tree)
+        constants = [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
         outputs: Outputs = self._forward(variables, constants)
         result, left, pullbacks = outputs.filled([*variables, *constants])
         return result, left, pullbacks
-
-    def _arguments(self, variables: Sequence[Any], constants: Sequence[Any]) -> Any:
-        parts = {VARIABLE: iter(variables), ARRAY: iter(constants)}
-        leaves = [next(parts[kind]) if kind in parts else value for kind, value in self._kinds]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def constants(self, layout: Layout) -> list[Any]:
-        leaves = jax.tree.leaves(layout.tree)
-        return [leaf for leaf, kind in zip(leaves, self._kinds, strict=True) if kind[0] is ARRAY]
 
 
 class Programs:

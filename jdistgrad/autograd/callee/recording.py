@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events
-from jdistgrad.autograd.callee.functions import Publishing, gradient_layout
+from jdistgrad.autograd.callee.functions import Publishing
 from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
-from jdistgrad.autograd.tape.links import serving
-from jdistgrad.autograd.tape.program_order import Place, next_place
+from jdistgrad.autograd.tape.links import Place, answer, next_message, next_place, serving
 from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
-from jdistgrad.autograd.values.holes import Layout, split
+from jdistgrad.autograd.values.holes import Layout, has_gradient, split
 from jdistgrad.autograd.values.results import as_jax
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, describe
@@ -36,9 +35,6 @@ class Lane:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[: self.axis], self.size, *shape[self.axis :])
-
-    def insert(self, array: Any) -> Any:
-        return jnp.broadcast_to(jnp.expand_dims(array, self.axis), self.shape(array.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +67,9 @@ class RecordCall(ServedFunction):
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
-            if recording.state is not None:
-                tape.started_from(self.message, recording.state)
             tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
-                tape.links.add_answer(self.message, self.label)
+                tape.links.note(answer(next_message(), self.message, self.label))
             return recording.result
 
 
@@ -89,7 +83,9 @@ class Arguments:
         leaves, self._orders = list(trees.leaves((args, kwargs))), orders
         self.operands: list[Any] = []
         self._leaf_of: list[int] = []  # the leaf of each operand
-        values, named = self._fetch(leaves), {leaf for order in orders for leaf in order}
+        fetched = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
+        values = {reference: future.result() for reference, future in fetched.items()}
+        named = {leaf for order in orders for leaf in order}
         self._references = sum(isinstance(leaf, ByReference) for leaf in leaves)
         holed, noted = [], set[RRef[Any]]()
         for number, leaf in enumerate(leaves):
@@ -98,32 +94,29 @@ class Arguments:
             if number in named and isinstance(leaf, RRef) and leaf not in noted:
                 noted.add(leaf)
                 note_fetched(leaf.id, leaf.owner.rank)
-        self.wanted = [[self._wanted(leaves[number], number) for number in order] for order in orders]
+        self.wanted = [
+            [(leaves[k] if isinstance(leaves[k], RRef) else None, self._leaf_of.count(k)) for k in order]
+            for order in orders
+        ]
         rest = iter(holed)
         self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
 
     def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
         """Make operands of a leaf's value and add its lanes to them; return the tree with holes in their places."""
         is_value = isinstance(leaf, RRef)
-        layout, operands = gradient_layout(item) if is_value else split(item, lambda _: True)
+        layout, operands = split(item, has_gradient) if is_value else split(item, lambda _: True)
         self._references += is_value and layout.has_references
-        for lane in lanes:
-            operands = [lane.insert(one) for one in operands] if lane.leaf == number else operands
+        for lane in (one for one in lanes if one.leaf == number):
+            each = [(jnp.expand_dims(one, lane.axis), lane.shape(one.shape)) for one in operands]
+            operands = [jnp.broadcast_to(*one) for one in each]
         self.operands += operands
         self._leaf_of += [number] * len(operands)
         return layout.tree
-
-    def _wanted(self, leaf: Any, number: int) -> tuple[RRef[Any] | None, int]:
-        return leaf if isinstance(leaf, RRef) else None, self._leaf_of.count(number)
 
     def differentiate(self, function: Any) -> Differentiated:
         orders = named_among(self._leaf_of, self._orders)
         references = self._references > (state_argument(function) is not None)
         return differentiate(function, self.layout, self.operands, orders, references=references)
-
-    def _fetch(self, leaves: list[Any]) -> dict[RRef[Any], Any]:
-        references = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
-        return {reference: future.result() for reference, future in references.items()}
 
 
 class Recording:
@@ -134,72 +127,48 @@ class Recording:
         self._published = function.id if isinstance(function, Publishing) else None
         inner = function.function if isinstance(function, Publishing) else function
         if self._published is None:
-            self._derived = arguments.differentiate(inner)
-            self.result = self._derived.result
+            self.derived = arguments.differentiate(inner)
+            self.result = self.derived.result
         else:
-            owned, self._derived = function.owned(), arguments.differentiate(inner)
-            owned.value.set_result(self._derived.result)
-            self._derived.result, self.result = None, NO_MARKS
-        self.state = self._derived.state
+            owned, self.derived = function.owned(), arguments.differentiate(inner)
+            owned.value.set_result(self.derived.result)
+            self.derived.result, self.result = None, NO_MARKS
+        self.state = self.derived.state
 
     def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
         """Return the cotangents of the order's leaves, given those of the live results.
 
         If the result was published, ``cotangents`` holds its handle's, and the gradient is taken from the ledger.
         """
-        if self._published is None:
-            return self._pull(pulled, pulled.live, cotangents, pulled.maps)
-        marks = np.asarray(cotangents[0])
-        lanes = marks.shape[: marks.ndim - NO_MARKS.ndim]
-        first = marks.reshape(-1, *NO_MARKS.shape)[0].tolist()
-        taken = tape.ledger.take(Target(REFERENCE, self._published), first, lanes).result()
-        sums = as_jax(total(taken, lanes))
-        live = tuple(k for k, one in enumerate(sums) if one is not None)
-        maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in pulled.maps)
-        return self._pull(pulled, live, [sums[k] for k in live], maps)
-
-    def cotangents(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]) -> list[Any]:
-        """Return the cotangents of an order's leaves, none of which may be a reference."""
-        return self._derived.pull(order, live, cotangents, maps)
-
-    def push(self, pushed: "PushCall", tangents: list[Any]) -> list[Any]:
-        """Return the tangents of the results, given those of the order's leaves, which are arrays."""
-        return self._derived.push(pushed.order, tangents, pushed.maps)
-
-    def _pull(
-        self, pulled: "PullCall", live: tuple[int, ...], cotangents: list[Any], maps: tuple[Map, ...]
-    ) -> list[Any]:
-        flat = iter(self._derived.pull(pulled.order, live, cotangents, maps))
+        live, maps = pulled.live, pulled.maps
         lanes = tuple(one.size for one in reversed(maps))
-        gradients: dict[RRef[Any], list[Any]] = {}
-        wanted = [(reference, list(itertools.islice(flat, count))) for reference, count in self._wanted[pulled.order]]
+        if self._published is not None:
+            marks = np.asarray(cotangents[0])
+            given = marks.shape[: marks.ndim - NO_MARKS.ndim]
+            first = marks.reshape(-1, *NO_MARKS.shape)[0].tolist()
+            taken = tape.ledger.take(Target(REFERENCE, self._published), first, given).result()
+            sums = as_jax(total(taken, given))
+            live = tuple(k for k, one in enumerate(sums) if one is not None)
+            maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in maps)
+            cotangents = [sums[k] for k in live]
+        flat = iter(self.derived.pull(pulled.order, live, cotangents, maps))
         marks = np.full((*lanes, *NO_MARKS.shape), mark(pulled.number), NO_MARKS.dtype)
-        found = [self._found(reference, part, marks, gradients) for reference, part in wanted]
+        # The gradients of references go to their owners, and the marks of these contributions back to the caller.
+        found, gradients = list[Any](), dict[RRef[Any], list[Any]]()
+        for wanted, count in self._wanted[pulled.order]:
+            part = list(itertools.islice(flat, count))
+            if wanted is None:
+                found.append(part[0])
+            elif wanted not in gradients:
+                gradients[wanted] = part
+                found.append(marks)
+            else:  # it was passed twice, and makes one contribution
+                gradients[wanted] = [a + b for a, b in zip(gradients[wanted], part, strict=True)]
+                found.append(np.zeros_like(marks))
         for reference, leaves in gradients.items():
             contribution = Contribution(pulled.number, lanes, leaves, next_place())
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
         return found
-
-    def _found(
-        self,
-        reference: RRef[Any] | None,
-        part: list[Any],
-        marks: np.ndarray,
-        gradients: dict[RRef[Any], list[Any]],
-    ) -> Any:
-        """Return the cotangent of an array, or for a reference the marks of a contribution, whose leaves are gathered.
-
-        The leaves go to the owner, and the marks back to the caller. A reference that was passed twice makes one
-        contribution.
-        """
-        if reference is None:
-            return part[0]
-        before = gradients.get(reference)
-        if before is None:
-            gradients[reference] = part
-            return marks
-        gradients[reference] = [a + b for a, b in zip(before, part, strict=True)]
-        return np.zeros_like(marks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,13 +184,11 @@ class PullCall(ServedFunction):
     maps: tuple[Map, ...]
     place: Place
 
+    served_as = events.PULLBACK
+
     @property
     def label(self) -> str:
         return f"the pullback of {self.what}"
-
-    @property
-    def served_as(self) -> str:
-        return events.PULLBACK
 
     @property
     def recorded_as(self) -> int:
@@ -230,10 +197,7 @@ class PullCall(ServedFunction):
     def __call__(self, cotangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            recording = tape.recordings.find(self.message, last=self.last)
-            if self.last:
-                tape.forget_state(self.message)
-            return recording.pull(tape, self, cotangents)
+            return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,4 +221,4 @@ class PushCall(ServedFunction):
     def __call__(self, tangents: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            return tape.recordings.find(self.message, last=False).push(self, tangents)
+            return tape.recordings.find(self.message, last=False).derived.push(self.order, tangents, self.maps)

@@ -6,7 +6,7 @@ new state is stored when the call has run.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import from_token
 
 
-@jax.tree_util.register_pytree_node_class
 class StateOfCall:
     """The state that a call starts from, and the state that the call leaves (None: the same)."""
 
@@ -28,14 +27,8 @@ class StateOfCall:
     def __init__(self, value: Any):
         self.value, self.left = value, None
 
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        return (self.value,), None
 
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "StateOfCall":
-        return cls(*children)
-
-
+jax.tree_util.register_pytree_node(StateOfCall, lambda one: ((one.value,), None), lambda _, of: StateOfCall(*of))
 trees.OPAQUE.add(StateOfCall)  # the object that the function gets is the one that is read afterwards
 
 
@@ -62,8 +55,8 @@ def with_state_of(tag: Any, function: Any, args: Args) -> Args:
     """Return the arguments with the state that a recorded call started from, to run the call again."""
     if _reference(function, args) is None or isinstance(tag, jax.core.Tracer):
         return with_state(function, args)
-    before = current_tape(lambda: describe(function)).state_before(from_token(tag)[1])
-    return _replaced(function, args, StateOfCall(before))
+    recording = current_tape(lambda: describe(function)).recordings.find(from_token(tag)[1], last=False)
+    return _replaced(function, args, StateOfCall(recording.state))
 
 
 @contextlib.contextmanager

@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 import jax
 
 from jdistgrad.autograd.callee.bundle import CallStop
-from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.links import Link, next_message
-from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.links import next_message, next_place
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
-from jdistgrad.autograd.values.operation import TAG_SHAPE, Batched, Shapes, Started
+from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
@@ -30,7 +29,7 @@ from jdistgrad.wire.ids import as_token
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class Call(Operation):
     """A function called on a worker. ``orders``: for each derivative that is recorded, the operands it is taken of.
 
     Without orders, the call is not recorded. Outputs: the arrays among the function's results, and before them, if
@@ -98,11 +97,6 @@ class Call:
     def items(self) -> list[Any]:
         return self.arguments.items()
 
-    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """Return the links that the graph shows for a call sent as a stop."""
-        what = describe(self.function)
-        return [Link(message, caller, self.to, what, caused_by=cause) for message in numbers[:1]]
-
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout
 
@@ -127,33 +121,22 @@ class Call:
         """Return the pullback of its outermost derivative, as a function."""
         return PullbackOf(self.function, self.leaves(), live)
 
-    def pushforward(self) -> Any:
-        """Return the derivative along tangents, for its outermost derivative, as a function."""
-        return PushforwardOf(self.function, self.leaves())
-
     def tangent_shapes(self) -> Shapes:
         """Return the shapes of the tangents of its results; results without derivatives have none."""
         return [one.update(weak_type=False) for one in self.results.shapes if is_differentiable(one)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
-            args, kwargs = trees.map_leaves(replace_unmade, self.arguments.fill(self._with_lanes(operands)))
+            given = list(operands)
+            for lane in self.lanes:
+                for k, leaf in enumerate(self.arguments.positions):
+                    if leaf == lane.leaf:
+                        given[k] = jax.ShapeDtypeStruct(lane.shape(given[k].shape), given[k].dtype)
+            args, kwargs = trees.map_leaves(replace_unmade, self.arguments.fill(given))
             worker = current_worker()
             time = max(worker.timeout, self.patience(worker.timeout))  # tracing may take longer than running
             self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
         return [TAG_SHAPE, *self.results.shapes] if self.orders else self.results.shapes
-
-    def _with_lanes(self, operands: Shapes) -> Shapes:
-        found = list(operands)
-        for lane in self.lanes:
-            found = [
-                jax.ShapeDtypeStruct(lane.shape(one.shape), one.dtype) if where == lane.leaf else one
-                for where, one in zip(self.arguments.positions, found, strict=True)
-            ]
-        return found
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Batch the call. The callee adds a Lane to operands of a recorded call that are wanted and not batched.
@@ -168,7 +151,7 @@ class Call:
         function = BatchedOf(self.function, tuple(paths[where] for where in sorted({*given, *spread})), size)
         behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
         lanes = (*behind, *(Lane(where, 0, size) for where in spread))
-        call = dataclasses.replace(self, function=function, results=self.results.batched(), lanes=lanes)
+        call = dataclasses.replace(self, function=function, results=Results(self.results), lanes=lanes)
         plain = 1 if self.orders else 0
         return Batched(call, lambda count: [k >= plain for k in range(count)])
 

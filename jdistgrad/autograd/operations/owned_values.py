@@ -6,43 +6,100 @@ contributions. JAX adds them up: the sum tells the owner how many contributions 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad.autograd.operations.requests import Request, send
 from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
 from jdistgrad.autograd.tape.ledger import Contribution, mark
-from jdistgrad.autograd.tape.program_order import next_place
+from jdistgrad.autograd.tape.links import next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
-from jdistgrad.autograd.values.holes import Layout, reference_of
-from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done, nothing_more
+from jdistgrad.autograd.values.holes import Layout, arrays_of, reference_of
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.claims import Claim
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.array_block import ArrayBlock
 from jdistgrad.wire.ids import as_token, from_token
 
+Task = tuple[Any, tuple[Any, ...]]  # a function and its arguments
+Addition = tuple[str, int, Contribution]  # the kind and the id of a target, and what is added to its gradient
 
-class _Unbatched:
-    """Base class of operations that cannot be batched."""
 
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
+@dataclasses.dataclass
+class Request:
+    """A request to a worker: for the arrays of a value it owns, to accept a contribution, or to run a task.
 
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        raise DifferentiationError(
-            f"{type(self).__name__.lower()} cannot be batched: a reference is one value, not a batch of them. Make it "
-            "outside jax.vmap."
-        )
+    ``known``: outputs that need no answer. ``finish`` turns the arrays into the other outputs. ``kept``: an object kept
+    alive until then.
+    """
+
+    to: int
+    value: int | None
+    addition: Addition | None
+    finish: Callable[[list[Any]], list[Any]]
+    known: Sequence[Any] = ()
+    kept: Any = None
+    task: Task | None = None  # returns an array
+
+
+def send(requests: Sequence[Request]) -> list[Started]:
+    """Send requests to one worker, in one message. The one answer comes when all their tasks are done."""
+    values = list(dict.fromkeys(one.value for one in requests if one.value is not None))
+    additions = [one.addition for one in requests if one.addition is not None]
+    tasks = [one.task for one in requests if one.task is not None]
+    parts = ArrayBlock([leaf for _, _, part in additions for leaf in part.leaves if leaf is not None])
+    # A fetch must not make the owner take part in the context.
+    with within(current_scope() if additions or tasks else None):
+        bare = [  # in place of each leaf, whether it is present
+            (kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place)
+            for kind, identifier, part in additions
+        ]
+        args = (values, bare, parts, tasks)
+        future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
+    asking = [one for one in requests if one.task is not None]
+    places = {id(one): len(values) + turn for turn, one in enumerate(asking)}
+    places |= {id(one): values.index(one.value) for one in requests if one.value is not None}
+    return [Started(future, _Part(one, places.get(id(one))), one.known) for one in requests]
+
+
+@dataclasses.dataclass
+class _Part:
+    """A request's part of the answer, by its place among what was asked for; None: no arrays."""
+
+    request: Request
+    place: int | None
+
+    def __call__(self, answer: tuple[list[int], list[Any]]) -> list[Any]:
+        if self.place is None:
+            return self.request.finish([])
+        counts, arrays = answer
+        start = sum(counts[: self.place])
+        return self.request.finish(list(arrays[start : start + counts[self.place]]))
+
+
+def serve_requests(
+    values: list[int], additions: list[tuple[Any, ...]], parts: list[Any], tasks: list[Task]
+) -> tuple[list[int], ArrayBlock]:
+    """Read the values, accept the additions, run the tasks; return the numbers of arrays, and all arrays."""
+    owned = current_worker().references.owned
+    found = [arrays_of(owned.value(one).result()) for one in values]
+    rest = iter(parts)
+    for kind, identifier, number, lanes, there, place in additions:
+        leaves = [next(rest) if one else None for one in there]
+        accept(kind, identifier, Contribution(number, lanes, leaves, place))
+    found += [[function(*args)] for function, args in tasks]
+    return [len(arrays) for arrays in found], ArrayBlock([array for arrays in found for array in arrays])
 
 
 @dataclasses.dataclass(eq=False)
-class Fetch(_Unbatched):
+class Fetch(Operation):
     """A fetch of a reference's value. Operands: what stands for the reference. Outputs: the arrays of the value."""
 
     reference: Any  # the reference's tree structure
@@ -55,7 +112,8 @@ class Fetch(_Unbatched):
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
-        self._note(rref._claim)
+        if self.recorded:
+            note_fetched(rref._claim.id, rref._claim.owner)
 
         def finish(value: Any) -> list[Any]:
             if isinstance(rref._claim, Claim):
@@ -74,12 +132,9 @@ class Fetch(_Unbatched):
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         if not at_hand or self.timeout is not None or not self.results.are_arrays:
             return None
-        self._note(claim)
-        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
-
-    def _note(self, claim: Any) -> None:
         if self.recorded:
             note_fetched(claim.id, claim.owner)
+        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
@@ -90,11 +145,14 @@ class Fetch(_Unbatched):
 
 
 @dataclasses.dataclass(eq=False)
-class Publish(_Unbatched):
+class Publish(Operation):
     """The publication of a value that stays here, under an id. Operands: the value's arrays. Output: its handle."""
 
     value: Layout
     id: int
+
+    def __str__(self) -> str:
+        return "jdistgrad.RRef"
 
     def start(self, operands: Sequence[Any]) -> Started:
         owned = current_worker().references.announce(self.id)
@@ -109,7 +167,7 @@ class Publish(_Unbatched):
 
 
 @dataclasses.dataclass(eq=False)
-class Put:
+class Put(Operation):
     """A contribution to the gradient of a target: a reference, a contribution, or a sum that was taken.
 
     Operands: the target's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
@@ -129,34 +187,28 @@ class Put:
         request = self.request(operands)
         if request is not None:
             return send([request])[0]
-        identifier, contribution = self._contribution(operands)
+        identifier, contribution, outputs = self._made(operands)
         accept(self.kind, identifier, contribution)
-        return done(self._known(contribution))
+        return done(outputs)
 
     def request(self, operands: Sequence[Any]) -> Request | None:
         """Return the contribution as a Request, if the gradient is another worker's; else None."""
         if self.owner == current_worker().rank:
             return None
-        identifier, contribution = self._contribution(operands)
+        identifier, contribution, outputs = self._made(operands)
         current_tape(lambda: "a gradient").links.add_gradient(contribution.number, self.owner, identifier)
-        return Request(self.owner, None, (self.kind, identifier, contribution), nothing_more, self._known(contribution))
+        return Request(self.owner, None, (self.kind, identifier, contribution), lambda _: [], outputs)
 
-    def _contribution(self, operands: Sequence[Any]) -> tuple[int, Contribution]:
-        (identifier,) = from_token(operands[0])
+    def _made(self, operands: Sequence[Any]) -> tuple[int, Contribution, list[Any]]:
+        (identifier,), number = from_token(operands[0]), next_number()
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):
             leaves[k] = leaf
-        return identifier, Contribution(next_number(), self.lanes, leaves, next_place())
-
-    def _known(self, contribution: Contribution) -> list[Any]:
-        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(contribution.number), NO_MARKS.dtype)
-        return [marks, as_token(contribution.number)]
+        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(number), NO_MARKS.dtype)
+        return identifier, Contribution(number, self.lanes, leaves, next_place()), [marks, as_token(number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype), TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         put = dataclasses.replace(self, lanes=(size, *self.lanes))
@@ -164,7 +216,7 @@ class Put:
 
 
 @dataclasses.dataclass(eq=False)
-class Take:
+class Take(Operation):
     """The sum of the contributions to a target.
 
     Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the wanted leaves of
@@ -191,20 +243,19 @@ class Take:
             )
         worker, args = current_worker(), (self.kind, identifier, marks, self.lanes, taken)
         future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
-        return Started(future, lambda leaves: [*self._wanted_of(leaves), as_token(taken)])
 
-    def _wanted_of(self, leaves: list[Any]) -> list[Any]:
-        found = leaves or [None] * self.count  # empty if there are no contributions
-        return as_jax([self._leaf(found[k], shape) for k, shape in zip(self.wanted, self.leaves, strict=True)])
+        def finish(leaves: list[Any]) -> list[Any]:
+            found = leaves or [None] * self.count  # empty if there are no contributions
+            wanted = [found[k] for k in self.wanted]
+            for k, shape in enumerate(self.leaves):
+                if wanted[k] is None:
+                    wanted[k] = np.zeros(self.lanes + shape.shape, shape.dtype)
+            return [*as_jax(wanted), as_token(taken)]
 
-    def _leaf(self, leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        return np.zeros(self.lanes + shape.shape, shape.dtype) if leaf is None else leaf
+        return Started(future, finish)
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         take = dataclasses.replace(self, lanes=(size, *self.lanes))

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import jax
 
 from jdistgrad.autograd.callee.bundle import PullStop
+from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import PushCall
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.links import Link
-from jdistgrad.autograd.tape.program_order import next_place
-from jdistgrad.autograd.tape.tape import Tape, next_number
+from jdistgrad.autograd.tape.links import next_place
+from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand
-from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, done
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
@@ -25,7 +25,7 @@ from jdistgrad.wire.ids import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)
-class Linear:
+class Linear(Operation):
     """A linear function that a recorded call holds: the pullback of its outermost derivative, or its transpose.
 
     Operands: the call's tag, the call's operands, and the inputs of the linear function.
@@ -38,7 +38,6 @@ class Linear:
 
     @property
     def inputs(self) -> int:
-        """Return the number of inputs of the linear function."""
         raise NotImplementedError
 
     @property
@@ -49,16 +48,16 @@ class Linear:
     def has_references(self) -> bool:
         return self.call.has_references
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of the batches, the latest first."""
-        return tuple(size for size, _ in reversed(self.batches))
+    def task(self, message: int) -> Any:
+        """Return the function to send, in the context of the call, given the call's message."""
+        raise NotImplementedError
 
     def start(self, operands: Sequence[Any]) -> Started:
-        raise NotImplementedError
-
-    def shapes(self, operands: Shapes) -> Shapes:
-        raise NotImplementedError
+        worker, (context, message, *_) = current_worker(), from_token(operands[0])
+        inputs = list(operands[len(operands) - self.inputs :])
+        with within(worker.scopes.find(context)):
+            timeout = self.patience(worker.timeout)
+            return Started(worker.rpc_async(self.call.to, self.task(message), (inputs,), {}, timeout), list)
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""
@@ -80,7 +79,6 @@ class Linear:
         return [True] * self.inputs
 
     def outputs_in_batches(self) -> list[bool]:
-        """Return which outputs have a dimension for a batch of the recording."""
         raise NotImplementedError
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
@@ -167,15 +165,10 @@ class Pull(Linear):
     def inputs(self) -> int:
         return len(self.live)
 
-    def start(self, operands: Sequence[Any]) -> Started:
-        worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        scope = worker.scopes.find(context)
-        scope.content(Tape).links.add(message, self.call.to, describe(self.call.function), backward=True)
-        cotangents = list(operands[len(operands) - len(self.live) :])
-        with within(scope):
-            pulled = self.stop().task(None, (message, next_number()), next_place())
-            timeout = self.patience(worker.timeout)
-            return Started(worker.rpc_async(self.call.to, pulled, (cotangents,), {}, timeout), list)
+    def task(self, message: int) -> Any:
+        tape = current_tape(lambda: str(self))
+        tape.links.add(message, self.call.to, describe(self.call.function), backward=True)
+        return self.stop().task(None, (message, next_number()), next_place())
 
     def stop(self) -> PullStop:
         return PullStop(describe(self.call.function), len(self.call.orders) - 1, self.live, self.last, self.maps)
@@ -184,25 +177,20 @@ class Pull(Linear):
         """Return the cotangents, which follow the tag among the operands that ``needed`` leaves."""
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
-    def links(self, numbers: tuple[int, ...], caller: int, cause: int | None) -> list[Link]:
-        """Return the links that the graph shows for a pull sent as a stop."""
-        return [Link(numbers[0], caller, self.call.to, describe(self.call.function), backward=True, caused_by=cause)]
-
     def __str__(self) -> str:
         return f"cotangents of {describe(self.call.function)} to rank {self.call.to}"
 
     def shapes(self, operands: Shapes) -> Shapes:
-        handles = self.call.handles()
-        return [self._cotangent(1 + k, operands[1 + k], is_handle=k in handles) for k in self.wanted]
-
-    def _cotangent(self, place: int, operand: jax.ShapeDtypeStruct, *, is_handle: bool) -> jax.ShapeDtypeStruct:
-        """Return the shape of an operand's cotangent: a dimension for every batch, the latest first, before its own.
+        """Return the shapes of cotangents: a dimension for every batch, the latest first, before the operand's own.
 
         The cotangent of a handle has dimensions only for the batches that the pullback is mapped over.
         """
-        own = operand.shape[sum(flags[place] for _, flags in self.batches) :]
-        sizes = (size for size, flags in reversed(self.batches) if not (is_handle and any(flags)))
-        return operand.update(shape=(*sizes, *own))
+        handles, found = self.call.handles(), []
+        for k in self.wanted:
+            own = operands[1 + k].shape[sum(flags[1 + k] for _, flags in self.batches) :]
+            sizes = (size for size, flags in reversed(self.batches) if not (k in handles and any(flags)))
+            found.append(operands[1 + k].update(shape=(*sizes, *own)))
+        return found
 
     def outputs_in_batches(self) -> list[bool]:
         handles = self.call.handles()
@@ -231,15 +219,10 @@ class Push(Linear):
     def inputs(self) -> int:
         return len(self.wanted)
 
-    def start(self, operands: Sequence[Any]) -> Started:
+    def task(self, message: int) -> Any:
         self._refuse_references()
-        worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        tangents = list(operands[len(operands) - self.inputs :])
         what, order = describe(self.call.function), len(self.call.orders) - 1
-        with within(worker.scopes.find(context)):
-            pushed = PushCall(what, message, order, self.maps, next_place())
-            timeout = self.patience(worker.timeout)
-            return Started(worker.rpc_async(self.call.to, pushed, (tangents,), {}, timeout), list)
+        return PushCall(what, message, order, self.maps, next_place())
 
     def _refuse_references(self) -> None:
         """Raise DifferentiationError for tangents of references: these stand for values on other workers."""
@@ -254,7 +237,8 @@ class Push(Linear):
         return f"tangents of {describe(self.call.function)} to rank {self.call.to}"
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [one.update(shape=(*self.sizes, *one.shape)) for one in self.call.tangent_shapes()]
+        sizes = [size for size, _ in reversed(self.batches)]
+        return [one.update(shape=(*sizes, *one.shape)) for one in self.call.tangent_shapes()]
 
     def inputs_in_batches(self) -> list[bool]:
         handles = self.call.handles()
@@ -266,7 +250,7 @@ class Push(Linear):
     def functional(self) -> Call:
         """Return the push as a call of a function of the tag and the operands, for derivatives of the push."""
         self._refuse_references()
-        return self._function(self.call.pushforward(), numbered=False)
+        return self._function(PushforwardOf(self.call.function, self.call.leaves()), numbered=False)
 
     def transposed(self, live: tuple[int, ...]) -> Pull:
         """Return the transpose, without the batches."""
@@ -274,7 +258,7 @@ class Push(Linear):
 
 
 @dataclasses.dataclass(eq=False)
-class DrawNumber:
+class DrawNumber(Operation):
     """An operation that draws a fresh contribution id. Its operands only order the draw."""
 
     has_references: ClassVar[bool] = False
@@ -287,9 +271,6 @@ class DrawNumber:
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [TOKEN_SHAPE]
-
-    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         return Batched(self, lambda count: [False])

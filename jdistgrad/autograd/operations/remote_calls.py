@@ -14,9 +14,8 @@ from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
-from jdistgrad.autograd.tape.tape import current_tape, replaying_number
-from jdistgrad.autograd.values.operation import TOKEN_SHAPE, Batched, Shapes, Started, nothing_more
-from jdistgrad.errors import DifferentiationError
+from jdistgrad.autograd.tape.tape import current_tape, replaying
+from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, Started
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.claims import WHOLE
 from jdistgrad.rpc.references.handles import NO_MARKS
@@ -37,6 +36,7 @@ class CallRemote(Call):
 
     results_come_here = False
     has_references = True
+    batched = Operation.batched
     staged: bool = False
     made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 
@@ -56,14 +56,11 @@ class CallRemote(Call):
             known = [as_token(*tag, claim.id), *known]
         future = self.send(function, operands)
         claim.add(WHOLE)
-        return Started(future, nothing_more, known)
+        return Started(future, lambda _: [], known)
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)
         return [*([REMOTE_TAG] if self.orders else []), MARKS_SHAPE, TOKEN_SHAPE]
-
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
 
     def tangent_shapes(self) -> Shapes:
         return [MARKS_SHAPE]
@@ -89,6 +86,6 @@ class PullbackAtOwner(ServedFunction):
         shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
         numbers = tuple(range(len(shapes)))
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
-        with replaying_number(number):
+        with replaying(number):
             *cotangents, _ = rules.take(gradient)(handle, tag[4:])
             return pulled(pullback, cotangents)

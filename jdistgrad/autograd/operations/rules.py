@@ -60,11 +60,6 @@ def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backw
     return apply
 
 
-def call(operation: Call) -> Callable[..., tuple[Any, ...]]:
-    """Return a remote call as a function of its operands."""
-    return with_tangents(operation)
-
-
 def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
     """Return an operation as a function of its operands that has a derivative along tangents, for forward mode.
 
@@ -95,8 +90,20 @@ def _pushed_through(
     """Return an operation's outputs, and the tangents of those that have derivatives. Arguments are by number."""
     perturbed = [k for k in tangents if is_differentiable(operands[k])]
     if _is_linear(operation, perturbed, operands):
-        return _pushed_linearly(operation, operands, tangents)
-    recording, given = _recording(operation, perturbed, operands)
+        # JAX must see that the derivative does not depend on the perturbed operands, which are inputs, as in implicit
+        # differentiation (custom_root), where the place to differentiate at is an unknown.
+        function, first = with_tangents(operation), len(operands) - operation.inputs
+        parts = [tangents.get(first + k, jnp.zeros_like(one)) for k, one in enumerate(operands[first:])]
+        return function(*operands), dict(enumerate(function(*operands[:first], *parts)))
+    given = operands
+    if isinstance(operation, Call):
+        recording = operation.recording(perturbed)
+    elif isinstance(operation, Pull):
+        tag, *rest = operands
+        (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(rest[len(rest) - operation.inputs :]))
+        recording, given = operation.functional().recording([k + 1 for k in perturbed]), (tag, number, *rest)
+    else:
+        recording = operation.functional().recording(perturbed)
     outputs = with_tangents(recording)(*given)
     push = Push(recording.released())
     moved = with_tangents(push)(outputs[0], *given, *(tangents[k] for k in perturbed))
@@ -111,32 +118,6 @@ def _is_linear(operation: Any, perturbed: Sequence[int], operands: Sequence[Any]
     A pull is not always: a custom rule may do with cotangents what it likes.
     """
     return isinstance(operation, Push) and all(k >= len(operands) - operation.inputs for k in perturbed)
-
-
-def _pushed_linearly(
-    operation: Push, operands: Sequence[Any], tangents: Mapping[int, Any]
-) -> tuple[Sequence[Any], dict[int, Any]]:
-    """Return the outputs and tangents of an operation that is linear in the perturbed operands, which are inputs.
-
-    JAX must see that its derivative does not depend on them, as in implicit differentiation (``custom_root``), where
-    the place to differentiate at is an unknown.
-    """
-    function, first = with_tangents(operation), len(operands) - operation.inputs
-    moved = [tangents.get(first + k, jnp.zeros_like(one)) for k, one in enumerate(operands[first:])]
-    return function(*operands), dict(enumerate(function(*operands[:first], *moved)))
-
-
-def _recording(
-    operation: Call | Linear, perturbed: Sequence[int], operands: Sequence[Any]
-) -> tuple[Call, Sequence[Any]]:
-    """Return the call to record for a derivative of an operation, and the operands of that call."""
-    if isinstance(operation, Call):
-        return operation.recording(perturbed), operands
-    if not isinstance(operation, Pull):
-        return operation.functional().recording(perturbed), operands
-    tag, *rest = operands
-    (number,) = evaluate(DrawNumber(), jax.lax.stop_gradient(rest[len(rest) - operation.inputs :]))
-    return operation.functional().recording([k + 1 for k in perturbed]), (tag, number, *rest)
 
 
 def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: Any) -> Any:
@@ -217,52 +198,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         token, count = residuals
-        live, parts = nonzero(cotangents)
-        total = sum(_has_derivative(one) for one in cotangents)
-        if not live:
-            return (None, None)[: count.value]
-        handle, _ = put(Put(owner, REFERENCE, live, total))(token, *parts)
-        return (handle, None)[: count.value]
-
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
-
-
-def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return the publishing of a value as a function of its arrays."""
-
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
-        numbers = tuple(places.index(k) for k in perturbed)
-        shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
-        residuals = Fixed((perturbed, numbers, len(places), shapes, len(operands)))
-        return publish(operation, owner, token)(*operands), residuals
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        perturbed, numbers, total, shapes, count = residuals.value
-        if isinstance(cotangents[0], SymbolicZero):
-            return (None,) * count
-        *found, _ = take(Take(owner, REFERENCE, numbers, total, shapes))(cotangents[0], token)
-        return scattered(perturbed, found, count)
-
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
-
-
-def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
-    """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
-
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        outputs = put(operation)(*operands)
-        numbers = tuple(operation.live[k - 1] for k in perturbed)
-        shapes = tuple(jax.ShapeDtypeStruct(operands[k].shape, operands[k].dtype) for k in perturbed)
-        return outputs, (Fixed((perturbed, numbers, shapes, len(operands))), outputs[1])
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        fixed, token = residuals
-        perturbed, numbers, shapes, count = fixed.value
-        if isinstance(cotangents[0], SymbolicZero):
-            return (None,) * count
-        *found, _ = take(Take(operation.owner, CONTRIBUTION, numbers, operation.count, shapes))(cotangents[0], token)
-        return scattered(perturbed, found, count)
+        return (_put_back(owner, REFERENCE, token, cotangents), None)[: count.value]
 
     return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
@@ -275,27 +211,61 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         return outputs, outputs[-1]
 
     def backward(token: Any, cotangents: Any) -> Any:
-        live, parts = nonzero(cotangents[:-1])
-        if not live:
-            return None, None
-        numbers = tuple(operation.wanted[k] for k in live)
-        handle, _ = put(Put(operation.owner, TAKEN, numbers, operation.count))(token, *parts)
-        return handle, None
+        return _put_back(operation.owner, TAKEN, token, cotangents[:-1], operation), None
 
     return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
-def nonzero(cotangents: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the nonzero cotangents, and before them their numbers among the results that have derivatives."""
-    candidates = [one for one in cotangents if _has_derivative(one)]
+def _put_back(owner: int, kind: str, token: Any, cotangents: Sequence[Any], taken: Take | None = None) -> Any:
+    """Contribute the cotangents of a value, or of the leaves ``taken``; return the handle, None if all are zero."""
+    candidates = [one for one in cotangents if one is not None and one.dtype != jax.dtypes.float0]
     live = tuple(k for k, one in enumerate(candidates) if not isinstance(one, SymbolicZero))
-    return live, [candidates[k] for k in live]
+    if not live:
+        return None
+    parts = [candidates[k] for k in live]
+    numbers, count = (live, len(candidates)) if taken is None else (tuple(taken.wanted[k] for k in live), taken.count)
+    return put(Put(owner, kind, numbers, count))(token, *parts)[0]
 
 
-def _has_derivative(cotangent: Any) -> bool:
-    return cotangent is not None and cotangent.dtype != jax.dtypes.float0
+def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return the publishing of a value as a function of its arrays."""
+
+    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
+        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
+        residuals = _to_take(perturbed, tuple(places.index(k) for k in perturbed), len(places), operands)
+        return publish(operation, owner, token)(*operands), residuals
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        return _taken(owner, REFERENCE, residuals, cotangents[0], token)
+
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
 
 
-def scattered(places: Sequence[int], values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    found = dict(zip(places, values, strict=True))
+def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
+    """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
+
+    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
+        outputs = put(operation)(*operands)
+        numbers = tuple(operation.live[k - 1] for k in perturbed)
+        return outputs, (_to_take(perturbed, numbers, operation.count, operands), outputs[1])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        return _taken(operation.owner, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
+
+    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+
+
+def _to_take(perturbed: tuple[int, ...], numbers: tuple[int, ...], total: int, operands: Sequence[Any]) -> Fixed:
+    """Return what ``_taken`` needs to know of the operands, which are the ``numbers`` of ``total`` leaves."""
+    shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
+    return Fixed((perturbed, numbers, total, shapes, len(operands)))
+
+
+def _taken(owner: int, kind: str, fixed: Fixed, handle: Any, token: Any) -> tuple[Any, ...]:
+    """Return the cotangents of operands: for the perturbed ones, the sums of the contributions."""
+    perturbed, numbers, total, shapes, count = fixed.value
+    found = dict[int, Any]()
+    if not isinstance(handle, SymbolicZero):
+        *sums, _ = take(Take(owner, kind, numbers, total, shapes))(handle, token)
+        found = dict(zip(perturbed, sums, strict=True))
     return tuple(found.get(k) for k in range(count))

@@ -1,27 +1,98 @@
 """Uses of gradients: functions that owners run with the gradients of their values, once these are complete."""
 
+import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.bundle import UseStop
-from jdistgrad.autograd.callee.using import Using
 from jdistgrad.autograd.operations.calls import Call, where
-from jdistgrad.autograd.operations.requests import Request
-from jdistgrad.autograd.tape.ledger import Marks
+from jdistgrad.autograd.operations.owned_values import Request
+from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
+from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout
-from jdistgrad.autograd.values.operation import Batched, Started
-from jdistgrad.autograd.values.primitive import bind
+from jdistgrad.autograd.values.primitive import Batched, Started, bind
 from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.by_value import OWN
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import current_worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Using(ServedFunction):
+    """A function of the gradients of some values, which waits until all contributions to them have come.
+
+    Its first argument holds for each value the marks of these contributions, in parts to be added up. The contributions
+    stay in the ledger. The function is one of this package: it is encoded once.
+    """
+
+    function: Any
+    references: tuple[int, ...]
+    values: tuple[str, ...]  # the references, in words
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
+
+    @functools.cached_property
+    def stream(self) -> bytes:
+        return pickle.dumps((self.function, self.references, self.values), protocol=5)
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self.stream,)
+
+    def __call__(self, marks: Sequence[Sequence[Any]], *rest: Any) -> Any:
+        ledger = current_tape(lambda: self.label).ledger
+        targets = zip(self.references, self.summed(marks), strict=True)
+        futures = [ledger.take(Target(REFERENCE, reference), mine, keep=True) for reference, mine in targets]
+        seconds = current_worker().timeout / 2  # not as long as the caller waits for this answer
+        try:
+            gradients = [total(future.result(seconds)) for future in futures]
+        except concurrent.futures.TimeoutError as error:
+            raise DifferentiationError(
+                f"{self.label} has waited {seconds:g} s for contributions that {', '.join(self.values)} did not get. "
+                f"{AS_MADE}"
+            ) from error
+        return self.function(gradients, *rest)
+
+    def summed(self, marks: Sequence[Sequence[Any]]) -> list[Marks]:
+        """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
+        found = list[Marks]()
+        for value, parts in zip(self.values, marks, strict=True):
+            each = [np.asarray(one).tolist() for one in parts]
+            mine = tuple(each[0] if len(each) == 1 else map(sum, zip(*each, strict=True)))
+            if not all(part >= 0 and part == int(part) for part in mine):
+                why = f"{self.label}: this is not the gradient of {value} as it was made. {AS_MADE}"
+                raise DifferentiationError(why)
+            found.append(mine)
+        missing = [value for value, mine in zip(self.values, found, strict=True) if not mine[0]]
+        if missing:
+            raise DifferentiationError(
+                f"{self.label} has no gradient of {', '.join(missing)}: what was differentiated does not depend on it. "
+                "Use it there, or leave the reference out. If it is used as a part of another value, which holds the "
+                "reference, step with the context: optimizer.step(ctx).",
+                missing=missing,
+            )
+        return found
+
+
+OWN.add(Using)
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrived(stream: bytes) -> Using:
+    return Using(*pickle.loads(stream))
+
 
 # Uses, each with an object that it needs. JAX keeps operations for ever, so the object is not in them.
 Kept = list[tuple["Use", Any]]
@@ -91,7 +162,6 @@ class Use(Call):
         return UseStop(self.arguments.emptied(), (), (), 1)
 
     def in_parts(self, parts: Sequence[int]) -> "Use":
-        """Return the use with other numbers of parts."""
         others = len(self.arguments.positions) - sum(self.parts)
         return dataclasses.replace(self, arguments=_arguments(parts, others), parts=tuple(parts))
 

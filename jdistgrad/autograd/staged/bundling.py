@@ -7,18 +7,152 @@ together, and arrays that pass from one to the next never travel. A use of gradi
 with the last pullback that contributes to them. Pure functions from equations to equations.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.bundle import Source, StopOutput
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
+from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
-from jdistgrad.autograd.staged.bundles import BundleCall, CallerStop
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
+from jdistgrad.autograd.tape.links import Link, cause, next_message, next_place
+from jdistgrad.autograd.tape.tape import current_tape, next_number
+from jdistgrad.autograd.values.holes import Hole, Operand
+from jdistgrad.autograd.values.primitive import Started
+from jdistgrad.autograd.values.results import Uniform
+from jdistgrad.rpc.cached import Cached, from_cache
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.ids import as_token, from_token
+
+Numbers = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallerStop:
+    """An operation of a bundle, with the sources of its operands. An int is the number of an operand of the bundle."""
+
+    operation: Call | Pull
+    sources: tuple[Source, ...]
+
+    @property
+    def records(self) -> bool:
+        """Return whether the operation is recorded: its first output is then a tag, known before it is sent."""
+        return isinstance(self.operation, Call) and bool(self.operation.orders)
+
+    def numbers(self, operands: Sequence[Any], before: Sequence[Numbers]) -> Numbers:
+        """Return the id of the message a call records, or the ids of the message and the contributions of a pull."""
+        if isinstance(self.operation, Call):
+            return (next_message(),) if self.records else ()
+        tag = self.sources[0]
+        assert not isinstance(tag, Uniform)
+        return before[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1], next_number()
+
+
+@dataclasses.dataclass(eq=False)
+class BundleCall:
+    """A row of operations on one worker as one operation. Each member needs the member before.
+
+    Its outputs are the members' outputs that are wanted outside the bundle, those known before the answer first.
+    """
+
+    to: int
+    members: tuple[CallerStop, ...]
+    wanted: tuple[StopOutput, ...]
+
+    def __str__(self) -> str:
+        return "\n     then    ".join(str(member.operation) for member in self.members)
+
+    @property
+    def where(self) -> str:
+        return "; ".join(dict.fromkeys(member.operation.where for member in self.members))
+
+    @property
+    def states(self) -> list[Any]:
+        calls = [one.operation for one in self.members if isinstance(one.operation, Call)]
+        return [one.state for one in calls if one.state is not None]
+
+    @functools.cached_property
+    def outline(self) -> tuple[Cached[Bundle], list[Any], list[int]]:
+        """Return what is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
+        brought, sources, stops = list[Any](), list[list[Source]](), list[CallStop | PullStop]()
+
+        def answered(one: StopOutput) -> StopOutput:
+            """Renumber an output as the callee counts them: without the tag of a recorded call."""
+            return StopOutput(one.turn, one.number - self.members[one.turn].records)
+
+        for member in self.members:
+            stop = member.operation.stop()
+            if isinstance(stop, PullStop) and isinstance(tag := member.sources[0], StopOutput):
+                stop = dataclasses.replace(stop, call=tag.turn)
+            stops.append(stop)
+            sources.append([])
+            for item in member.operation.items():
+                source = _source(item, member.sources)
+                if isinstance(source, StopOutput):
+                    source = answered(source)
+                elif not isinstance(source, Uniform):
+                    source = _place_among(brought, source)
+                sources[-1].append(source)
+        tags = [one for one in self.wanted if one.number == 0 and self.members[one.turn].records]
+        bundle = Bundle.of(stops, sources, [answered(one) for one in self.wanted if one not in tags])
+        return from_cache(Cached(bundle).stream), brought, [one.turn for one in tags]  # one for all equal bundles
+
+    @functools.cached_property
+    def functions(self) -> list[Any]:
+        return [getattr(member.operation, "function", None) for member in self.members]
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        worker, scope, (bundle, brought, tags) = current_worker(), current_scope(), self.outline
+        numbers = list[Numbers]()
+        for member in self.members:
+            numbers.append(member.numbers(operands, numbers))
+        if any(numbers):
+            by = cause()
+
+            def links() -> list[Link]:
+                found = []
+                for member, mine in zip(self.members, numbers, strict=True):
+                    one = member.operation
+                    call = one.call if isinstance(one, Pull) else one
+                    if mine:
+                        found.append(Link(mine[0], worker.rank, self.to, describe(call.function), one is not call, by))
+                return found
+
+            current_tape(lambda: str(self.members[0].operation)).links.note(links)
+        items = [one.of(operands) if isinstance(one, Operand) else one for one in brought]
+        run = BundleRun(bundle, self.functions, numbers, next_place(), items)
+        patience = sum(member.operation.patience(worker.timeout) for member in self.members)
+        future = worker.rpc_async(self.to, run, (), {}, patience)
+        return Started(future, list, [as_token(scope.id, numbers[turn][0]) for turn in tags] if scope else [])
+
+
+def _place_among(brought: list[Any], item: Any) -> int:
+    """Return an item's place among those the message brings; an array that is used twice is brought once."""
+    if isinstance(item, Operand) and isinstance(item.hole, Hole):
+        for place, one in enumerate(brought):
+            if isinstance(one, Operand) and isinstance(one.hole, Hole) and one.numbers == item.numbers:
+                return place
+    brought.append(item)
+    return len(brought) - 1
+
+
+def _source(item: Any, sources: Sequence[Source]) -> Any:
+    """Express an item of an operation in terms of the operands of the whole bundle."""
+    if not isinstance(item, Operand):
+        return item
+    found = [sources[k] for k in item.numbers]
+    if isinstance(item.hole, Hole) and not isinstance(found[0], int):
+        return found[0]
+    return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
+
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
@@ -26,9 +160,13 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
-    travellers, uses = _travellers(equations), _places(equations, Use)
+    pulls, uses = _places(equations, Pull), _places(equations, Use)
+    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
+    tags = {equations[k].outputs[0] for k in calls}
+    # Operations that wait for nothing when they are served: plain calls, and their pulls.
+    travellers = calls | {k for k in pulls if equations[k].inputs[0] in tags}
     bundles = []
-    for first in sorted(travellers | _places(equations, Pull)):
+    for first in sorted(travellers | pulls):
         if first not in taken:
             followers = uses | travellers if first in travellers else uses
             members = _row(first, equations, answers, followers)
@@ -37,13 +175,6 @@ def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list
                 bundles.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
     return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
-
-
-def _travellers(equations: Sequence[Equation]) -> set[int]:
-    """Return the places of operations that wait for nothing when they are served: plain calls, and their pulls."""
-    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
-    tags = {equations[k].outputs[0] for k in calls}
-    return calls | {k for k in _places(equations, Pull) if equations[k].inputs[0] in tags}
 
 
 def _places(equations: Sequence[Equation], kind: type) -> set[int]:
@@ -78,7 +209,11 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     local = {output for equation in equations if equation.operation is None for output in equation.outputs}
     for k in range(first + 1, len(equations)):
         equation = equations[k]
-        if type(equation.operation) is Call and not _tags(row, equations).isdisjoint(equation.inputs):
+        if type(equation.operation) is Call and any(
+            one.operation.orders and one.outputs[0] in equation.inputs
+            for one in (equations[member] for member in row)
+            if isinstance(one.operation, Call)
+        ):
             continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if k not in followers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
             continue
@@ -93,24 +228,16 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     return row
 
 
-def _tags(row: list[int], equations: Sequence[Equation]) -> set[Atom]:
-    """Return the tags of the calls that are recorded in a row."""
-    calls = [equations[k] for k in row if isinstance(equations[k].operation, Call)]
-    return {one.outputs[0] for one in calls if one.operation.orders}
-
-
 def _needed_early(row: list[int], equations: Sequence[Equation], answers: Answers) -> int | None:
     """Return the turn of the first member that something outside needs without needing the last member, or None."""
     outside = [
         answers.before[k]
         for k, equation in enumerate(equations)
-        if k not in row and not answers.before[k] >> row[-1] & 1 and _takes_time(equation)
+        if k not in row
+        and not answers.before[k] >> row[-1] & 1
+        and (equation.operation is not None or _may_be_long(equation.eqn))
     ]
     return next((turn for turn, k in enumerate(row[:-1]) if any(mask >> k & 1 for mask in outside)), None)
-
-
-def _takes_time(equation: Equation) -> bool:
-    return equation.operation is not None or _may_be_long(equation.eqn)
 
 
 def _may_be_long(eqn: Any) -> bool:
@@ -140,13 +267,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     used = {variable for one in equations if one not in members for variable in one.variables()}
     used.update(atom for atom in outputs if isinstance(atom, int))
     given = [output for equation in members for output in equation.outputs if output in used]
-    given.sort(key=lambda output: not _known(members, made[output]))
+    given.sort(key=lambda output: made[output].number > 0 or not parts[made[output].turn].records)  # known tags first
     wanted = tuple(made[output] for output in given)
     after = tuple(variable for equation in members for variable in equation.after if variable not in made)
     return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted), after=after)
-
-
-def _known(members: list[Equation], source: StopOutput) -> bool:
-    """Return whether an output is known before any answer: whether it is the tag of a recorded call."""
-    call = members[source.turn].operation
-    return source.number == 0 and type(call) is Call and bool(call.orders)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
@@ -29,14 +29,28 @@ class Constant:
 Atom = int | Constant
 
 
+class Ordered:
+    """Something with inputs and outputs: an equation, or several of them.
+
+    ``after``: variables that it waits for without needing them.
+    """
+
+    inputs: list[Atom]
+    outputs: list[int]
+    after: tuple[int, ...]
+
+    def variables(self) -> Iterator[int]:
+        """Yield the variables that must be known before it can run."""
+        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
+
+
 @dataclasses.dataclass(eq=False)
-class Equation:
+class Equation(Ordered):
     """An equation of the step, over numbered variables.
 
     ``outputs``: those of ``eqn``; one more, where it has none, if others must follow it: it is known once it runs.
     ``eqn``: JAX's equation, None for a bundle. ``operation``: the operation it performs. ``fills``: inputs that are one
     known number everywhere. ``weaker``: for an input that only lost its weak type, the variable it came from.
-    ``after``: variables that the equation waits for without needing them.
     """
 
     inputs: list[Atom]
@@ -46,10 +60,6 @@ class Equation:
     fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
     weaker: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
     after: tuple[int, ...] = ()
-
-    def variables(self) -> Iterator[int]:
-        """Yield the variables that must be known before the equation can run."""
-        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
     def states(self) -> set[Any]:
         """Return what identifies the states that the equation may change, also in the body of a loop or a branch.
@@ -116,12 +126,8 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     constants = getattr(body, "consts", ())
     body = getattr(body, "jaxpr", body)
-    inlined = has_wire(body) or (eqn.primitive.name in JITTED and _has_numpy(eqn))
-    return (body, constants) if inlined else None
-
-
-def _has_numpy(eqn: Any) -> bool:
-    return any(isinstance(one, np.ndarray) for one in jaxprs.arrays_in(eqn))
+    has_numpy = eqn.primitive.name in JITTED and any(isinstance(one, np.ndarray) for one in jaxprs.arrays_in(eqn))
+    return (body, constants) if has_numpy or has_wire(body) else None
 
 
 def _states(eqn: Any) -> set[Any]:
@@ -141,14 +147,6 @@ def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equat
     return kept[::-1]
 
 
-class Ordered(Protocol):
-    """Something with inputs and outputs: an equation, or several of them."""
-
-    outputs: list[int]
-
-    def variables(self) -> Iterator[int]: ...
-
-
 U = TypeVar("U", bound=Ordered)
 
 
@@ -158,23 +156,19 @@ def in_order(units: Sequence[U]) -> list[U]:
     done: set[int] = set()
     ordered: list[U] = []
 
-    def visit(unit: U) -> None:
-        stack = [(unit, unit.variables())]
-        while stack:
-            current, rest = stack[-1]
-            if id(current) in done:
-                stack.pop()
-                continue
-            before = next((producer[v] for v in rest if v in producer and id(producer[v]) not in done), None)
-            if before is None:
-                done.add(id(current))
-                ordered.append(current)
-                stack.pop()
-            else:
-                stack.append((before, before.variables()))
-
-    for unit in units:
-        visit(unit)
+    stack = [(unit, unit.variables()) for unit in reversed(units)]
+    while stack:
+        current, rest = stack[-1]
+        if id(current) in done:
+            stack.pop()
+            continue
+        before = next((producer[v] for v in rest if v in producer and id(producer[v]) not in done), None)
+        if before is None:
+            done.add(id(current))
+            ordered.append(current)
+            stack.pop()
+        else:
+            stack.append((before, before.variables()))
     return ordered
 
 

@@ -15,10 +15,11 @@ from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.operations.uses import Use, kept
-from jdistgrad.autograd.staged.bundles import BundleCall
+from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.autograd.values.holes import can_be_traced
+from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.handles import Handle, is_handle, without_handles
@@ -88,15 +89,11 @@ class StagedFunction(Generic[P, T]):
         key = (structure, None if worker is None else (worker.world, worker.rank), trace_context(), *map(_kind, leaves))
         step = self._steps.get(key)
         if step is None:
-            self._forget_ended()
+            for old, one in list(self._steps.items()):  # other threads may add some
+                if one.ended:  # references of closed worlds are no longer valid
+                    self._steps.pop(old, None)
             step = self._steps[key] = Step(self._fun, leaves, structure, worker)
         return step
-
-    def _forget_ended(self) -> None:
-        """Forget the steps of worlds that have been closed: their references are no longer valid."""
-        for key, step in list(self._steps.items()):  # other threads may add some
-            if step.ended:
-                self._steps.pop(key, None)
 
 
 class Step:
@@ -107,19 +104,24 @@ class Step:
 
         def flat(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(structure, leaves)
-            found, self._result = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
-            for path, leaf in found:
-                _check_result(fun, path, leaf)
-            self._handles = {k: jax.typeof(leaf) for k, (_, leaf) in enumerate(found) if is_handle(leaf)}
-            return [leaf for _, leaf in found]
+            found, self._result = jax.tree.flatten(fun(*args, **kwargs))
+            for leaf in found:
+                if not is_handle(leaf) and not can_be_traced(leaf):
+                    raise TypeError(
+                        f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}: {leaf!r:.60}. Results must "
+                        "be arrays, numbers, RRefs and containers of them."
+                    )
+            self._handles = {k: jax.typeof(leaf) for k, leaf in enumerate(found) if is_handle(leaf)}
+            return found
 
         with kept() as self._uses:
             traced = lowered(jax.make_jaxpr(flat)(*leaves))
         self.plan = cut(traced, [one for one, _ in self._uses])
         self._prepared = Prepared.of(self.plan)
-        self._takes_gradients = _has_gradients(jax.tree.unflatten(structure, leaves))
-        operations = [*self.plan.operations, *self.plan.operations_in_pieces]
-        self._records = any(_needs_context(operation) for operation in operations)
+        arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
+        self._takes_gradients = any(map(_is_gradient, arguments))
+        inner = operations_in(one.eqn for unit in self.plan.units for one in unit.equations if one.eqn is not None)
+        self._records = any(map(_needs_context, [*self.plan.operations, *inner]))
 
     @property
     def ended(self) -> bool:
@@ -141,20 +143,6 @@ class Step:
             for k, kind in self._handles.items():
                 outputs[k] = kind.raise_val(outputs[k])
             return hold(jax.tree.unflatten(self._result, outputs), lease)
-
-
-def _check_result(fun: Callable[..., Any], path: tuple[Any, ...], leaf: Any) -> None:
-    """Raise TypeError for a result that JAX cannot trace: it would name neither the function nor the place."""
-    if not is_handle(leaf) and not can_be_traced(leaf):
-        where = f" at {jax.tree_util.keystr(path)}" if path else ""
-        raise TypeError(
-            f"jdistgrad.jit: {describe(fun)} returned a {type(leaf).__name__}{where}: {leaf!r:.60}. Results must be "
-            "arrays, numbers, RRefs and containers of them."
-        )
-
-
-def _has_gradients(tree: Any) -> bool:
-    return any(isinstance(leaf, RemoteGradient) for leaf in jax.tree.leaves(tree, is_leaf=_is_gradient))
 
 
 def _is_gradient(leaf: Any) -> bool:

@@ -8,7 +8,7 @@ the rest is computed.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,19 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
-from jdistgrad.autograd.staged.constants import constants_known
-from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
-from jdistgrad.autograd.staged.ordering import in_program_order, marks_in_parts, require_all, require_gradients
-from jdistgrad.autograd.values.primitive import operations_in
+from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, Ordered, flatten, in_order, needed
+from jdistgrad.autograd.staged.rewriting import (
+    constants_known,
+    in_program_order,
+    marks_in_parts,
+    require_all,
+    require_gradients,
+)
 from jdistgrad.wire.arrays import ALIAS_FROM
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
+class Unit(Ordered):
     """A unit of the plan: an operation, or a piece of equations compiled together."""
 
     equations: list[Equation]
@@ -35,14 +39,6 @@ class Unit:
     urgency: float
     operation: Any = None
     after: tuple[int, ...] = ()
-
-    def variables(self) -> Iterator[int]:
-        """Yield the variables that must be known before the unit can run."""
-        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
-
-    @property
-    def jax_equations(self) -> list[Any]:
-        return [one.eqn for one in self.equations if one.eqn is not None]
 
 
 @dataclasses.dataclass
@@ -57,11 +53,6 @@ class Plan:
     @property
     def operations(self) -> list[Any]:
         return [unit.operation for unit in self.units if unit.operation is not None]
-
-    @property
-    def operations_in_pieces(self) -> Iterator[Any]:
-        """Yield the operations in loops and branches, which pieces carry out."""
-        return (one for unit in self.units if unit.operation is None for one in operations_in(unit.jax_equations))
 
     def __str__(self) -> str:
         return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))
@@ -96,19 +87,13 @@ def answers_copied(
     }
     copies: dict[Atom, Equation] = {}
     for atom in outputs:
-        if atom in shapes and atom not in copies and _is_small(shapes[atom]):
-            copies[atom] = Equation([atom], [size + len(copies)], _copying(shapes[atom]))
+        if atom not in shapes or atom in copies:
+            continue
+        shape = shapes[atom]
+        if isinstance(shape.dtype, np.dtype) and shape.size * shape.dtype.itemsize < ALIAS_FROM:
+            (copy,) = jax.make_jaxpr(jax.numpy.copy)(shape).eqns
+            copies[atom] = Equation([atom], [size + len(copies)], copy)
     return list(copies.values()), [copies[atom].outputs[0] if atom in copies else atom for atom in outputs]
-
-
-def _is_small(shape: Any) -> bool:
-    return isinstance(shape.dtype, np.dtype) and shape.size * shape.dtype.itemsize < ALIAS_FROM
-
-
-def _copying(shape: Any) -> Any:
-    """Return a JAX equation that copies an array."""
-    (equation,) = jax.make_jaxpr(jax.numpy.copy)(shape).eqns
-    return equation
 
 
 def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
@@ -116,14 +101,14 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
     users = collections.Counter(variable for equation in equations for variable in equation.variables())
     users.update(atom for atom in outputs if isinstance(atom, int))
     made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
-
-    def marked(equation: Equation) -> Equation:
-        operation, tag = equation.operation, equation.inputs[0] if equation.inputs else None
-        if not isinstance(operation, Pull) or tag not in made or users[tag] != 1:
-            return equation
-        return dataclasses.replace(equation, operation=dataclasses.replace(operation, last=True))
-
-    return list(map(marked, equations))
+    found = []
+    for equation in equations:
+        operation = equation.operation
+        if isinstance(operation, Pull) and (tag := equation.inputs[0]) in made and users[tag] == 1:
+            found.append(dataclasses.replace(equation, operation=dataclasses.replace(operation, last=True)))
+        else:
+            found.append(equation)
+    return found
 
 
 def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Unit]:

@@ -11,17 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad import events
-from jdistgrad.autograd.operations.owned_values import Fetch, Put
-from jdistgrad.autograd.operations.requests import Request, send
+from jdistgrad import events, jaxprs
+from jdistgrad.autograd.operations.owned_values import Fetch, Put, Request, send
 from jdistgrad.autograd.operations.uses import Use
-from jdistgrad.autograd.staged.bundles import BundleCall
+from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
-from jdistgrad.autograd.staged.pieces import compiled
-from jdistgrad.autograd.staged.plan import Plan
-from jdistgrad.autograd.tape import program_order
-from jdistgrad.autograd.values.operation import Started
-from jdistgrad.autograd.values.primitive import as_array
+from jdistgrad.autograd.staged.plan import Plan, Unit
+from jdistgrad.autograd.staged.rewriting import SMALL
+from jdistgrad.autograd.tape.links import at_place, next_place
+from jdistgrad.autograd.values.primitive import Started, as_array
+from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
 
@@ -74,7 +73,7 @@ class Run:
         self._prepared, self._plan = prepared, prepared.plan
         self._values: dict[int, Any] = dict(zip(prepared.plan.inputs, leaves, strict=True))
         self._missing, self._uses = list(prepared.missing), dict(prepared.uses)
-        self._place = program_order.next_place()
+        self._place = next_place()
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: units are numbered by urgency
         self._under_way: dict[concurrent.futures.Future[Any], list[tuple[int, Started]]] = {}
@@ -86,7 +85,12 @@ class Run:
         """Run all units and return the outputs. A failure ends the run without waiting for calls under way."""
         try:
             while self._sends or self._pieces or self._under_way:
-                self._advance()
+                if self._sends:
+                    self._send()
+                elif self._pieces:
+                    self._compute(heapq.heappop(self._pieces))
+                else:
+                    self._receive()
         except BaseException:
             for future in self._under_way:
                 future.cancel()
@@ -95,20 +99,14 @@ class Run:
             [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
         )
 
-    def _advance(self) -> None:
-        if self._sends:
-            self._send()
-        elif self._pieces:
-            self._compute(heapq.heappop(self._pieces))
-        else:
-            self._receive()
-
     def _compute(self, number: int) -> None:
         start, function = time.monotonic(), self._prepared.functions[number]
         assert function is not None, "an operation is sent, not computed"
         outputs = function(*self._take(number))
         if events.sink is not None:
-            tell_piece(number, start, outputs)
+            worker = find_worker()
+            rank, name = (0, "") if worker is None else (worker.rank, worker.info.name)
+            events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
         self._done(number, outputs)
 
     def _ready(self, number: int) -> None:
@@ -132,12 +130,16 @@ class Run:
         requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends or self._join(requests):
             number = self._sends.popleft()
-            self._wait_for_earlier(number)
+            for variable in self._prepared.follows.get(number, ()):  # a use of gradients only follows these
+                if isinstance(array := self._values.get(variable), jax.Array):
+                    array.block_until_ready()  # the piece may be under way
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
-            with _explained(operation), program_order.at((*self._place, number)):
+            with _explained(operation), at_place((*self._place, number)):
                 request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
                 if request is None:
-                    self._started(number, operation.start(operands))
+                    started = operation.start(operands)
+                    self._done(number, started.known)
+                    self._await(number, started)
                 else:
                     requests.setdefault(request.to, []).append((number, request))
                     self._done(number, request.known)
@@ -147,30 +149,17 @@ class Run:
             for (number, _), started in zip(group, sent, strict=True):
                 self._await(number, started)
 
-    def _wait_for_earlier(self, number: int) -> None:
-        """Wait until the pieces have run that a use of gradients only follows: their outputs may be under way."""
-        for variable in self._prepared.follows.get(number, ()):
-            if isinstance(array := self._values.get(variable), jax.Array):
-                array.block_until_ready()
-
     def _join(self, requests: Mapping[int, Sequence[tuple[int, Request]]]) -> bool:
         """Queue uses of gradients that only follow fetches in these requests: owners serve fetches first."""
         for number, ordered in self._prepared.follows.items():
             operation = self._plan.units[number].operation
             group = requests.get(operation.to, ()) if isinstance(operation, Use) else ()
-            fetched = {variable for one, _ in group for variable in self._fetched(one)}
+            units = [self._plan.units[one] for one, _ in group]
+            fetched = {variable for one in units if isinstance(one.operation, Fetch) for variable in one.outputs}
             if 0 < self._missing[number] == len(ordered & fetched):
                 self._missing[number] = -1
                 self._ready(number)
         return bool(self._sends)
-
-    def _fetched(self, number: int) -> list[int]:
-        unit = self._plan.units[number]
-        return unit.outputs if isinstance(unit.operation, Fetch) else []
-
-    def _started(self, number: int, started: Started) -> None:
-        self._done(number, started.known)
-        self._await(number, started)
 
     def _await(self, number: int, started: Started) -> None:
         if started.future.done():
@@ -218,12 +207,6 @@ def _as_jax(arrays: list[Any]) -> list[Any]:
     return arrays
 
 
-def tell_piece(number: int, start: float, outputs: Sequence[Any]) -> None:
-    worker = find_worker()
-    rank, name = (0, "") if worker is None else (worker.rank, worker.info.name)
-    events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
-
-
 class _explained:  # noqa: N801 used like a function
     """A block that adds the operation's place in the user's program to its errors, as a note."""
 
@@ -239,3 +222,41 @@ class _explained:  # noqa: N801 used like a function
         where = getattr(self._operation, "where", None) if isinstance(error, Exception) else None
         if error is not None and where:
             error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
+
+
+_shared = jaxprs.Shared(4096)
+
+
+def compiled(unit: Unit) -> Callable[..., list[Any]]:
+    """Return a piece as one jitted function of its inputs, which pieces with the same equations share."""
+
+    def run(*inputs: Any) -> list[Any]:
+        known = dict(zip(unit.inputs, inputs, strict=True))
+        for equation in unit.equations:
+            values = [atom.value if isinstance(atom, Constant) else known[atom] for atom in equation.inputs]
+            known.update(zip(equation.outputs, equation.evaluate(values), strict=True))
+        return [known[output] for output in unit.outputs]
+
+    if jaxprs.calls_back(equation.eqn for equation in unit.equations):
+        return jax.jit(run)  # for one worker, and only as long as the step
+    held = [atom.value for one in unit.equations for atom in one.inputs if isinstance(atom, Constant)]
+    held += [value for one in unit.equations for value in jaxprs.arrays_in(one.eqn)]
+    if sum(getattr(value, "nbytes", 0) for value in held) > SMALL:
+        return once_for_all(jax.jit(run))  # who shared it would keep these arrays, which the step has closed over
+    shared: Callable[..., list[Any]] = _shared.get(key(unit), lambda: jax.jit(run))
+    return once_for_all(shared)
+
+
+def key(unit: Unit) -> Any:
+    """Return a key of what a piece computes, independent of the names of its variables."""
+    names = jaxprs.Names()
+
+    def spell(atom: Any) -> Any:
+        return jaxprs.constant_key(atom.value) if isinstance(atom, Constant) else names(atom)
+
+    inputs = tuple(map(spell, unit.inputs))
+    equations = tuple(
+        (jaxprs.equation_key(one.eqn), tuple(map(spell, one.inputs)), tuple(map(spell, one.outputs)))
+        for one in unit.equations
+    )
+    return inputs, equations, tuple(map(spell, unit.outputs))

@@ -1,14 +1,15 @@
 """Contributions to gradients, which go to the owners of values, and the sums that the owners return."""
 
 import concurrent.futures
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Contribution, Marks, Target, total
+from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, only_floats, shape_of, split
+from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
@@ -25,8 +26,12 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
 
 
 def accept(kind: str, identifier: int, contribution: Contribution) -> None:
-    """Add a contribution to a gradient that this worker keeps."""
-    current_tape(lambda: "a gradient").contribute(kind, identifier, contribution)
+    """Add to the gradient of a value here, of a contribution, or of all the contributions in a sum that was taken."""
+    tape, targets = current_tape(lambda: "a gradient"), [Target(kind, identifier)]
+    if kind == TAKEN:
+        targets = [Target(CONTRIBUTION, one.number) for one in tape.taken[identifier]]
+    for target in targets:
+        tape.ledger.put(target, contribution)
 
 
 def take(
@@ -38,22 +43,30 @@ def take(
       taken: the id under which the tape remembers the contributions, for derivatives of their sum.
     """
     tape = current_tape(lambda: "a gradient")
-    summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    before = tape.taken_before(taken)
-    if before is not None:
-        summed.set_result(total(before, lanes))
+    if taken in tape.taken:
+        summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        summed.set_result(total(tape.taken[taken], lanes))
         return summed
 
-    def add_up(contributions: concurrent.futures.Future[Any]) -> None:
-        try:
-            found = contributions.result()
-            tape.taken(taken, found)
-            summed.set_result(total(found, lanes))
-        except BaseException as error:
-            summed.set_exception(error)
+    def add_up(contributions: list[Contribution]) -> list[Any]:
+        tape.taken[taken] = contributions
+        return total(contributions, lanes)
 
-    tape.ledger.take(Target(kind, identifier), marks, lanes).add_done_callback(add_up)
-    return summed
+    return _then(tape.ledger.take(Target(kind, identifier), marks, lanes), add_up)
+
+
+def _then(future: concurrent.futures.Future[Any], function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+    """Return a future of what a function makes of a future's result."""
+    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def make(done: concurrent.futures.Future[Any]) -> None:
+        try:
+            made.set_result(function(done.result()))
+        except BaseException as error:
+            made.set_exception(error)
+
+    future.add_done_callback(make)
+    return made
 
 
 @shown_as("the fetch of a reference's gradient")
@@ -79,9 +92,11 @@ def value_gradient(identifier: int) -> Any | None:
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     """Return a gradient in the structure of its value, with None in place of leaves that have no derivative."""
     value = current_worker().references.owned.value(identifier).result()
-    layout, arrays = split(only_floats(value), has_gradient)
+    layout, arrays = split(value, has_gradient)
     found = leaves or [None] * len(arrays)
-    return layout.fill([jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)])
+    return layout.only_holes().fill(
+        [jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)]
+    )
 
 
 def or_zero(leaf: Any, array: Any) -> Any:
@@ -96,13 +111,4 @@ def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
 
 def arrays_of_value(identifier: int) -> concurrent.futures.Future[Any]:
     """Return a future of the arrays of a value owned here, done once the value has been made."""
-    arrays: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def take_apart(value: concurrent.futures.Future[Any]) -> None:
-        try:
-            arrays.set_result(arrays_of(value.result()))
-        except BaseException as error:
-            arrays.set_exception(error)
-
-    current_worker().references.owned.value(identifier).add_done_callback(take_apart)
-    return arrays
+    return _then(current_worker().references.owned.value(identifier), arrays_of)

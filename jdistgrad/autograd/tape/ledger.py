@@ -5,17 +5,19 @@ of its contributions: how many there must be, and which. Contributions are added
 they arrived in.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.program_order import Place
+from jdistgrad.autograd.tape.links import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
@@ -138,8 +140,8 @@ class Ledger:
     """The contributions one worker has received in one context."""
 
     def __init__(self) -> None:
-        self._found: dict[Target, list[Contribution]] = {}
-        self._waiting: dict[Target, list[Waiting]] = {}
+        self._found = collections.defaultdict[Target, list[Contribution]](list)
+        self._waiting = collections.defaultdict[Target, list[Waiting]](list)
         self._used: dict[tuple[Target, Marks], list[Contribution]] = {}
         self._kept: dict[Target, list[Contribution]] = {}  # what uses have found; others need not search there
         self._seen: set[tuple[Target, int]] = set()
@@ -151,7 +153,7 @@ class Ledger:
             if (target, contribution.number) in self._seen:
                 return  # the pullback was run again
             self._seen.add((target, contribution.number))
-            self._found.setdefault(target, []).append(contribution)
+            self._found[target].append(contribution)
             ready = self._complete(target)
         _finish(ready)
 
@@ -170,10 +172,10 @@ class Ledger:
         with self._lock:
             before = self._used.get((target, waiting.marks))
             if before is None:
-                self._waiting.setdefault(target, []).append(waiting)
+                self._waiting[target].append(waiting)
             ready: list[Completed] = [(waiting, before)] if before is not None else self._complete(target)
-            if self._error is not None and waiting in self._waiting.get(target, ()):
-                self._forget(target, waiting)
+            if self._error is not None and waiting in self._waiting[target]:
+                self._waiting[target].remove(waiting)
                 ready.append((waiting, self._error))
         _finish(ready)
         return waiting.future
@@ -181,12 +183,12 @@ class Ledger:
     def read(self, target: Target) -> list[Contribution]:
         """Return the contributions so far, in order, without removing them."""
         with self._lock:
-            return in_order([*self._kept.get(target, []), *self._found.get(target, [])])
+            return in_order([*self._kept.get(target, []), *self._found[target]])
 
     def may_be_sum(self, target: Target, marks: Marks) -> bool:
         """Return whether contributions that have come add up to these marks, as far as that can be told."""
         with self._lock:
-            found = [*self._kept.get(target, []), *self._found.get(target, [])]
+            found = [*self._kept.get(target, []), *self._found[target]]
             if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
                 return True
         try:
@@ -206,45 +208,36 @@ class Ledger:
 
     def targets(self) -> list[Target]:
         with self._lock:
-            return list({**self._kept, **self._found})
+            return list({**self._kept, **{target: found for target, found in self._found.items() if found}})
 
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits, now and later: no more contributions will come."""
         with self._lock:
             self._error = error
-            waiting, self._waiting = [one for each in self._waiting.values() for one in each], {}
+            waiting = [one for each in self._waiting.values() for one in each]
+            self._waiting.clear()
         for one in waiting:
             one.future.set_exception(error)
 
     def _complete(self, target: Target) -> list[Completed]:
         """Remove the takes that can be completed now; return each with its contributions or its error."""
         ready: list[Completed] = []
-        for waiting in list(self._waiting.get(target, [])):
+        for waiting in list(self._waiting[target]):
             try:
-                mine = waiting.among(self._found.get(target, []))
+                mine = waiting.among(self._found[target])
             except DifferentiationError as error:
-                self._forget(target, waiting)
+                self._waiting[target].remove(waiting)
                 ready.append((waiting, error))
                 continue
             if mine is not None:
-                self._forget(target, waiting)
-                self._remove(target, mine)
+                self._waiting[target].remove(waiting)
+                taken = {id(one) for one in mine}
+                self._found[target] = [one for one in self._found[target] if id(one) not in taken]
                 if waiting.keep:
                     self._kept.setdefault(target, []).extend(mine)
                     self._used[target, waiting.marks] = in_order(mine)
                 ready.append((waiting, in_order(mine)))
         return ready
-
-    def _forget(self, target: Target, waiting: Waiting) -> None:
-        self._waiting[target].remove(waiting)
-        if not self._waiting[target]:
-            del self._waiting[target]
-
-    def _remove(self, target: Target, taken: list[Contribution]) -> None:
-        gone = {id(one) for one in taken}
-        left = [one for one in self._found.pop(target, []) if id(one) not in gone]
-        if left:
-            self._found[target] = left
 
 
 def _finish(ready: list[Completed]) -> None:
@@ -270,13 +263,6 @@ def total(contributions: list[Contribution], lanes: tuple[int, ...] = ()) -> lis
     """Return the sum of contributions, leaf by leaf; None where nothing was contributed."""
     if len(contributions) == 1:
         return list(contributions[0].summed_over(lanes))
-    return [
-        functools.reduce(_plus, leaves)
-        for leaves in zip(*(one.summed_over(lanes) for one in contributions), strict=True)
-    ]
-
-
-def _plus(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+    each = zip(*(one.summed_over(lanes) for one in contributions), strict=True)
+    parts = [[part for part in leaves if part is not None] for leaves in each]
+    return [functools.reduce(operator.add, one) if one else None for one in parts]

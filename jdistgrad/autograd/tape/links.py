@@ -1,25 +1,56 @@
-"""Links: the crossings of the wire that a worker notes on its tape, for a picture of the graph."""
+"""The messages of a program as workers note them: their order, and links, the crossings of the wire, for the graph.
+
+Every message has a place in the order in which the program makes its messages, whatever order they are answered in: a
+path of turns. Each message of the program itself has one turn. A message that a worker sends while it serves another
+message has that message's path and a turn of its own. Sums are made in this order, so that every run gives the same
+result to the last bit.
+"""
 
 import contextlib
 import contextvars
 import dataclasses
-import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
-from jdistgrad.autograd.tape import program_order
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell, worker_of
+
+Place = tuple[int, ...]
+
+_place: contextvars.ContextVar[tuple[Place, Callable[[], int]]] = contextvars.ContextVar("jdistgrad_place_in_order")
+_PROGRAM = (), itertools.count().__next__
+
+
+class at_place:  # noqa: N801 used like a function; a generator would take twice as long
+    """A block whose messages get places below this place, in the order in which it sends them."""
+
+    __slots__ = ("_outer", "_own")
+
+    def __init__(self, place: Place):
+        self._own = place, itertools.count().__next__
+
+    def __enter__(self) -> None:
+        self._outer = _place.set(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        _place.reset(self._outer)
+
+
+def next_place() -> Place:
+    path, turn = _place.get(_PROGRAM)
+    return (*path, turn())
+
 
 _serving: contextvars.ContextVar[int | None] = contextvars.ContextVar("jdistgrad_serving", default=None)
 
 
 @contextlib.contextmanager
-def serving(message: int, place: program_order.Place) -> Iterator[None]:
+def serving(message: int, place: Place) -> Iterator[None]:
     """Mark a block as serving this message, at the message's place in the program's order."""
     token = _serving.set(message)
     try:
-        with program_order.at(place):
+        with at_place(place):
             yield
     finally:
         _serving.reset(token)
@@ -31,7 +62,6 @@ def cause() -> int | None:
 
 
 def next_message() -> int:
-    """Draw a new message id of this worker."""
     return current_worker().messages.next()
 
 
@@ -57,7 +87,6 @@ class Links:
         self._lock = threading.Lock()
 
     def all(self) -> list[Link]:
-        """Return the links of everything this worker sent."""
         with self._lock:
             count = len(self._links)  # other threads may append meanwhile
             made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
@@ -67,34 +96,21 @@ class Links:
     def add(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
         self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
 
-    def add_later(self, links: Callable[[], list[Link]]) -> None:
-        """Note a function that makes links when they are read."""
+    def note(self, links: Link | Callable[[], list[Link]]) -> None:
+        """Note a link, or a function that makes links when they are read."""
         self._links.append(links)
-
-    def add_answer(self, call: int, what: str) -> None:
-        """Note that the results of a call go back to its caller."""
-        self._links.append(answer(next_message(), call, what))
-
-    def add_fetched(self, reference: int, owner: int) -> None:
-        """Note that a value has come from its owner. The receiver notes the link: the owner does not know of it."""
-        here = current_worker().rank
-        if owner != here:
-            self.add_later(functools.partial(_of_value, next_message(), owner, here, _serving.get(), reference))
 
     def add_gradient(self, number: int, owner: int, reference: int) -> None:
         """Note that a contribution goes to the owner of its value."""
-        here = current_worker().rank
-        self.add_later(functools.partial(_of_gradient, number, here, owner, _serving.get(), reference))
+        here, by = current_worker().rank, _serving.get()
+
+        def made() -> list[Link]:
+            what = f"gradient of {spell(reference)}"
+            return [Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)]
+
+        self._links.append(made)
 
 
 def answer(message: int, call: int, what: str) -> Link:
+    """Return the link for the results of a call, which go back to its caller."""
     return Link(message, current_worker().rank, worker_of(call), what, caused_by=call, answers=call)
-
-
-def _of_value(message: int, owner: int, here: int, cause: int | None, reference: int) -> list[Link]:
-    return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=cause, reference=reference)]
-
-
-def _of_gradient(number: int, here: int, owner: int, cause: int | None, reference: int) -> list[Link]:
-    what = f"gradient of {spell(reference)}"
-    return [Link(number, here, owner, what, backward=True, caused_by=cause, reference=reference)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +10,73 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN, Contribution, Ledger, Target, total
-from jdistgrad.autograd.tape.links import Links, next_message
-from jdistgrad.autograd.tape.pullback_table import PullbackTable
+from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Ledger, Target, total
+from jdistgrad.autograd.tape.links import Link, Links, cause, next_message
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.wire.ids import from_token
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.ids import from_token, spell
+from jdistgrad.wire.interrupts import SteadyCondition, wait_in_slices
+
+_PULLED = object()  # replaces a recording after its last pull
+
+
+class PullbackTable:
+    """The recordings of one worker in one context. A pull may come before its call has been served; the pull waits."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Any] = {}
+        self._closed = False
+        self._error: BaseException | None = None
+        self._changed = SteadyCondition()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return sum(one is not _PULLED for one in self._found.values())
+
+    def keep(self, message: int, recording: Any) -> None:
+        with self._changed:
+            self._found[message] = recording
+            self._changed.notify_all()
+
+    def find(self, message: int, *, last: bool) -> Any:
+        """Wait for the recording of a message and return it. ``last``: it will not be requested again.
+
+        Raises:
+          ContextError: the context closed first, or the recording is requested after its last pull.
+        """
+
+        def is_settled() -> bool:
+            return message in self._found or self._closed or self._error is not None
+
+        with self._changed:
+            wait_in_slices(functools.partial(self._changed.wait_for, is_settled))
+            if message not in self._found and self._error is not None:
+                raise self._error
+            found = self._found.get(message)
+            if last and found is not None:
+                self._found[message] = _PULLED
+        if found is None:
+            raise ContextError(f"the context was closed before message {spell(message)} was recorded")
+        if found is _PULLED:
+            raise ContextError(
+                f"what was recorded for message {spell(message)} has been pulled back for the last time: differentiate "
+                "the whole computation again."
+            )
+        return found
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail the waits for what is not recorded yet, now and later."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Release all recordings and fail the pulls that wait for others."""
+        with self._changed:
+            self._closed = True
+            self._found.clear()
+            self._changed.notify_all()
 
 
 class Tape:
@@ -25,16 +87,13 @@ class Tape:
         self.links = Links()
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
         self.recordings = PullbackTable()
-        self._taken: dict[int, list[Contribution]] = {}
-        self._replayed: dict[tuple[int, int], int] = {}
-        self._states: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
+        self.replayed: dict[tuple[int, int], int] = {}  # the ids drawn at the turns of replayed blocks
+        self.lock = threading.Lock()
 
     def close(self) -> None:
         """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
         self.recordings.close()
-        with self._lock:
-            self._states.clear()
         self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
 
     def give_up(self, error: BaseException) -> None:
@@ -42,61 +101,14 @@ class Tape:
         self.recordings.give_up(error)
         self.ledger.give_up(error)
 
-    def contribute(self, kind: str, identifier: int, contribution: Contribution) -> None:
-        """Add to the gradient of a value, of a contribution, or of all the contributions in a sum that was taken."""
-        if kind == TAKEN:
-            with self._lock:
-                contributions = self._taken[identifier]
-            for one in contributions:
-                self.ledger.put(Target(CONTRIBUTION, one.number), contribution)
-        else:
-            self.ledger.put(Target(kind, identifier), contribution)
-
-    def taken(self, identifier: int, contributions: list[Contribution]) -> None:
-        """Remember the contributions in a sum, for derivatives of the sum."""
-        with self._lock:
-            self._taken[identifier] = contributions
-
-    def taken_before(self, identifier: int) -> list[Contribution] | None:
-        with self._lock:
-            return self._taken.get(identifier)
-
-    def replayed(self, number: int, turn: int) -> int:
-        """Return the id drawn at this turn of the replayed block: the same in every replay."""
-        with self._lock:
-            if (number, turn) not in self._replayed:
-                self._replayed[number, turn] = next_message()
-            return self._replayed[number, turn]
-
-    def started_from(self, message: int, state: Any) -> None:
-        """Remember the state that a recorded call started from, for derivatives of its pullback."""
-        with self._lock:
-            self._states[message] = state
-
-    def state_before(self, message: int) -> Any:
-        """Return the state that a recorded call started from, once the call has been served."""
-        self.recordings.wait_for(message)
-        with self._lock:
-            if message not in self._states:
-                raise ContextError("the context was closed before the call whose state is needed had been served")
-            return self._states[message]
-
-    def forget_state(self, message: int) -> None:
-        with self._lock:
-            self._states.pop(message, None)
-
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
         targets = [target for target in self.ledger.targets() if target.kind == REFERENCE]
         return {target.id: total(self.ledger.read(target)) for target in targets}
 
     def gradient(self, identifier: int) -> list[Any] | None:
-        """Return the same sum for one reference, or None if there are no contributions."""
         contributions = self.ledger.read(Target(REFERENCE, identifier))
         return total(contributions) if contributions else None
-
-    def statistics(self) -> dict[str, int]:
-        return {"recordings": len(self.recordings), "links": len(self.links.all())}
 
 
 _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.ContextVar(
@@ -105,20 +117,20 @@ _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.
 
 
 @contextlib.contextmanager
-def replaying(number: int) -> Iterator[None]:
-    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once."""
-    token = _replay.set((number, itertools.count()))
+def replaying(number: Any) -> Iterator[None]:
+    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once.
+
+    ``number`` is a token. If it is traced, nothing is done: code that is being compiled contributes nothing.
+    """
+    if isinstance(number, jax.core.Tracer):
+        yield
+        return
+    (identifier,) = from_token(number)
+    token = _replay.set((identifier, itertools.count()))
     try:
         yield
     finally:
         _replay.reset(token)
-
-
-def replaying_number(token: Any) -> contextlib.AbstractContextManager[None]:
-    """Enter ``replaying`` by a token, unless the token is traced: code that is being compiled contributes nothing."""
-    if isinstance(token, jax.core.Tracer):
-        return contextlib.nullcontext()
-    return replaying(*from_token(token))
 
 
 def next_number() -> int:
@@ -126,7 +138,11 @@ def next_number() -> int:
     replay = _replay.get()
     if replay is None:
         return next_message()
-    return current_tape(lambda: "a gradient").replayed(replay[0], next(replay[1]))
+    tape, turn = current_tape(lambda: "a gradient"), (replay[0], next(replay[1]))
+    with tape.lock:
+        if turn not in tape.replayed:
+            tape.replayed[turn] = next_message()
+        return tape.replayed[turn]
 
 
 def current_tape(what: Callable[[], str]) -> Tape:
@@ -142,6 +158,12 @@ def current_tape(what: Callable[[], str]) -> Tape:
 
 def note_fetched(reference: int, owner: int) -> None:
     """Note that a value to be differentiated has come from its owner, if this code is in a context."""
-    scope = current_scope()
-    if scope is not None:
-        scope.content(Tape).links.add_fetched(reference, owner)
+    scope, here = current_scope(), current_worker().rank
+    if scope is None or owner == here:
+        return
+    message, by = next_message(), cause()
+
+    def made() -> list[Link]:
+        return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=by, reference=reference)]
+
+    scope.content(Tape).links.note(made)  # the receiver notes the link: the owner does not know of it

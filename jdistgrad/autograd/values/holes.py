@@ -96,7 +96,13 @@ class Layout:
 
         filled = trees.map_leaves(refill, self.tree)
         if next(rest, _NONE_LEFT) is not _NONE_LEFT:
-            raise _lost_holes(self.tree)
+            kinds = {type(node) for node in trees.nodes(self.tree)} - {dict, list, tuple}
+            names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
+            raise DifferentiationError(
+                f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX "
+                "does not find them in it. Its pytree registration may tell children from settings by their types. "
+                "Send its arrays, and make it of them in the called function."
+            )
         return filled
 
     def only_holes(self) -> "Layout":
@@ -111,12 +117,13 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Return whether everything but the items has a built-in type, which users cannot change or define anew."""
-        return trees.is_plain_tree(self.tree, lambda leaf: _has_plain_type(leaf) or _is_item(leaf))
 
-    @property
-    def has_keys(self) -> bool:
-        """Return whether some of the holes are for random keys."""
-        return any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.tree))
+        def is_plain(leaf: Any) -> bool:
+            kind = type(leaf)
+            number = isinstance(leaf, np.generic) and kind.__module__ in ("numpy", "ml_dtypes")
+            return kind in trees.PLAIN or number or _is_item(leaf)
+
+        return trees.is_plain_tree(self.tree, is_plain)
 
     @property
     def has_references(self) -> bool:
@@ -170,25 +177,10 @@ class Layout:
 _NONE_LEFT = object()
 
 
-def _lost_holes(tree: Any) -> DifferentiationError:
-    kinds = {type(node) for node in trees.nodes(tree)} - {dict, list, tuple}
-    names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
-    return DifferentiationError(
-        f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX does not "
-        "find them in it. Its pytree registration may tell children from settings by their types. Send its arrays, and "
-        "make it of them in the called function."
-    )
-
-
 def _is_item(leaf: Any) -> bool:
     if isinstance(leaf, np.generic):  # a number, which the called function may need as such, for a static argument
         return False
     return isinstance(leaf, Hole | ReferenceHole | ByReference | np.ndarray) or is_array(leaf)
-
-
-def _has_plain_type(leaf: Any) -> bool:
-    kind = type(leaf)
-    return kind in trees.PLAIN or (isinstance(leaf, np.generic) and kind.__module__ in ("numpy", "ml_dtypes"))
 
 
 def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, list[Any]]:
@@ -201,23 +193,21 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
         number = next(numbers)
         if not pick(leaf):
             return leaf
-        hole, found = _dig(leaf)
+        hole: Hole | ReferenceHole
+        reference, wraps = _unwrapped(leaf)
+        if isinstance(reference, RRef):
+            found, structure = operands_of(reference)
+            hole = ReferenceHole(structure, wraps, None if staging() else reference._claim)
+        elif is_key(leaf):
+            hole, found = KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
+        else:
+            hole, found = Hole(), [leaf]
         operands.extend(found)
         positions.extend([number] * len(found))
         return hole
 
     holed = trees.map_leaves(dig, tree)
     return Layout(holed, tuple(positions)), operands
-
-
-def _dig(leaf: Any) -> tuple[Any, list[Any]]:
-    reference, wraps = _unwrapped(leaf)
-    if isinstance(reference, RRef):
-        children, structure = operands_of(reference)
-        return ReferenceHole(structure, wraps, None if staging() else reference._claim), children
-    if is_key(leaf):
-        return KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
-    return Hole(), [leaf]
 
 
 def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
@@ -227,7 +217,6 @@ def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
 
 
 def reference_of(structure: Any, operands: Sequence[Any]) -> Any:
-    """Return the reference for which operands stand."""
     marks, *token = operands
     return jax.tree.unflatten(structure, [with_marks(marks), *token])
 
@@ -254,7 +243,10 @@ def is_array(leaf: Any) -> bool:
     """Return whether JAX can compute with a leaf. A reference counts, by its handle."""
     if isinstance(leaf, jax.Array | RRef):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extended(leaf.dtype))
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return False
+    extended = leaf.dtype.kind == "V" and leaf.dtype.names is None  # bfloat16, float8_e4m3 and the like
+    return leaf.dtype.kind in "biufc" or (extended and jnp.issubdtype(leaf.dtype, np.number))
 
 
 def can_be_traced(leaf: Any) -> bool:
@@ -262,12 +254,7 @@ def can_be_traced(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, int | float | complex) or hasattr(leaf, "__jax_array__")
 
 
-def _is_extended(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, np.number)
-
-
 def is_differentiable(leaf: Any) -> bool:
-    """Return whether an array has a derivative."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -279,11 +266,6 @@ def has_gradient(leaf: Any) -> bool:
 def is_float_array(leaf: Any) -> bool:
     """Return whether a leaf of a value is a float array. A reference is not, though it has a gradient: its value's."""
     return has_gradient(leaf) and not isinstance(leaf, RRef)
-
-
-def only_floats(value: Any) -> Any:
-    """Replace leaves that have no gradient by None. The result has the structure of the value's gradient."""
-    return trees.map_leaves(lambda leaf: leaf if has_gradient(leaf) else None, value)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

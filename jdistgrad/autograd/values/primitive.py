@@ -4,11 +4,12 @@ On concrete operands it runs at once. Batching is left to the operation, and com
 considers the primitive free of side effects: it may drop unused results, and ``jax.checkpoint`` may repeat it.
 """
 
+import concurrent.futures
 import contextlib
-import functools
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,77 @@ from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean, varies_over, varying_like
 from jdistgrad.autograd.values.holes import shape_of
-from jdistgrad.autograd.values.operation import Operation
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.ffi.lowering import lower
 from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
 from jdistgrad.wire.ids import stands_for_nothing
+
+Shapes = list[jax.ShapeDtypeStruct]
+TOKEN_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)
+TAG_SHAPE = jax.ShapeDtypeStruct((4,), np.uint32)
+
+
+@dataclasses.dataclass
+class Started:
+    """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others."""
+
+    future: concurrent.futures.Future[Any]
+    finish: Callable[[Any], list[Any]]
+    known: Sequence[Any] = ()
+
+    def outputs(self) -> list[Any]:
+        return [*self.known, *self.finish(self.future.result())]
+
+
+@dataclasses.dataclass
+class Batched:
+    """An operation over a batch. ``spread``: operands that must get a batch dimension if they have none.
+
+    ``outputs`` takes the number of outputs and tells for each whether it has a batch dimension.
+    """
+
+    operation: "Operation"
+    outputs: Callable[[int], list[bool]]
+    spread: Sequence[int] = ()
+
+
+class Operation:
+    """An action that JAX sees cross the wire.
+
+    An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and it knows the
+    shapes of its outputs and its form over a batch.
+    """
+
+    follows_tag: ClassVar[bool] = False  # whether the first operand is the tag of a recorded call
+
+    @property
+    def has_references(self) -> bool:
+        return True
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        raise NotImplementedError
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        raise NotImplementedError
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands that ``start`` reads: staged and compiled code pass only these."""
+        return operands
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Return the operation over a batch. ``batched`` tells which operands begin with a batch dimension."""
+        raise DifferentiationError(
+            f"{self} cannot be batched: a reference is one value, not a batch of them. Make it outside jax.vmap."
+        )
+
+
+def done(outputs: list[Any]) -> Started:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(outputs)
+    return Started(future, list)
+
 
 wire_p = Primitive("wire")
 wire_p.multiple_results = True
@@ -64,7 +129,7 @@ def of_each_device(operation: Operation | None, operands: Sequence[Any]) -> Sequ
     if not axes:
         return operands
     varying = [varies_over(jax.typeof(one)) for one in operands]
-    every = frozenset(axes) if getattr(operation, "has_references", True) else frozenset[Any]().union(*varying)
+    every = frozenset(axes) if operation is None or operation.has_references else frozenset[Any]().union(*varying)
     return [
         jax.lax.pcast(one, tuple(every - mine), to="varying") if every - mine else one
         for one, mine in zip(operands, varying, strict=True)
@@ -72,15 +137,15 @@ def of_each_device(operation: Operation | None, operands: Sequence[Any]) -> Sequ
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
-    """Perform an operation on concrete operands."""
     arrays = [as_array(one) for one in operands]
-    return _filling(operation, arrays, lambda: _shapes_of(operation, arrays)) or operation.start(arrays).outputs()
+    return _outputs(operation, arrays, lambda: operation.shapes([shape_of(one) for one in arrays]))
 
 
-def _filling(operation: Operation, operands: Sequence[Any], shapes: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Return zeros for the outputs of an operation that has filling instead of a tag, else nothing."""
-    tagged = getattr(operation, "follows_tag", False) and stands_for_nothing(operands[0])
-    return [np.zeros(one.shape, one.dtype) for one in shapes()] if tagged else []
+def _outputs(operation: Operation, operands: Sequence[Any], shapes: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Perform an operation. If there is filling in place of its tag, its outputs are zeros."""
+    if operation.follows_tag and stands_for_nothing(operands[0]):
+        return [np.zeros(one.shape, one.dtype) for one in shapes()]
+    return operation.start(operands).outputs()
 
 
 _compiled = threading.Event()  # set once JAX has compiled code with operations in it
@@ -99,7 +164,6 @@ def as_array(value: Any) -> Any:
 
 
 def has_wire(jaxpr: Any) -> bool:
-    """Return whether a jaxpr contains an operation."""
     return any(True for _ in operations_in(jaxpr.eqns))
 
 
@@ -113,51 +177,54 @@ def operations_in(equations: Iterable[Any]) -> Iterator[Any]:
 
 
 def _shapes(*operands: Any, operation: Operation) -> list[Any]:
-    found = [shaped(one.shape, one.dtype, weak=one.weak_type) for one in _shapes_of(operation, operands)]
+    shapes = operation.shapes([shape_of(one) for one in operands])
+    found = [shaped(one.shape, one.dtype, weak=one.weak_type) for one in shapes]
     like = next((one for one in operands if varies_over(one)), None)
     return found if like is None else [varying_like(like, one) for one in found]
-
-
-def _shapes_of(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
-    return operation.shapes([shape_of(one) for one in operands])
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
     (size,) = {one.shape[dim] for one, dim in zip(operands, dims, strict=True) if dim is not None}
     batch = operation.batched(size, [dim is not None for dim in dims])
-    first = [
-        _batch_first(one, dim, size, spread=k in batch.spread)
-        for k, (one, dim) in enumerate(zip(operands, dims, strict=True))
-    ]
+    first = list(operands)
+    for k, dim in enumerate(dims):
+        if dim is not None:
+            first[k] = jnp.moveaxis(operands[k], dim, 0)
+        elif k in batch.spread:
+            first[k] = jnp.broadcast_to(operands[k], (size, *jnp.shape(operands[k])))
     outputs = bind(batch.operation, first)
     return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
-
-
-def _batch_first(operand: Any, dim: int | None, size: int, *, spread: bool) -> Any:
-    if dim is not None:
-        return jnp.moveaxis(operand, dim, 0)
-    return jnp.broadcast_to(operand, (size, *jnp.shape(operand))) if spread else operand
 
 
 def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower to a call that frees XLA's thread while the answer is under way."""
     _refuse_in_compiled_code(operation)
     _compiled.set()
-    perform = functools.partial(_perform_here, operation, current.origin(), context.avals_out)
+    origin, shapes = current.origin(), context.avals_out
+
+    def perform(*operands: np.ndarray) -> list[Any]:
+        return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
+
     return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
 
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower for other platforms: JAX copies the operands to the host and the results back."""
     _refuse_in_compiled_code(operation)
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
     _compiled.set()
+    origin, shapes = current.origin(), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
+
+    def perform(*operands: Any) -> list[np.ndarray]:
+        """Run on a thread of XLA's, without using JAX, which could deadlock here."""
+        try:
+            found = _perform(operation, origin, shapes, [*map(np.asarray, operands)], called_here=False)
+            return [np.asarray(one) for one in found]
+        except Exception as error:
+            raise DifferentiationError(in_words(error)) from error
 
     def call_back(*operands: Any) -> tuple[Any, ...]:
-        callback = functools.partial(_called_back, operation, origin, shapes)
-        return tuple(jax.pure_callback(callback, shapes, *operation.needed(operands)))
+        return tuple(jax.pure_callback(perform, shapes, *operation.needed(operands)))
 
-    origin = current.origin()
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
 
 
@@ -167,24 +234,11 @@ def _refuse_in_compiled_code(operation: Any) -> None:
         raise refusal()
 
 
-def _perform_here(operation: Operation, origin: Any, shapes: Sequence[Any], *operands: np.ndarray) -> list[Any]:
-    return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
-
-
 def _perform(
     operation: Operation, origin: Any, shapes: Sequence[Any], operands: Sequence[Any], *, called_here: bool
 ) -> list[Any]:
     with current.at(origin, called_here=called_here), as_numpy():
-        return _filling(operation, operands, lambda: shapes) or operation.start(operands).outputs()
-
-
-def _called_back(operation: Operation, origin: Any, shapes: Sequence[Any], *operands: Any) -> list[np.ndarray]:
-    """Perform an operation on a thread of XLA's, without using JAX, which could deadlock here."""
-    try:
-        found = _perform(operation, origin, shapes, [*map(np.asarray, operands)], called_here=False)
-        return [np.asarray(one) for one in found]
-    except Exception as error:
-        raise DifferentiationError(in_words(error)) from error
+        return _outputs(operation, operands, lambda: shapes)
 
 
 untied_p.def_impl(lambda array: array)

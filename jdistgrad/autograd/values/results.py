@@ -1,13 +1,15 @@
 """The results of a remote function: the arrays among them, and the tree around these arrays."""
 
-import threading
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad.autograd.values.holes import Layout, is_array, shape_of, split
+from jdistgrad.autograd.values.holes import KeyHole, Layout, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc import trees
 from jdistgrad.wire.arrays import as_jax_array
 
 
@@ -16,22 +18,16 @@ class Results:
 
     def __init__(self, outer: "Results | None" = None):
         self._outer = outer  # the same results without a batch dimension
-        self._known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None
+        self.known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None  # the layout, and the shapes of its arrays
         self.are_arrays = False  # whether results are known to hold only arrays and constants of built-in types
-        self._lock = threading.Lock()
-
-    @property
-    def known(self) -> tuple[Layout, list[jax.ShapeDtypeStruct]] | None:
-        """Return the layout and the shapes of its arrays, or None if they are not known yet."""
-        return self._known
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        assert self._known is not None
-        return self._known[1]
+        assert self.known is not None
+        return self.known[1]
 
     def learn(self, known: tuple[Layout, list[jax.ShapeDtypeStruct]]) -> None:
-        self._known = known
+        self.known = known
         self.are_arrays = known[0].is_plain and not known[0].has_references
         if self._outer is not None:
             layout, shapes = known
@@ -40,14 +36,14 @@ class Results:
     def flatten(self, value: Any) -> list[Any]:
         """Return the arrays of a result; the first result also sets the layout."""
         layout, arrays = split(value, is_array)
-        if self._known is None:
+        if self.known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
         return self.arrived(arrays)
 
     @property
     def have_keys(self) -> bool:
         """Return whether the results are known to hold random keys: compiled code needs their key data instead."""
-        return self._known is not None and self._known[0].has_keys
+        return self.known is not None and any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.known[0].tree))
 
     def arrived(self, arrays: list[Any]) -> list[Any]:
         """Return the arrays of an answer that holds arrays only, as JAX arrays."""
@@ -58,8 +54,15 @@ class Results:
         if len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
         for array, shape in zip(arrays, self.shapes, strict=True):
-            if array.shape != shape.shape or not _becomes(array.dtype, shape.dtype):
-                raise changed_array(array, shape)
+            # JAX makes float32 of NumPy's float64 without x64.
+            same = array.dtype == shape.dtype or jax.dtypes.canonicalize_dtype(array.dtype) == shape.dtype
+            if array.shape != shape.shape or not same:
+                was, had = (f"{one.dtype}{list(one.shape)}" for one in (array, shape))
+                raise DifferentiationError(
+                    f"a remote function returned {was}; when it was traced, or called before, it returned {had}. A "
+                    "function called inside jax.jit, or differentiated, must return arrays of the same shapes and "
+                    "dtypes each time."
+                )
         return arrays
 
     def rebuild(self, arrays: Any) -> Any:
@@ -67,16 +70,12 @@ class Results:
 
         JAX keeps the call, and so its layout, for ever.
         """
-        assert self._known is not None
-        layout, shapes = self._known
+        assert self.known is not None
+        layout, shapes = self.known
         result = layout.fill(arrays)
         if not self.are_arrays:
-            self._known = layout.released()[0], shapes
+            self.known = layout.released()[0], shapes
         return result
-
-    def batched(self) -> "Results":
-        """Return the same results with a batch dimension. Learning their layout also sets the layout of these."""
-        return Results(self)
 
 
 def as_jax(arrays: list[Any]) -> list[Any]:
@@ -96,14 +95,21 @@ def changed_structure(found: int, expected: int) -> DifferentiationError:
     )
 
 
-def changed_array(found: Any, expected: jax.ShapeDtypeStruct) -> DifferentiationError:
-    was, had = (f"{one.dtype}{list(one.shape)}" for one in (found, expected))
-    return DifferentiationError(
-        f"a remote function returned {was}; when it was traced, or called before, it returned {had}. A function called "
-        "inside jax.jit, or differentiated, must return arrays of the same shapes and dtypes each time."
-    )
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """An array that is one number everywhere, such as the cotangent of a sum's operand: only the number is sent.
+
+    Compiled code that takes it in this form need never make the array.
+    """
+
+    value: np.ndarray
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def make(self, numpy: Any) -> Any:
+        return numpy.full(self.shape, self.value)
 
 
-def _becomes(found: np.dtype, expected: np.dtype) -> bool:
-    """Return whether JAX makes an array of the expected dtype: of NumPy's float64 without x64 it makes float32."""
-    return found == expected or jax.dtypes.canonicalize_dtype(found) == expected
+def made(arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays, with each Uniform made into an array."""
+    return [one.make(jax.numpy) if isinstance(one, Uniform) else one for one in arrays]

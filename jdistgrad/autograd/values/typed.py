@@ -26,11 +26,10 @@ Types = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed(ServedFunction):
-    """A function called with plain arrays; it restores their original types first."""
+class Around(ServedFunction):
+    """A function around another one, which it calls with its own arguments."""
 
     function: Any
-    types: Types
 
     @property
     def label(self) -> str:
@@ -40,21 +39,29 @@ class Typed(ServedFunction):
     def same_arguments_as(self) -> Any:
         return self.function
 
+
+@dataclasses.dataclass(frozen=True)
+class Typed(Around):
+    """A function called with plain arrays; it restores their original types first."""
+
+    types: Types
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         types, paths = dict(self.types), trees.paths((args, kwargs))
-        args, kwargs = trees.map_leaves(lambda leaf: _as(types.get(next(paths)), leaf), (args, kwargs))
+
+        def restore(leaf: Any) -> Any:
+            kind = types.get(next(paths))
+            if kind is None:
+                return leaf
+            if kind in (WEAK, ARRAY):
+                return weakly_typed(leaf) if kind == WEAK else as_jax_array(leaf)
+            return jax.random.wrap_key_data(leaf, impl=kind)
+
+        args, kwargs = trees.map_leaves(restore, (args, kwargs))
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return typed, (self.function, self.types)
-
-
-def _as(kind: str | None, leaf: Any) -> Any:
-    if kind is None:
-        return leaf
-    if kind in (WEAK, ARRAY):
-        return weakly_typed(leaf) if kind == WEAK else as_jax_array(leaf)
-    return jax.random.wrap_key_data(leaf, impl=kind)
 
 
 # Those that somebody holds, such as compiled code. A function may hold a batch: nothing else may keep it alive.
@@ -81,36 +88,23 @@ def plain(function: Any, args: Any, kwargs: Any, *, arrays: bool) -> tuple[Any, 
     types, paths = list[tuple[tuple[int, ...], str]](), trees.paths((args, kwargs))
 
     def change(leaf: Any) -> Any:
-        kind, path = _kind(leaf, arrays=arrays), next(paths)
-        if kind is not None:
-            types.append((path, kind))
-        return leaf if kind in (None, WEAK, ARRAY) else jax.random.key_data(leaf)
+        path, traced = next(paths), isinstance(leaf, jax.core.Tracer)
+        if is_key(leaf):
+            types.append((path, str(jax.random.key_impl(leaf))))
+            return jax.random.key_data(leaf)
+        if traced and getattr(leaf, "weak_type", False):
+            types.append((path, WEAK))
+        elif traced and arrays:
+            types.append((path, ARRAY))
+        return leaf
 
     args, kwargs = trees.map_leaves(change, (args, kwargs))
     return typed(function, tuple(types)) if types else function, args, kwargs
 
 
-def _kind(leaf: Any, *, arrays: bool) -> str | None:
-    if is_key(leaf):
-        return str(jax.random.key_impl(leaf))
-    if not isinstance(leaf, jax.core.Tracer):
-        return None
-    return WEAK if getattr(leaf, "weak_type", False) else ARRAY if arrays else None
-
-
 @dataclasses.dataclass(frozen=True)
-class ArraysOf(ServedFunction):
+class ArraysOf(Around):
     """A function that returns only the arrays of its result, with random keys as their key data."""
-
-    function: Any
-
-    @property
-    def label(self) -> str:
-        return describe(self.function)
-
-    @property
-    def same_arguments_as(self) -> Any:
-        return self.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         return arrays_of(answer_of(self.function(*args, **kwargs)))

@@ -1,10 +1,7 @@
 """Errors of a staged step: they name the function, the worker and the line of the call."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.programs import X
@@ -43,16 +40,14 @@ def test_a_failure_while_a_row_runs_names_its_function_too(world):
     assert f"in {moody.__module__}.fails_when_negative, called by" in "\n".join(caught.value.__notes__)
 
 
-def with_a_note(x, note):
-    return jd.rpc_sync(last(), jnp.sin, args=(x,)), {"note": note}
+def with_a_note(x):
+    return jd.rpc_sync(last(), jnp.sin, args=(x,)), {"note": "warm"}
 
 
-@pytest.mark.parametrize("note", ["warm", np.array(["warm"]), object()], ids=["str", "array of str", "object"])
 @on_worker0
-def test_a_result_that_is_no_array_is_named_with_its_place_and_the_function(world, note):
-    expected = rf"jdistgrad\.jit: .*with_a_note returned a {type(note).__name__} at \[1\]\['note'\]"
-    with pytest.raises(TypeError, match=expected):
-        jd.jit(functools.wraps(with_a_note)(lambda x: with_a_note(x, note)))(X)
+def test_a_result_that_is_no_array_is_named_with_the_function(world):
+    with pytest.raises(TypeError, match=r"jdistgrad\.jit: .*with_a_note returned a str: 'warm'"):
+        jd.jit(with_a_note)(X)
 
 
 @on_worker0

@@ -1,4 +1,4 @@
-"""Concurrency in a staged step: the operations that are under way together, and those that wait."""
+"""The order and the number of the messages of a staged step."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.data import assert_close
-from helpers.programs import X
+from helpers.programs import X, mix
 from helpers.worlds import last, on_worker0
 from jax.experimental import io_callback
 
@@ -103,30 +103,6 @@ def test_a_pullback_is_asked_for_before_the_call_has_been_answered(world):
     assert_close((value, gradient), ((X * X).sum(), 2 * X))
 
 
-@jax.custom_vjp
-def sleepy(x):
-    return jax.pure_callback(take_a_nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-sleepy.defvjp(lambda x: (sleepy(x), None), lambda _, cotangent: (2 * cotangent,))
-
-
-def take_a_nap(x):
-    time.sleep(1.5)
-    return 2 * np.asarray(x)
-
-
-def sleep_and_double(x):
-    return sleepy(x)
-
-
-@on_worker0(timeout=1)
-def test_a_pullback_has_time_to_wait_for_its_call(big_world):
-    # The call's own timeout is longer than the world's, and must count for the pull that waits for the call.
-    step = jd.jit(jd.value_and_grad(lambda x: jd.rpc_sync(last(), sleep_and_double, args=(x,), timeout=20).sum()))
-    assert_close(step(X), ((2 * X).sum(), jnp.full(3, 2.0)))
-
-
 @on_worker0
 def test_a_reference_is_passed_on_before_its_value_is_made(world):
     def program(x):
@@ -164,3 +140,58 @@ def test_ordered_effects_keep_the_programs_order(world):
         assert_close(step(X), (X * X).sum())
         jax.effects_barrier()
         assert noted == ["of the answer", "no result", "no argument"] * 3
+
+
+def recordings():
+    scope = current_scope()
+    return 0 if scope is None else len(scope.content(Tape).recordings)
+
+
+@on_worker0
+def test_unused_calls_are_not_made(world):
+    def step(x):
+        jd.rpc_sync(last(), mix, args=(x, x))
+        return x.sum()
+
+    assert jd.jit(step).plan(X).operations == []
+
+
+@on_worker0
+def test_what_was_pulled_for_the_last_time_is_forgotten(world):
+    step = jd.jit(jd.grad(lambda x: jd.rpc_sync(last(), mix, args=(x, x)).sum()))
+    with jd.context():
+        step(X)
+        assert jd.rpc_sync(last(), recordings) == 0
+
+
+def through_three(x, y):
+    for function in (mix, jnp.add, jnp.multiply):
+        x = jd.rpc_sync(last(), function, args=(x, y))
+    return x.sum()
+
+
+@on_worker0
+def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
+    def serial(x, y):
+        return ((mix(x, y) + y) * y).sum()
+
+    step = jd.jit(jd.value_and_grad(through_three, argnums=(0, 1)))
+    step.plan(X, X + 1)  # traces the step, and the functions for their shapes
+    with jd.context() as ctx, jd.timeline() as recorded:
+        assert_close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
+        assert jd.rpc_sync(last(), recordings) == 0
+        pairs = [
+            (link.what, link.backward) for link in ctx.tape.links.all() if link.source == 0 and link.answers is None
+        ]
+    assert len(pairs) == 6  # each call and each pullback has its place in the graph
+    asked = [one.name for one in recorded.events if one.kind == "call" and "recordings" not in one.name]
+    assert asked == [f"{mix.__module__}.mix, jax.numpy.add and 4 more"]
+
+
+@pytest.mark.parametrize("function", [mix, jnp.multiply], ids=["jitted", "of JAX"])
+@on_worker0
+def test_a_large_cotangent_that_is_one_number_is_not_sent(world, function):
+    large = jnp.linspace(-1, 1, 1 << 16).reshape(2, -1)
+    step = jd.jit(jd.value_and_grad(lambda x: 2.5 * jd.rpc_sync(last(), function, args=(x, x)).sum()))
+    assert_close(step(large)[1], jax.grad(lambda x: 2.5 * function(x, x).sum())(large))
+    assert "broadcast" not in str(step.plan(large))

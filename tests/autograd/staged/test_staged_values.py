@@ -31,26 +31,6 @@ def test_results_do_not_change_with_arguments(world, size):
     assert_close([same, product], [np.zeros(size)] * 2)
 
 
-STATE = aligned(ALIAS_FROM)
-
-
-def change_state(value):
-    STATE[:] = value
-
-
-def give_state(x):
-    return STATE
-
-
-@on_worker0
-def test_results_do_not_change_with_what_they_were_made_of(world):
-    step, to = jd.jit(lambda x: jd.rpc_sync(last(), give_state, args=(x,))), last()
-    jd.rpc_sync(to, change_state, args=(1.0,))
-    first = step(X)
-    jd.rpc_sync(to, change_state, args=(2.0,))
-    assert_close([first, step(X)], [np.full(ALIAS_FROM, 1.0), np.full(ALIAS_FROM, 2.0)])
-
-
 @pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
 @on_worker0
 def test_calls_take_arrays_closed_over_as_they_were_when_traced(world, staged):
@@ -65,22 +45,6 @@ def test_calls_take_arrays_closed_over_as_they_were_when_traced(world, staged):
         first = step(X)
         scale[:] = 7
         assert_close(step(X), first)
-
-
-@on_worker0
-def test_arrays_closed_over_are_as_they_were_when_traced_in_the_first_run_too(world):
-    # It may come later than the trace: that may have been for the plan, or for a run in which a call failed.
-    scale = np.full(3, 2.0, np.float32)
-    doubled = jax.jit(lambda x: x * scale)
-
-    def step(x):
-        there = jd.rpc_sync(last(), mix, args=(x, scale))
-        return there + x * scale, jax.jit(lambda x: doubled(x) - 1)(x)
-
-    run, expected = jd.jit(step), jax.jit(step)(X)
-    run.plan(X)
-    scale[:] = 7
-    assert_close(run(X), expected)
 
 
 @pytest.mark.parametrize("staged", [jd.jit, jax.jit], ids=["jd.jit", "jax.jit"])
@@ -160,13 +124,6 @@ def test_an_optimizer_sees_what_others_change_in_a_value(world):
     found = value.to_here()
     assert_close(found["w"], jnp.full(3, (1.0 * 10 - 0.1) * 10 - 0.1))
     assert found["n"] == 2
-
-
-@on_worker0
-def test_a_value_whose_creation_nobody_awaits_any_more_can_be_had(world):
-    value = jd.remote(last(), make_counted, args=(1.0,))
-    value.creation().cancel()
-    assert_close(jd.jit(lambda value: value.to_here()["w"])(value), jnp.ones(3))
 
 
 @on_worker0
