@@ -11,7 +11,7 @@ from helpers.worlds import last, on_every_worker, on_worker0
 import jdistgrad as jd
 from jdistgrad.data_parallel.buckets.leaves import describe
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing import averaging, memory
+from jdistgrad.data_parallel.reducing import averaging
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire import pinned
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.host_memory
 @pytest.fixture
 def accelerators(monkeypatch):
     """Treat CPU devices as accelerators. Their pinned memory is other memory than that of their arrays."""
-    caches = (pinned.in_pinned_memory, pinned._has_far_devices, memory.host_device)
+    caches = (pinned.in_pinned_memory, pinned._has_far_devices, averaging.host_device)
     monkeypatch.setattr(pinned, "is_far", lambda device: True)
     for cached in caches:
         cached.cache_clear()

@@ -11,7 +11,7 @@ from helpers.worlds import on_every_worker
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jdistgrad.data_parallel.collectives import Mesh, routes
+from jdistgrad.data_parallel.collectives import Mesh, primitive
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
 
@@ -192,7 +192,7 @@ def test_the_way_back_is_the_transpose(size, by, wrap, random):
 
     order = random.sample(range(size), size)
     pairs = random.sample(list(enumerate(order)), random.randint(0, size))
-    for route in (routes.shifted(size, by, wrap=wrap), routes.permuted(size, pairs)):
+    for route in (primitive.shifted(size, by, wrap=wrap), primitive.permuted(size, pairs)):
         there, back = matrix(route), matrix(route.reversed())
         np.testing.assert_array_equal(back, there.T)
         np.testing.assert_array_equal(route.arrives(size), there.any(0))

@@ -120,11 +120,9 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
 
 def any_traced(tree: Any) -> bool:
     """Return whether operations on the tree are being traced."""
-    return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
-
-
-def _is_tracer(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+    if trace_state_clean():
+        return False
+    return staging() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def settings() -> tuple[bool, Any]:

@@ -52,7 +52,6 @@ def describe_all(tree: Any) -> list[Leaf]:
 
 
 def _described(path: Any, leaf: Any) -> Leaf:
-    refuse_masked(path, leaf)
     refuse_elsewhere(path, leaf)
     name, value = _spelled(path), numbers(leaf)
     try:
@@ -60,16 +59,6 @@ def _described(path: Any, leaf: Any) -> Leaf:
         return Leaf(name, shape, dtype_of(value), index_dimensions(value))
     except TypeError as error:
         raise LeafError(f"{name} is a {type(leaf).__name__}, expected an array or a number", path=name) from error
-
-
-def refuse_masked(path: Any, leaf: Any) -> None:
-    """Raise LeafError for a masked array: what ranks send each other has no masks."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise LeafError(
-            f"{_spelled(path)} is a masked array, whose mask would be lost, expected an array or a number. Fill it, "
-            "x.filled(0), or give its data and its mask, x.data and numpy.ma.getmaskarray(x).",
-            path=_spelled(path),
-        )
 
 
 def refuse_sparse(tree: Any, what: str) -> None:

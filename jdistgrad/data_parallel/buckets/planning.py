@@ -55,16 +55,19 @@ def plan_buckets(
       >>> plan_buckets([jnp.zeros(50)] * 4, [400])
       [[0, 1], [2, 3]]
     """
-    checked = _checked_limits(limits)
-    walk = range(len(leaves)) if order is None else _checked_order(order, len(leaves))
-    alone, walker = frozenset(sparse), _Walker(checked, large_alone=large_alone)
+    if not limits or any(not limit > 0 for limit in limits):
+        raise ValueError(f"plan_buckets: limits are numbers of bytes above zero, at least one; not {list(limits)}")
+    walk = range(len(leaves)) if order is None else order
+    if sorted(walk) != list(range(len(leaves))):
+        raise ValueError(f"plan_buckets: order must name each of the {len(leaves)} leaves once; it is {list(walk)}")
+    alone, walker = frozenset(sparse), _Walker(limits, large_alone=large_alone)
     for index in walk:
         leaf = leaves[index]
         if index in alone:
             walker.closed.append([index])
         else:
             walker.add(index, leaf.dtype, math.prod(leaf.shape) * _itemsize(leaf.dtype))
-    buckets = walker.finish()
+    buckets = walker.closed + list(walker.open.values())
     return sorted(buckets, key=min) if order is None else buckets
 
 
@@ -74,26 +77,23 @@ class _Walker:
     def __init__(self, limits: Sequence[int], *, large_alone: bool):
         self.closed: list[list[int]] = []
         self._limits, self._large_alone = limits, large_alone
-        self._open: dict[Any, list[int]] = {}
+        self.open: dict[Any, list[int]] = {}
         self._bytes: dict[Any, int] = {}
         self._turn: dict[Any, int] = {}
 
     def add(self, index: int, key: Any, size: int) -> None:
-        if self._large_alone and self._open.get(key) and size >= self._limit(key):
+        if self._large_alone and self.open.get(key) and size >= self._limit(key):
             self._close(key)
-        self._open.setdefault(key, []).append(index)
+        self.open.setdefault(key, []).append(index)
         self._bytes[key] = self._bytes.get(key, 0) + size
         if self._bytes[key] >= self._limit(key):
             self._close(key)
-
-    def finish(self) -> list[list[int]]:
-        return self.closed + list(self._open.values())
 
     def _limit(self, key: Any) -> int:
         return self._limits[min(self._turn.get(key, 0), len(self._limits) - 1)]
 
     def _close(self, key: Any) -> None:
-        self.closed.append(self._open.pop(key))
+        self.closed.append(self.open.pop(key))
         self._bytes[key] = 0
         self._turn[key] = self._turn.get(key, 0) + 1
 
@@ -101,19 +101,3 @@ class _Walker:
 @functools.lru_cache
 def _itemsize(dtype: Any) -> int:
     return np.dtype(dtype).itemsize
-
-
-def _checked_limits(limits: Sequence[int]) -> Sequence[int]:
-    if not limits or any(not limit > 0 for limit in limits):
-        raise ValueError(f"plan_buckets: limits are numbers of bytes above zero, at least one; not {list(limits)}")
-    return limits
-
-
-def _checked_order(order: Sequence[int], count: int) -> Sequence[int]:
-    if len(order) != count or set(order) != set(range(count)):
-        missing = sorted(set(range(count)) - set(order))[:5]
-        raise ValueError(
-            f"plan_buckets: order must name each of the {count} leaves once; it has {len(order)} entries, "
-            f"{len(set(order))} of them different, without {missing}."
-        )
-    return order

@@ -1,7 +1,7 @@
 """The static parts of a tree, on which the ranks must agree: what its nodes hold beside their leaves.
 
 Such as the activation of a module or its dropout rate. JAX compiles them into the program, and gradients of different
-programs have the same shapes.
+programs have the same shapes. Functions among the leaves, such as the activations of an equinox module, count too.
 """
 
 import collections
@@ -12,13 +12,57 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
-
-from jdistgrad.data_parallel.buckets.functions import Enclosed
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 DEEPEST = 20  # parts within parts; some refer to themselves
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Enclosed:
+    """A function as a node without leaves, so that JAX takes it for a part of the tree's structure."""
+
+    function: Callable[..., Any]
+
+
+def has_functions(tree: Any) -> bool:
+    return any(map(callable, jax.tree.leaves(tree)))
+
+
+def enclosed(tree: Any) -> Any:
+    """Enclose every function among the leaves of a tree."""
+    return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
+
+
+def opened(tree: Any) -> Any:
+    """Return the tree that ``enclosed`` was given."""
+    return _replaced(tree, lambda one: one.function)
+
+
+def removed(tree: Any) -> Any:
+    """Return a tree with None for every enclosed function: a function has no gradient."""
+    return _replaced(tree, lambda one: None)
+
+
+def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes arguments with enclosed functions, and encloses the functions in its result."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = opened((args, kwargs))
+        return enclosed(function(*args, **kwargs))
+
+    return call
+
+
+def _replaced(tree: Any, change: Callable[[Enclosed], Any]) -> Any:
+    def is_enclosed(node: Any) -> bool:
+        return isinstance(node, Enclosed)
+
+    return jax.tree.map(lambda node: change(node) if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def static_parts(structure: Any) -> tuple[str, ...]:

@@ -16,12 +16,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, copied, like, settings
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting, undivided
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
-from jdistgrad.data_parallel.collectives.posts import Post
-from jdistgrad.data_parallel.collectives.primitive import collective_p
-from jdistgrad.data_parallel.collectives.routes import Route
-from jdistgrad.data_parallel.collectives.send_recv import Pairs
+from jdistgrad.data_parallel.collectives.primitive import Route, collective_p
+from jdistgrad.data_parallel.collectives.roll_call import Agreeing, Meeting, undivided
+from jdistgrad.data_parallel.collectives.send_recv import Pairs, Post
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
@@ -256,17 +254,14 @@ class HostCollectives(Collectives):
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
-        shape = self._shape_after(name, x)
+        shape = (self.size, *x.shape) if name == "allgather" else x.shape
+        if name == "scatter":
+            shape = (len(x) // self.size, *x.shape[1:])
         result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
         (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=self.effect())
         return made
-
-    def _shape_after(self, name: str, x: jax.Array) -> tuple[int, ...]:
-        if name == "allgather":
-            return (self.size, *x.shape)
-        return (len(x) // self.size, *x.shape[1:]) if name == "scatter" else x.shape
 
     def of_programs(self) -> "HostCollectives":
         """Return the same group, over the channel that compiled programs use."""
@@ -326,32 +321,28 @@ class InTurn(Beside):
             except BaseException as error:
                 future.set_exception(error)
 
-        with put_off_interrupt():
+        with put_off_interrupt():  # or nobody might begin
             with self._lock:
                 self._waiting.append(run)
                 begins, self._runs = not self._runs, True
-            if begins:
-                self._begin()
+            worker = find_worker()
+            if begins and worker is not None:
+                worker.run(self._run)
+            elif begins:
+                started(self._run, "jdistgrad-collectives")
         return future
 
     def close(self) -> None:
         self.start(lambda collectives: collectives.close()).result()
 
-    def _begin(self) -> None:
-        worker = find_worker()
-        if worker is not None:
-            worker.run(self._run)
-        else:
-            started(self._run, "jdistgrad-collectives")
-
     def _run(self) -> None:
-        while (operation := self._next()) is not None:
+        while True:
+            with self._lock:
+                self._runs = bool(self._waiting)
+                if not self._waiting:
+                    return
+                operation = self._waiting.popleft()
             operation()
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._lock:
-            self._runs = bool(self._waiting)
-            return self._waiting.popleft() if self._waiting else None
 
 
 @functools.cache

@@ -37,13 +37,9 @@ class Span:
         self.mesh, self.size, self.device = mesh, mesh.size, device
         (self.axis,) = mesh.axis_names
         self.rows = PartitionSpec(self.axis)
+        self.axes = [(self.axis, self.size)]  # ``jax.make_jaxpr``'s argument ``axis_env``
         self.compiled: set[Any] = set()  # keys of the programs that have been compiled, the same on all ranks
         self._sharding, self._here = NamedSharding(mesh, self.rows), SingleDeviceSharding(device)
-
-    @property
-    def axes(self) -> list[tuple[str, int]]:
-        """The axes that a program for this span may use: the argument ``axis_env`` of ``jax.make_jaxpr``."""
-        return [(self.axis, self.size)]
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -62,38 +58,45 @@ class Span:
 
     def shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return global arrays of which this rank's leaves are its rows."""
-        own = self._as_rows(leaves)
-        size, sharding = self.size, self._sharding
-        make = jax.make_array_from_single_device_arrays
-        return [make((x.shape[0] * size, *x.shape[1:]), sharding, [x]) for x in own]
-
-    def _as_rows(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return arrays with rows, on this rank's device."""
         own = list(leaves)
         elsewhere = [k for k, leaf in enumerate(own) if not isinstance(leaf, jax.Array) or leaf.sharding != self._here]
         if elsewhere:
-            moved = jax.device_put([_addressable(own[k]) for k in elsewhere], self.device)
+            moved = jax.device_put([at_home(own[k], self.device) for k in elsewhere], self.device)
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
         odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
         if odd:
             for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
                 own[k] = array
-        return own
+        size, make = self.size, jax.make_array_from_single_device_arrays
+        return [make((x.shape[0] * size, *x.shape[1:]), self._sharding, [x]) for x in own]
 
 
-def _addressable(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+def at_home(leaf: Any, device: jax.Device) -> Any:
+    """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
+
+    Raises:
+      CollectiveError: the array is divided over devices, or lies on another device or on a mesh of one.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    devices: set[Any] = leaf.sharding.device_set
+    name = f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf.sharding, SingleDeviceSharding):
+        if device in devices or next(iter(devices)).platform != device.platform:
+            return leaf
+    elif not leaf.is_fully_addressable:
         raise CollectiveError(
-            f"Devices: {leaf.dtype}{list(leaf.shape)} is spread over the devices of several processes, expected this "
-            "rank's own array. Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
+            f"Devices: {name} is spread over the devices of several processes, expected this rank's own array. "
+            "Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
         )
-    if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
-        raise CollectiveError(
-            f"Devices: {leaf.dtype}{list(leaf.shape)} lies on {len(leaf.devices())} devices of this rank, expected "
-            "one in a program over all devices. DataParallel's steps and averages take such arrays."
-        )
-    return leaf
+    elif len(devices) > 1 and device in devices and leaf.is_fully_replicated:
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+    number = jax.local_devices(backend=device.platform).index(device)
+    raise CollectiveError(
+        f"Devices: {name} lies on {leaf.sharding}, expected the rank's device, {device}, or copies on all devices of "
+        f"the rank. Use jax.device_put(x, jax.local_devices()[{number}])."
+    )
 
 
 def lies_oddly(array: Any) -> bool:
@@ -151,15 +154,8 @@ def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]
     return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
 
 
-class Traced(NamedTuple):
-    """A traced function of a rank's leaves: its jaxpr, and the structure of its result."""
-
-    closed: Any
-    results: Any
-
-
-def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Trace a function of this rank's arguments, with collectives over the ranks in it."""
+def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the jaxpr of a function of this rank's arguments, collectives over the ranks in it; its result's tree."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: list[Any] = []
 
@@ -170,7 +166,7 @@ def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return results
 
     with span.tracing():
-        return Traced(jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0])
+        return jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0]
 
 
 class Program(abc.ABC):

@@ -85,22 +85,20 @@ CHUNKS = 64
 
 
 def bit_digests(leaves: Sequence[Any]) -> list[int]:
-    """Return a digest of the bits of each leaf, at the speed of memory."""
-    return [_bit_digest(leaf) for leaf in leaves]
-
-
-def _bit_digest(leaf: Any) -> int:
-    if not getattr(leaf, "is_fully_addressable", True):
-        return 0  # the ranks hold it together
-    array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
-    octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    words = octets[: octets.size // 8 * 8].view(np.uint64)
-    even = words.size // CHUNKS * CHUNKS
-    sums = (
-        words[:even].reshape(CHUNKS, even // CHUNKS).sum(axis=1, dtype=np.uint64)
-    )  # so that the order of large parts counts
-    found = hashlib.blake2b(sums.tobytes() + words[even:].tobytes() + octets[words.size * 8 :].tobytes(), digest_size=8)
-    return int.from_bytes(found.digest(), "little")
+    """Return a digest of the bits of each leaf, at the speed of memory; 0 for what the ranks hold together."""
+    found = []
+    for leaf in leaves:
+        if not getattr(leaf, "is_fully_addressable", True):
+            found.append(0)
+            continue
+        array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
+        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        words = octets[: octets.size // 8 * 8].view(np.uint64)
+        even = words.size // CHUNKS * CHUNKS  # a sum for each of some large parts, so that their order counts
+        sums = words[:even].reshape(CHUNKS, even // CHUNKS).sum(axis=1, dtype=np.uint64)
+        rest = words[even:].tobytes() + octets[words.size * 8 :].tobytes()
+        found.append(int.from_bytes(hashlib.blake2b(sums.tobytes() + rest, digest_size=8).digest(), "little"))
+    return found
 
 
 def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:

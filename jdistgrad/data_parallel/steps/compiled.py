@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
-from jdistgrad.data_parallel.buckets.dividing import divided
+from jdistgrad.data_parallel.buckets.bucket import Bucket, divided, join_flat
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives

@@ -20,16 +20,12 @@ from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.hooks.base import require_states
 from jdistgrad.data_parallel.reducing.agreement import Terms, bit_digests
-from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
+from jdistgrad.data_parallel.reducing.averaging import require_rows
+from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
-from jdistgrad.data_parallel.steps.join import Join
-from jdistgrad.data_parallel.steps.program import LossProgram, Programs
-from jdistgrad.data_parallel.steps.reduction import Reduction
-from jdistgrad.data_parallel.steps.thread import Communication
-from jdistgrad.data_parallel.steps.trace import Trace, readiness
+from jdistgrad.data_parallel.steps.program import LossProgram, Programs, Trace, readiness
+from jdistgrad.data_parallel.steps.reduction import Communication, Reduction
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.handles import is_handle
@@ -45,6 +41,38 @@ class Shared(NamedTuple):
 
     group: HostCollectives
     used: np.ndarray
+
+
+class Join:
+    """A block of steps of which this rank may take fewer than the others; see ``DataParallel.join``."""
+
+    def __init__(self, shadow: Callable[[], int], broadcast: Callable[[Any, int], Any]):
+        self._shadow, self._broadcast = shadow, broadcast
+        self.finished = False
+
+    def finish(self, tree: Any) -> Any:
+        """Declare that this rank has run out, shadow the others, and return the model of the last active rank.
+
+        Every rank must call it once, inside the ``with`` block, after its last step.
+
+        Arguments:
+          tree: this rank's parameters and the rest of its model (optimizer state, batch statistics).
+
+        Returns:
+          The tree of the last rank to run out.
+        """
+        return self._broadcast(tree, self._end())
+
+    def _end(self) -> int:
+        if self.finished:
+            raise CollectiveError("join: finish was called twice in one block; call it once, after the last step.")
+        self.finished = True
+        return self._shadow()
+
+    def leave(self) -> None:
+        """End a block without ``finish``: shadow the others, and broadcast nothing."""
+        if not self.finished:
+            self._end()
 
 
 class Driver:
@@ -160,31 +188,21 @@ class Driver:
         """
         while True:
             before = self._reducer.memory() if self.goes_on else None
-            step, reduction = self._reducer.step, begin()
+            reduction = begin()
             try:
                 results = compute(reduction)
                 reduction.end()
-            except BaseException as error:
-                self._give_up(reduction, error, step)
+            except BaseException:
+                if reduction.is_launched:  # the others need nothing more of this rank's gradients
+                    reduction.end()
+                else:
+                    reduction.abandon()
                 raise
             try:
                 return results, reduction.finish(), reduction
             except UnfinishedError:
                 assert before is not None
                 self._reducer.put_back(before)
-
-    def _give_up(self, reduction: Reduction, error: BaseException, before: int) -> None:
-        """End a step in which this rank has failed, so that the next is in order.
-
-        Arguments:
-          before: the number of the step before.
-        """
-        if reduction.is_launched:
-            reduction.end()
-        elif isinstance(error, Exception) or reduction.has_begun:
-            reduction.abandon()
-        else:  # Ctrl-C, before the ranks have met: the next step is this one
-            self._reducer.step = before
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
@@ -237,12 +255,7 @@ class Driver:
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, *, then: Then | None = None, **unusual: Any) -> Reduction:
-        before = self._reducer.step
-        try:
-            return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
-        except BaseException:
-            self._reducer.step = before
-            raise
+        return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
 
     def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
         """Begin the next step; return the way in which its gradients are reduced."""
