@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 import time
 
 import jax
@@ -127,25 +126,6 @@ def test_long_static_parts_are_cut_around_their_difference(big_world, rank, size
     with pytest.raises(DisagreementError, match=r"4998, 4999, 0, 0, 1, .* 4998, 4999, 1, 0, 1, ") as caught:
         DataParallel().average(mine)
     assert len(str(caught.value)) < 700
-
-
-@on_every_worker
-def test_static_parts_that_no_other_process_can_compare_may_differ(big_world, rank, size):
-    noted = Layer(jnp.full(3, float(rank)), note=threading.Lock())  # equal to itself only
-    assert DataParallel().average(noted).w.tolist() == [(size - 1) / 2] * 3
-
-
-@on_every_worker
-def test_equal_settings_that_are_spelled_differently(world, rank, size):
-    dp = DataParallel(bucket_cap_mb=4 if rank == 0 else np.float64(4))
-    np.testing.assert_allclose(dp.average(jnp.full(3, float(rank))), (size - 1) / 2)
-
-
-@on_every_worker
-def test_ranks_with_different_settings_are_told(big_world, rank, size):
-    dp = DataParallel(bucket_cap_mb=1 if rank != 2 else 2)
-    with pytest.raises(DisagreementError, match="bucket_cap_mb is 1 on rank 0, 2 on rank 2"):
-        dp.value_and_grad(loss)(parameters(), batch(rank))
 
 
 @on_every_worker
@@ -290,10 +270,6 @@ def test_a_hook_with_a_state_inside_jit(world, rank, size):
 def test_settings_that_are_none(settings, said):
     with pytest.raises((TypeError, ValueError), match=said):
         DataParallel(Mesh("batch"), **settings)
-
-
-def test_a_timeout_may_be_a_number_of_numpys():
-    DataParallel(Mesh("batch"), timeout=np.int64(9))
 
 
 @on_every_worker

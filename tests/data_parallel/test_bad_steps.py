@@ -15,20 +15,6 @@ from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 
 @on_every_worker
-def test_steps_of_different_numbers_are_not_averaged_together(big_world, rank, size):
-    # A rank that goes on after failing alone in a step is one step ahead of the others.
-    dp = DataParallel()
-    params = {"w": jnp.full(3, 1.0 + rank)}
-    reduction = dp.reduction(params)
-    reduction.ready(0, jnp.full(3, 1.0 + rank))
-    reduction.finish()
-    if rank == 1:
-        dp.reduction(params)  # a step that fails before its first gradient
-    with pytest.raises(DisagreementError, match="have come apart"):
-        dp.average(params)
-
-
-@on_every_worker
 def test_what_a_rank_that_has_joined_cannot_do(big_world, rank, size):
     dp = DataParallel(timeout=10)
     params = {"w": jnp.ones(3)}
@@ -82,12 +68,6 @@ def test_indices_of_sparse_arrays_are_not_taken_for_numbers(big_world, rank, siz
             reduce(x)
     np.testing.assert_array_equal(c.broadcast(x)["x"].todense(), np.eye(size))
     np.testing.assert_array_equal(dp.average(x)["x"].todense(), np.eye(size))
-
-
-@on_every_worker
-def test_sparse_gradients_with_batch_dimensions_are_refused(world, rank, size):
-    with pytest.raises(LeafError, match="1 batch dimensions; expected none"):
-        DataParallel().average({"t": BCOO.fromdense(jnp.eye(3), n_batch=1)})
 
 
 @on_every_worker

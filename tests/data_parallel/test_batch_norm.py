@@ -113,16 +113,6 @@ def test_all_settings_are_those_of_flax_but_for_the_axis(world, rank, size):
 
 
 @on_every_worker
-def test_statistics_begin_in_the_dtype_of_flax_with_64_bits_too(world, rank, size):
-    with jax.enable_x64(True):
-        mine, flax = (
-            norm(name="norm", use_running_average=False).init(jax.random.key(0), jnp.ones((2, 3), "float32"))
-            for norm in (functools.partial(SyncBatchNorm, of_this_world()), nn.BatchNorm)
-        )
-    assert jax.tree.map(jnp.result_type, mine) == jax.tree.map(jnp.result_type, flax)
-
-
-@on_every_worker
 def test_variances_of_numbers_far_from_zero(big_world, rank, size):
     every = np.random.default_rng(0).normal(1e4, 1.0, size=(size, 50, 2)).astype("float32")
     mean, variance = batch_statistics(jnp.asarray(every[rank]), of_this_world())

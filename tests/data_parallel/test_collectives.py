@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.models import serially
-from helpers.worlds import needs_pickling, on_every_worker
+from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import collectives as all_of
-from jdistgrad.data_parallel.collectives import communicators
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
 from jdistgrad.wire import launcher_env
@@ -70,20 +69,6 @@ def test_references_are_not_reduced_as_the_numbers_that_stand_for_them(world, ra
         with pytest.raises(TypeError, match=r"RRef\(.*\) is not the value itself: it has no array form"):
             operation(tree)
     np.testing.assert_array_equal(c.allreduce(tree["x"]), np.full(size, size))
-
-
-@on_every_worker
-def test_maximum_broadcast_and_gather(world, rank, size):
-    c = of_this_world()
-    x = value(rank, (3, 2), "float32")
-    for wrap in (lambda f: f, jax.jit):
-        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "max"))(x), value(size - 1, (3, 2), "float32"))
-        np.testing.assert_array_equal(wrap(lambda x: c.allreduce(x, "min"))(x), value(0, (3, 2), "float32"))
-        np.testing.assert_array_equal(wrap(lambda x: c.broadcast(x, size - 1))(x), value(size - 1, (3, 2), "float32"))
-        gathered = wrap(c.allgather)(x)
-        assert gathered.shape == (size, 3, 2)
-        for other in range(size):
-            np.testing.assert_array_equal(gathered[other], value(other, (3, 2), "float32"))
 
 
 OPERATIONS = {
@@ -159,16 +144,6 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, r
     np.testing.assert_allclose(derivative(x), first[rank], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.jit(derivative)(x), first[rank], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(twice(x), second[rank], rtol=1e-4, atol=1e-5)
-
-
-@on_every_worker
-def test_vmap_is_one_operation_on_the_batch(big_world, rank, size):
-    c = of_this_world()
-    x = value(rank, (4, 3), "float32")
-    total = sum(value(r, (4, 3), "float32") for r in range(size))
-    np.testing.assert_array_equal(jax.jit(jax.vmap(c.allreduce))(x), total)
-    gathered = jax.jit(jax.vmap(c.allgather))(x)
-    np.testing.assert_array_equal(gathered, np.stack([value(r, (4, 3), "float32") for r in range(size)], 1))
 
 
 OWN_PROGRAMS = (lambda p: jnp.arange(9.0).reshape(3, 3) @ p, lambda p: 2 * p, jnp.cumsum)
@@ -253,39 +228,6 @@ def test_ranks_that_do_not_come_to_make_collectives_are_named(big_world, missing
         jd.rpc_sync(missing, one_gave_up)
     assert of_this_world().allgather_object(rank) == list(range(size))
     assert of_this_world([1, 2]).allgather_object(rank) == [1, 2] if rank else True
-
-
-@needs_pickling
-@on_every_worker
-def test_a_rank_makes_collectives_of_the_same_workers_one_after_the_other(big_world, rank, size):
-    """Served calls that nobody waits for run beside each other, on each rank in another order."""
-    whole, ranks = of_this_world(), list(range(size))
-    if rank == 0:
-        first = jd.rpc_async(0, made_of, args=(ranks,))
-        while tuple(ranks) not in communicators._made_now:
-            time.sleep(0.001)
-        with pytest.raises(CollectiveError, match=r"another thread .* of the workers \[0, 1, 2\].*one after the other"):
-            of_this_world(ranks)
-        found = of_this_world([0]).allgather_object(0)  # of others it may
-    whole.barrier()
-    found = first.result() if rank == 0 else made_of(ranks)
-    assert found == ranks
-    assert of_this_world(ranks).allgather_object(rank) == ranks
-
-
-def made_of(ranks):
-    return of_this_world(ranks).allgather_object(jd.rank())
-
-
-@on_every_worker
-def test_ranks_that_make_collectives_in_different_ways_are_told(big_world, rank, size):
-    make = functools.partial(of_this_world, range(size) if rank else None)
-    if not launcher_env.launched():  # for threads it is one way
-        make().barrier()
-        return
-    with pytest.raises(DisagreementError, match=r"rank 0 does new collectives, rank 1 .* of the workers \[0, 1, 2\]"):
-        make()
-    assert of_this_world().allgather_object(rank) == [0, 1, 2]
 
 
 @on_every_worker

@@ -46,18 +46,6 @@ def test_steps_in_another_order_on_one_rank_are_told_on_all(big_world, length, r
 
 
 @on_every_worker
-def test_operations_in_another_order_are_told_too(big_world, rank, size):
-    # The operations are equal in size: only the roll call tells them apart.
-    c = jd.collectives.of_this_world()
-    total, most = jax.jit(c.allreduce), jax.jit(lambda x: c.allreduce(x, "max"))
-    x = jnp.arange(3.0) + rank
-    for run in (total, most) if rank else (most, total):
-        with pytest.raises(TOLD, match=r"rank 0 does compiled (sum|max) of float32"):
-            jax.block_until_ready(run(x))
-    np.testing.assert_array_equal(total(x), sum(np.arange(3.0) + r for r in range(size)))
-
-
-@on_every_worker
 def test_operations_of_python_after_a_program_that_begins_late(big_world, rank, size):
     c = jd.collectives.of_this_world()
     total = jax.jit(c.allreduce)

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from helpers.data import assert_close
 from helpers.worlds import on_every_worker
-from jax.experimental.sparse import BCOO
 
-from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
@@ -101,14 +99,6 @@ def test_means_of_small_floats_whose_sums_do_not_fit(big_world, dtype, compiled,
     found = compiled(lambda x: all_.allreduce(x, "mean"))(jnp.asarray([most, 0.5 * rank], dtype))
     np.testing.assert_array_equal(found, np.asarray([most, (size - 1) / 4], dtype))
     assert found.dtype == dtype
-
-
-@pytest.mark.parametrize("name", ["mean", "broadcast", "verify", "average"])
-@on_every_worker
-def test_masked_arrays_are_refused(big_world, name, rank, size):
-    masked = np.ma.array([1.0, 2.0], mask=[False, True], dtype=np.float32)
-    with pytest.raises(LeafError, match=r"\['w'\] is a masked array, whose mask would be lost"):
-        getattr(DataParallel(), name)({"w": masked})
 
 
 KEYS_GIVEN_TO = {
@@ -207,25 +197,6 @@ def test_what_the_loss_closes_over_is_as_it_was_when_traced(big_world, rank, siz
     assert float(step(jnp.ones(3))[0]) == 3
 
 
-@pytest.mark.parametrize("hook", [hooks.int8(), hooks.powersgd(rank=1, start=0)], ids=["int8", "powersgd"])
-@on_every_worker
-def test_hooks_forget_what_is_not_finite(big_world, hook, rank, size):
-    dp, good = DataParallel(hook=hook), jnp.ones((16, 16))
-    dp.average(good)
-    assert not np.isfinite(dp.average(good.at[3, 4].set(np.inf if rank == 1 else 1.0))).all()
-    np.testing.assert_allclose(dp.average(good), good, rtol=0.02)
-
-
-@pytest.mark.one_process
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
-@on_every_worker
-def test_a_gather_of_an_array_on_several_devices(big_world, rank, size):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    found = of_this_world().allgather(jax.device_put(jnp.arange(4.0) + rank, split))
-    np.testing.assert_array_equal(found, np.arange(4.0) + np.arange(size)[:, None])
-
-
 @pytest.mark.one_process
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
 @on_every_worker
@@ -246,9 +217,3 @@ def test_programs_on_several_devices_have_no_collectives(big_world, rank, size):
         with pytest.raises((CollectiveError, ValueError), match=r"on 2 devices|more than 1 device"):  # JAX's: mpi4jax
             jax.block_until_ready(jax.jit(program)(split))
     np.testing.assert_array_equal(total(jax.jit(jnp.sin)(split)), size * jnp.sin(split))
-
-
-@on_every_worker
-def test_sparse_arrays_without_an_index(big_world, rank, size):
-    with pytest.raises(LeafError, match=r"\['t'\] has no index"):
-        DataParallel().average({"t": BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)})

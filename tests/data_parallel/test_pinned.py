@@ -108,20 +108,3 @@ def test_what_contains_itself(accelerators):
     found = codec.decode(codec.encode(itself, snapshot=False))
     assert found[1] is found
     assert_close(found[0], jnp.arange(3.0))
-
-
-class Made:
-    """A container that makes its leaves when it is taken apart, so they are gone at once."""
-
-    def __init__(self, number):
-        self.number = number
-
-
-jax.tree_util.register_pytree_node(Made, lambda made: ([jnp.full(3, made.number)], None), lambda _, leaves: leaves[0])
-
-
-def test_copies_are_of_the_arrays_that_were_given(accelerators):
-    copies = pinned.Copies(leaf for number in range(20) for leaf in jax.tree.leaves(Made(number)))
-    for number in range(20, 40):
-        other = jnp.full(3, number)
-        assert copies.of(other) is other

@@ -1,9 +1,5 @@
 """Sends and receives between two ranks: programs that differ from rank to rank have the derivatives of the whole."""
 
-import collections
-import contextvars
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,28 +226,6 @@ def test_a_receiver_that_gave_up_leaves_the_letter_to_the_next(world, rank, size
     if rank == 2:
         found = [run(lambda: c.recv(like, 0, after=None, tag=4))() for run in (jax.jit, lambda f: f)]
         np.testing.assert_array_equal(found, np.outer([0, 1], np.ones(3)))
-    c.barrier()
-
-
-@pytest.mark.world(3)
-@on_every_worker
-def test_several_threads_of_a_rank_send_to_one(world, rank, size):
-    c, like, count = of_this_world(), jax.ShapeDtypeStruct((4,), jnp.float32), 500
-
-    def send(number):
-        for _ in range(count):
-            c.send(np.full(4, number, np.float32), 1)
-
-    if rank == 0:
-        work = [(contextvars.copy_context().run, (send, number)) for number in (1, 2)]
-        threads = [threading.Thread(target=target, args=args) for target, args in work]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    if rank == 1:
-        found = [c.recv(like, 0, after=None) for _ in range(2 * count)]
-        assert collections.Counter(float(x[0]) for x in found) == {1: count, 2: count}
     c.barrier()
 
 

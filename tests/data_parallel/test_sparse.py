@@ -91,12 +91,6 @@ def test_a_rank_that_has_joined_sends_no_rows(big_world, hook, initially, rank, 
 
 
 @on_every_worker
-def test_a_leaf_that_is_sparse_and_named_so(big_world, rank, size):
-    found = DataParallel(sparse=["['table']"]).average({"table": rows_of(rank)})["table"]
-    np.testing.assert_allclose(found.todense(), expected(size), rtol=1e-6)
-
-
-@on_every_worker
 def test_sparse_gradients_in_a_compiled_step_are_refused(world, rank, size):
     dp = DataParallel()
     with pytest.raises(LeafError, match=r"the gradient \['t'\] is sparse \(BCOO\), expected a dense array"):

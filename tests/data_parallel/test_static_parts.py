@@ -96,12 +96,6 @@ def test_functions_among_the_leaves_are_parts():
     assert [part.rpartition(".")[2] for part in static_parts(structure)] == ["tanh"]
 
 
-def test_a_part_that_refers_to_itself_is_cut():
-    part = []
-    part.append(part)
-    assert spelled(part)[0].startswith("Layer: ((((")
-
-
 def test_every_process_spells_sets_alike():
     program = "from test_static_parts import *; print(spelled((frozenset('abcdefgh'), dict.fromkeys({'x', 'y', 'z'}))))"
     found = {

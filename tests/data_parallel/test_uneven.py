@@ -32,17 +32,6 @@ def test_no_sync_keeps_gradients_and_average_reduces_their_sum(world, rank, size
 
 
 @on_every_worker
-def test_blocks_without_sync_inside_others(big_world, rank, size):
-    dp = DataParallel()
-    step = dp.value_and_grad(lambda w, x: jnp.sum(w * x))
-    with dp.no_sync():
-        with dp.no_sync():
-            pass
-        np.testing.assert_array_equal(step(jnp.ones(3), jnp.full(3, rank))[1], np.full(3, rank))
-    np.testing.assert_allclose(step(jnp.ones(3), jnp.full(3, rank))[1], np.full(3, (size - 1) / 2), rtol=1e-6)
-
-
-@on_every_worker
 def test_gradients_of_a_context_are_averaged_and_put_back(world, rank, size):
     # Gradients of unused values count as zero; leaves without a derivative stay as they are.
     dp = DataParallel()
@@ -94,16 +83,6 @@ def test_gradients_of_contexts_with_uneven_inputs(big_world, rank, size):
         final = join.finish(dense.local_value())
     means = [np.mean([r + 1.0 for r in range(step, size)]) for step in range(size)]
     np.testing.assert_allclose(final, np.full(3, 1 - 0.1 * sum(means)), rtol=1e-5)
-
-
-@on_every_worker
-def test_parameters_averaged_every_few_steps(big_world, rank, size):
-    # Ranks train alone for some steps, then average their parameters.
-    dp, params = DataParallel(), {"w": jnp.full(3, float(rank))}
-    for _ in range(2):
-        params = dp.average(jax.tree.map(lambda p: p + rank, params))
-    np.testing.assert_allclose(params["w"], np.full(3, 3 * (size - 1) / 2), rtol=1e-6)
-    dp.verify(params)
 
 
 @pytest.mark.parametrize("initially", [True, False])
