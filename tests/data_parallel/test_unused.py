@@ -209,7 +209,7 @@ def test_steps_without_sync_of_which_nothing_comes_do_not_count(big_world, rank,
             dp.value_and_grad(unreadable)(ones())
     if rank == 1:
         total = jax.tree.map(lambda leaf: leaf * jnp.nan, total)
-    with pytest.raises(NonFiniteError, match="on rank 1"):
+    with pytest.raises(NonFiniteError):
         dp.average(total)
     with dp.no_sync():
         with pytest.raises(Exception, match="no data"):

@@ -4,7 +4,7 @@ The rule is that of PyTorch's Reducer, leaf by leaf: a bucket closes once it has
 limit by up to one leaf.
 """
 
-import functools
+import collections
 import math
 import numbers
 from collections.abc import Iterable, Sequence
@@ -60,44 +60,26 @@ def plan_buckets(
     walk = range(len(leaves)) if order is None else order
     if sorted(walk) != list(range(len(leaves))):
         raise ValueError(f"plan_buckets: order must name each of the {len(leaves)} leaves once; it is {list(walk)}")
-    alone, walker = frozenset(sparse), _Walker(limits, large_alone=large_alone)
+    alone, closed = frozenset(sparse), list[list[int]]()
+    begun: dict[Any, list[int]] = {}  # the open bucket of each dtype, its bytes, and how many were closed before
+    nbytes, turns = collections.Counter[Any](), collections.Counter[Any]()
+
+    def close(dtype: Any) -> None:
+        closed.append(begun.pop(dtype))
+        nbytes[dtype] = 0
+        turns[dtype] += 1
+
     for index in walk:
-        leaf = leaves[index]
+        dtype, shape = leaves[index].dtype, leaves[index].shape
         if index in alone:
-            walker.closed.append([index])
-        else:
-            walker.add(index, leaf.dtype, math.prod(leaf.shape) * _itemsize(leaf.dtype))
-    buckets = walker.closed + list(walker.open.values())
+            closed.append([index])
+            continue
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if large_alone and dtype in begun and size >= limits[min(turns[dtype], len(limits) - 1)]:
+            close(dtype)
+        begun.setdefault(dtype, []).append(index)
+        nbytes[dtype] += size
+        if nbytes[dtype] >= limits[min(turns[dtype], len(limits) - 1)]:
+            close(dtype)
+    buckets = closed + list(begun.values())
     return sorted(buckets, key=min) if order is None else buckets
-
-
-class _Walker:
-    """The state of planning: the closed buckets, and one open bucket for each dtype."""
-
-    def __init__(self, limits: Sequence[int], *, large_alone: bool):
-        self.closed: list[list[int]] = []
-        self._limits, self._large_alone = limits, large_alone
-        self.open: dict[Any, list[int]] = {}
-        self._bytes: dict[Any, int] = {}
-        self._turn: dict[Any, int] = {}
-
-    def add(self, index: int, key: Any, size: int) -> None:
-        if self._large_alone and self.open.get(key) and size >= self._limit(key):
-            self._close(key)
-        self.open.setdefault(key, []).append(index)
-        self._bytes[key] = self._bytes.get(key, 0) + size
-        if self._bytes[key] >= self._limit(key):
-            self._close(key)
-
-    def _limit(self, key: Any) -> int:
-        return self._limits[min(self._turn.get(key, 0), len(self._limits) - 1)]
-
-    def _close(self, key: Any) -> None:
-        self.closed.append(self.open.pop(key))
-        self._bytes[key] = 0
-        self._turn[key] = self._turn.get(key, 0) + 1
-
-
-@functools.lru_cache
-def _itemsize(dtype: Any) -> int:
-    return np.dtype(dtype).itemsize

@@ -97,17 +97,17 @@ def _spelled(value: Any, depth: int = 0) -> str:
     if isinstance(value, functools.partial):
         return f"partial{inner((value.func, value.args, value.keywords))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__ + inner(_compared(value))
-    return _collection(value, inner) or _name(value)
-
-
-def _collection(value: Any, inner: Callable[[Any], str]) -> str:
-    """Spell a collection, one without an order in the order of its spellings; return nothing for anything else."""
+        kind: Any = type(value)
+        fields = dataclasses.fields(value) if kind.__dataclass_params__.eq else ()  # else only its identity counts
+        return type(value).__qualname__ + inner([getattr(value, one.name, None) for one in fields if one.compare])
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(inner, value))})"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{inner(key)}: {inner(one)}' for key, one in value.items()))}}}"
-    return f"{{{', '.join(sorted(map(inner, value)))}}}" if isinstance(value, (set, frozenset)) else ""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)  # of a function or a class
+    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__
 
 
 def _number(value: Any) -> str:
@@ -118,16 +118,3 @@ def _number(value: Any) -> str:
     if isinstance(number, (bool, float)) and math.isfinite(number) and number == int(number):
         number = int(number)
     return repr(number)
-
-
-def _compared(value: Any) -> list[Any]:
-    """Return the fields of a dataclass that count when it is compared; none if only its identity counts."""
-    if not value.__dataclass_params__.eq:
-        return []
-    return [getattr(value, one.name, None) for one in dataclasses.fields(value) if one.compare]
-
-
-def _name(value: Any) -> str:
-    """Return the name of a function or a class; of anything else, its type's."""
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__

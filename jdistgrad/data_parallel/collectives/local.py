@@ -198,8 +198,9 @@ class Local(HostCollectives):
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
         flat = memory.reshape(-1)
-        shared = self._exchange(f"a {op} of {memory.dtype}[{flat.size}]", (flat, _Lazy(flat)))
-        total = shared[0][1].memory
+        result = np.empty_like(flat) if self.rank == 0 else None  # all ranks write to rank 0's
+        shared = self._exchange(f"a {op} of {memory.dtype}[{flat.size}]", (flat, result))
+        total = shared[0][1]
         mine = slice(flat.size * self.rank // self.size, flat.size * (self.rank + 1) // self.size)
         total[mine] = combined([theirs[mine] for theirs, _ in shared], op)
         self._exchange("the end of a reduction", None)
@@ -243,21 +244,6 @@ class Local(HostCollectives):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange("a gather of objects", value)
-
-
-class _Lazy:
-    """Memory for a result, allocated on first use: all ranks use rank 0's only."""
-
-    def __init__(self, like: np.ndarray):
-        self._like, self._lock = like, threading.Lock()
-        self._memory: np.ndarray | None = None
-
-    @property
-    def memory(self) -> np.ndarray:
-        with self._lock:
-            if self._memory is None:
-                self._memory = np.empty_like(self._like)
-            return self._memory
 
 
 class LocalPost:

@@ -11,7 +11,7 @@ Routes, which rank sends its array to which, are parameters of the primitive.
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,23 @@ from jax.interpreters import ad, batching, mlir
 collective_p = Primitive("collective")
 
 
-class Performer(Protocol):
-    """What performs operations: at once on concrete arrays, or as parts of a program."""
-
-    rank: Any
-    size: int
-
-    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array: ...
-
-    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array: ...
-
-    def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array: ...
+def _at_once(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
+    """Perform an operation. ``by``: it has ``rank``, ``size``, ``perform``, ``eager`` and ``traced``."""
+    found: jax.Array = by.eager(name, x, how)
+    return found
 
 
-def _at_once(x: jax.Array, *, by: Performer, name: str, how: Any) -> jax.Array:
-    return by.eager(name, x, how)
+def _in_program(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
+    found: jax.Array = by.traced(name, x, how)
+    return found
 
 
-def _in_program(x: jax.Array, *, by: Performer, name: str, how: Any) -> jax.Array:
-    return by.traced(name, x, how)
-
-
-def _shape(x: Any, *, by: Performer, name: str, how: Any) -> tuple[Any, Any]:
+def _shape(x: Any, *, by: Any, name: str, how: Any) -> tuple[Any, Any]:
     closed = jax.make_jaxpr(functools.partial(_in_program, by=by, name=name, how=how))(x)
     return closed.out_avals[0], closed.effects
 
 
-TRANSPOSES: dict[str, Callable[[Performer, Any, jax.Array], jax.Array]] = {
+TRANSPOSES: dict[str, Callable[[Any, Any, jax.Array], jax.Array]] = {
     "sum": lambda by, _, g: by.perform("sum", g),
     "broadcast": lambda by, root, g: jnp.where(by.rank == root, by.perform("sum", g), jnp.zeros_like(g)),
     "allgather": lambda by, _, g: by.perform("sum", g)[by.rank],
@@ -59,11 +49,11 @@ TRANSPOSES: dict[str, Callable[[Performer, Any, jax.Array], jax.Array]] = {
 }
 
 
-def _transpose(g: Any, _: Any, *, by: Performer, name: str, how: Any) -> list[jax.Array]:
+def _transpose(g: Any, _: Any, *, by: Any, name: str, how: Any) -> list[jax.Array]:
     return [TRANSPOSES[name](by, how, ad.instantiate_zeros(g))]
 
 
-def _batched(args: Any, axes: Any, *, by: Performer, name: str, how: Any) -> tuple[jax.Array, int]:
+def _batched(args: Any, axes: Any, *, by: Any, name: str, how: Any) -> tuple[jax.Array, int]:
     """Apply one operation to the whole batch.
 
     The batch's axis comes first, or second where rows are exchanged: JAX has it wherever this rank's own program left

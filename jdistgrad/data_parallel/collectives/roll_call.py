@@ -11,8 +11,8 @@ import functools
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 
@@ -133,13 +133,6 @@ def _place(roll: Roll) -> tuple[Act, int, int]:
     return roll.act, number, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
 
 
-def meet_with_trees(rolls: Iterable[Roll]) -> bool:
-    """Return whether the digests can be compared: all ranks begin to reduce a tree, or all do the same with theirs."""
-    found = list(rolls)
-    begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in found)
-    return begins or len({(roll.act, roll.number) for roll in found}) == 1
-
-
 def disagreement(rolls: Sequence[Roll], first: int, other: int) -> DisagreementError:
     """Return the error that says that two of the ranks, whose words these are, are not at the same place."""
     error = _come_apart(f"rank {first} {rolls[first]}, rank {other} {rolls[other]}", other)
@@ -175,21 +168,14 @@ class Meeting:
         return True
 
 
-class Group(Protocol):
-    """The ranks that agree, as seen by a rank. ``refusal``: the error that keeps them from meeting again, or None."""
-
-    rank: int
-    refusal: CollectiveError | None
-
-    def announce(self, word: bytes, what: str) -> Meeting: ...
-
-    def gather_objects(self, value: Any) -> list[Any]: ...
-
-
 class Agreeing:
-    """The agreement on one operation. Every rank must make one, and call it."""
+    """The agreement on one operation. Every rank must make one, and call it.
 
-    def __init__(self, collectives: Group, text: str):
+    Arguments:
+      collectives: the ranks, as seen by one: they have ``announce``, ``gather_objects``, ``rank`` and ``refusal``.
+    """
+
+    def __init__(self, collectives: Any, text: str):
         if collectives.refusal is not None:
             raise collectives.refusal
         self._collectives, self._text = collectives, text
@@ -224,7 +210,7 @@ class Agreeing:
 
 
 @contextlib.contextmanager
-def undivided(collectives: Group, text: str) -> Iterator[None]:
+def undivided(collectives: Any, text: str) -> Iterator[None]:
     """Open a block of an operation. If Ctrl-C ends it, refuse further use: the others are at another place in it."""
     try:
         yield
@@ -236,7 +222,7 @@ def undivided(collectives: Group, text: str) -> Iterator[None]:
         raise
 
 
-def _refuse(collectives: Group, text: str, error: BaseException) -> None:
+def _refuse(collectives: Any, text: str, error: BaseException) -> None:
     name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     why = str(error) if isinstance(error, CollectiveError | WorkerLostError) else f"{name} has ended {text}."
     collectives.refusal = CollectiveError(

@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like, to_jax
 from jdistgrad.data_parallel.collectives.primitive import collective_p
 from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock
-from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError
+from jdistgrad.errors import DisagreementError, MissingRanksError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
@@ -90,14 +90,6 @@ class Receiving:
             )
 
 
-class Group(Protocol):
-    """The ranks, as seen by one. ``refusal``: the error that keeps them from further use, or None."""
-
-    rank: int
-    size: int
-    refusal: CollectiveError | None
-
-
 class Peer(NamedTuple):
     """The other rank, and what tells messages between the same ranks apart.
 
@@ -121,10 +113,11 @@ class Pairs:
     """What performs ``send`` and ``recv``: at once on concrete arrays, or as parts of a compiled program.
 
     Arguments:
+      group: the collectives, as seen by a rank.
       effect: the ordered effect of compiled operations.
     """
 
-    def __init__(self, group: Group, post: Post, effect: Any):
+    def __init__(self, group: Any, post: Post, effect: Any):
         self.rank, self.size = group.rank, group.size
         self._group, self._post, self._effect = group, post, effect
 
@@ -166,15 +159,11 @@ class Pairs:
         return np.zeros((), np.float32)
 
 
-class WithPairs(Protocol):
-    def pairs(self) -> Pairs: ...
-
-
 def _is_number(given: Any) -> bool:
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
-def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
+def send(collectives: Any, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     by = collectives.pairs()
     peer, anchors, total = by.peer(to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
     for leaf in map(to_jax, jax.tree.leaves(tree)):
@@ -183,7 +172,7 @@ def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> ja
     return total
 
 
-def recv(collectives: WithPairs, like: Any, source: int, after: Any, tag: int) -> Any:
+def recv(collectives: Any, like: Any, source: int, after: Any, tag: int) -> Any:
     by = collectives.pairs()
     peer, anchors = by.peer(source, tag, "recv"), _arrays_of(after)
     smooth = [*filter(_is_smooth, anchors)]

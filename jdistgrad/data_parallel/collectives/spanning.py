@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.host_arrays import is_key
-from jdistgrad.errors import CollectiveError
+from jdistgrad.errors import LeafError
 from jdistgrad.wire.arrays import as_jax_array
 
 # Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
@@ -35,6 +35,7 @@ class Span:
 
     def __init__(self, mesh: Mesh, device: jax.Device):
         self.mesh, self.size, self.device = mesh, mesh.size, device
+        self.alone = Mesh([device], mesh.axis_names)  # for programs of this rank, whatever mesh the user has set
         (self.axis,) = mesh.axis_names
         self.rows = PartitionSpec(self.axis)
         self.axes = [(self.axis, self.size)]  # ``jax.make_jaxpr``'s argument ``axis_env``
@@ -66,7 +67,9 @@ class Span:
                 own[k] = array
         odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
         if odd:
-            for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
+            with jax.set_mesh(self.alone):
+                changed = _with_rows([own[k] for k in odd])
+            for k, array in zip(odd, changed, strict=True):
                 own[k] = array
         size, make = self.size, jax.make_array_from_single_device_arrays
         return [make((x.shape[0] * size, *x.shape[1:]), self._sharding, [x]) for x in own]
@@ -76,7 +79,7 @@ def at_home(leaf: Any, device: jax.Device) -> Any:
     """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
 
     Raises:
-      CollectiveError: the array is divided over devices, or lies on another device or on a mesh of one.
+      LeafError: the array is divided over devices, or lies on another device or on a mesh of one.
     """
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
@@ -86,14 +89,14 @@ def at_home(leaf: Any, device: jax.Device) -> Any:
         if device in devices or next(iter(devices)).platform != device.platform:
             return leaf
     elif not leaf.is_fully_addressable:
-        raise CollectiveError(
+        raise LeafError(
             f"Devices: {name} is spread over the devices of several processes, expected this rank's own array. "
             "Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
         )
     elif len(devices) > 1 and device in devices and leaf.is_fully_replicated:
         return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
     number = jax.local_devices(backend=device.platform).index(device)
-    raise CollectiveError(
+    raise LeafError(
         f"Devices: {name} lies on {leaf.sharding}, expected the rank's device, {device}, or copies on all devices of "
         f"the rank. Use jax.device_put(x, jax.local_devices()[{number}])."
     )
@@ -260,6 +263,8 @@ class SpanningProgram(Program):
         odd = [k for k, form in enumerate(self._given) if form != PLAIN]
         if odd:
             forms = tuple(self._given[k] for k in odd)
-            for k, x in zip(odd, _without_rows([own[k] for k in odd], forms), strict=True):
+            with jax.set_mesh(self._span.alone):
+                changed = _without_rows([own[k] for k in odd], forms)
+            for k, x in zip(odd, changed, strict=True):
                 own[k] = x
         return own

@@ -59,8 +59,7 @@ class WatchedBlock:
     """A block in which a worker takes part in a collective with others of its world, and its watchdog knows.
 
     Arguments:
-      worker: the worker; None without a world, when there is no watchdog.
-      entry: the collective.
+      worker: None without a world, when there is no watchdog.
       ranks: the world ranks of all participants.
       blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
       goes_on: whether the others do not wait for a lost worker.
@@ -68,8 +67,6 @@ class WatchedBlock:
     Attributes:
       interrupt: ends the collective on all ranks, if they can go on without those that are lost.
     """
-
-    __slots__ = ("_blocking", "_entry", "_goes_on", "_participation", "_ranks", "_worker", "interrupt")
 
     def __init__(
         self, worker: Any, entry: CollectiveEntry, ranks: Sequence[int], *, blocking: bool, goes_on: bool = False

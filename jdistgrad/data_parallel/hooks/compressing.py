@@ -83,8 +83,9 @@ class _Compressed:
             right = self._average(mine)
             averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
             factors[str(slot.index)] = state["q"][str(slot.index)]
-            if self._warm:
-                factors[str(slot.index)] = _next_factor(right, factors[str(slot.index)])
+            if self._warm:  # columns of zeros are kept out: from these the iteration may find nothing any more
+                before = factors[str(slot.index)]
+                factors[str(slot.index)] = jnp.where(right.any(axis=0), finite_or(right, otherwise=before), before)
         error = finite_or(wanted - self._flat(sent)) if self._feedback else state["error"]
         return self._flat(averaged), {"step": state["step"] + 1, "error": error, "q": factors}
 
@@ -119,11 +120,6 @@ def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
     """Return a leaf's first Q: random, and the same on every rank."""
     width = int(np.prod(slot.shape[1:]))
     return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
-
-
-def _next_factor(new: jax.Array, before: jax.Array) -> jax.Array:
-    """Return the Q of the next step. It has no columns of zeros, from which the iteration may find nothing any more."""
-    return jnp.where(new.any(axis=0), finite_or(new, otherwise=before), before)
 
 
 def _orthonormal(matrix: jax.Array) -> jax.Array:

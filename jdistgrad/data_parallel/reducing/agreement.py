@@ -29,11 +29,7 @@ class Terms(NamedTuple):
 
 
 def require_agreement(terms: Mapping[int, Terms]) -> None:
-    """Compare the terms of several ranks with the lowest rank's.
-
-    Raises:
-      DisagreementError: terms differ; the error names the rank, the leaf or setting, and both values.
-    """
+    """Compare the terms of several ranks with the lowest rank's. DisagreementError names what differs, and both."""
     first = min(terms)
     for rank in sorted(terms):
         difference = _difference(terms[first], terms[rank], first, rank)
@@ -102,11 +98,7 @@ def bit_digests(leaves: Sequence[Any]) -> list[int]:
 
 
 def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:
-    """Compare the digests of the parameters with those of the lowest rank that has some.
-
-    Raises:
-      DisagreementError: a leaf differs; the error names the first one, and the ranks.
-    """
+    """Compare the digests of the parameters with those of the lowest rank that has some."""
     first = min(digests, default=0)
     for place, leaf in enumerate(leaves):
         others = [rank for rank, mine in digests.items() if mine[place] != digests[first][place]]
@@ -124,11 +116,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gather: Gather) -> None:
-    """Compare every leaf with rank 0's.
-
-    Raises:
-      DisagreementError: a leaf differs; the error names it, the first differing place, the rank and both values.
-    """
+    """Compare every leaf with rank 0's. DisagreementError names the leaf, the first place, the rank and both values."""
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):
         if len({its[place] for its in digests}) > 1:

@@ -212,7 +212,9 @@ class Reducer:
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Raise on every rank, before anything is reduced, if ranks come with different trees."""
         active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
-        if not roll_call.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
+        begin = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in active.values())
+        comparable = begin or len({(roll.act, roll.number) for roll in active.values()}) == 1
+        if not comparable or len({roll.digest for roll in active.values()}) <= 1:
             return
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})

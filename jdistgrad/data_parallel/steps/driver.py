@@ -61,18 +61,16 @@ class Join:
         Returns:
           The tree of the last rank to run out.
         """
-        return self._broadcast(tree, self._end())
-
-    def _end(self) -> int:
         if self.finished:
             raise CollectiveError("join: finish was called twice in one block; call it once, after the last step.")
         self.finished = True
-        return self._shadow()
+        return self._broadcast(tree, self._shadow())
 
     def leave(self) -> None:
         """End a block without ``finish``: shadow the others, and broadcast nothing."""
         if not self.finished:
-            self._end()
+            self.finished = True
+            self._shadow()
 
 
 class Driver:
@@ -159,12 +157,11 @@ class Driver:
 
     def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
         """Return the compiled step, which has a ``plan``."""
-        return programs.find(
-            args,
-            kwargs,
-            (overlap, self._rules.bucket_cap_mb),
-            lambda traced: LossProgram.segmented(traced, self._agree_on_model(traced), overlap=overlap),
-        )
+
+        def make(traced: Trace) -> LossProgram:
+            return LossProgram(traced, self._agree_on_model(traced), overlap=overlap)
+
+        return programs.find(args, kwargs, (overlap, self._rules.bucket_cap_mb), make)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step with a compiled program."""
@@ -341,12 +338,11 @@ def as_gradient(path: str, leaf: Any) -> Any:
 
 def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
     """Return a key that is equal for trees of gradients that have one plan."""
-    return structure, trace_context(), tuple(map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> Any:
-    is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
-    return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf)
+    kinds = []
+    for leaf in leaves:
+        is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
+        kinds.append((leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf))
+    return structure, trace_context(), tuple(kinds)
 
 
 class Usage:

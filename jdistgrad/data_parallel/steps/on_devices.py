@@ -63,11 +63,7 @@ class SpanningStep:
       program: None if there can be none: because the loss calls Python (other workers, for example), and a call may
         fail on one rank, while the others would wait for ever inside a program over all devices; or because the loss's
         arguments lie on several devices.
-      plan: how the gradients are averaged.
-      used: for each leaf of the gradients, whether the loss depends on it.
-      digest: the same for equal programs, on all ranks.
-      structure: that of the gradients.
-      results: the structure of the program's other results: value, and aux if any.
+      structure: that of the gradients. ``results``: that of the other results: value, and aux if any.
       alone: the step of this rank alone.
     """
 
@@ -143,7 +139,7 @@ class DeviceDriver(Driver):
     def average(self, gradients: Any) -> Any:
         if self._needs_host(gradients):
             return super().average(gradients)
-        return self._average_given(gradients, hook=self._rules.hook)
+        return self._average_given(gradients)
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         if self._needs_host(gradients):

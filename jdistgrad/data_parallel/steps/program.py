@@ -4,7 +4,6 @@ The trace is one flat jaxpr of the value and the gradients, with the parameters 
 """
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -128,32 +127,23 @@ def readiness(closed: Any, count: int) -> list[int]:
     return sorted(range(count), key=key)
 
 
-@dataclasses.dataclass(frozen=True)
 class LossProgram:
     """A compiled step, in segments.
 
-    Attributes:
-      structure: that of the gradients.
-      used: for each leaf of the gradients, whether the loss depends on it.
-      results: the structure of the value, and aux if any.
+    Arguments:
+      overlap: make a segment for each bucket.
     """
 
-    plan: BucketPlan
-    structure: Any
-    used: tuple[bool, ...]
-    staged: Segmented
-    results: Any
-
-    @classmethod
-    def segmented(cls, traced: Trace, plan: BucketPlan, *, overlap: bool) -> "LossProgram":
-        """Compile a step. ``overlap``: in a segment for each bucket."""
+    def __init__(self, traced: Trace, plan: BucketPlan, *, overlap: bool):
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-        return cls(plan, traced.gradients, traced.used, staged, traced.results)
+        self.plan, self.structure, self.used = plan, traced.gradients, traced.used
+        self._staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+        self._results = traced.results
 
     def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
         """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
-        return jax.tree.unflatten(self.results, self.staged(without_handles(jax.tree.leaves((args, kwargs))), computed))
+        leaves = without_handles(jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(self._results, self._staged(leaves, computed))
 
 
 class Programs:
