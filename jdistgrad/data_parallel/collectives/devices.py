@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened
 from jdistgrad.data_parallel.collectives import rank_devices
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, Beside, HostCollectives, described
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
@@ -149,7 +149,7 @@ class Devices(MPI):
             raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
         self.span.compiled.add(key)
 
-    def _new_beside(self) -> Beside:
+    def _new_beside(self) -> "AtOnce":
         return AtOnce(self)
 
     def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
@@ -178,7 +178,7 @@ class InPrograms(Mesh):
         return jnp.where(unknown > 0, jnp.nan, found)  # gloo's maximum of NaN depends on the rank that holds it
 
 
-class AtOnce(Beside):
+class AtOnce:
     """Operations are dispatched as they are started, in the program's order: devices compute beside the program."""
 
     def __init__(self, all_: Devices):

@@ -43,7 +43,7 @@ class HostCollectives(Collectives):
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
-    _beside: "Beside | None" = None  # runs the operations that were started
+    _beside: Any = None  # runs the operations that were started
     _closed: bool = False
     _pairs: "tuple[HostCollectives, Pairs] | None" = None
 
@@ -121,9 +121,11 @@ class HostCollectives(Collectives):
         if self._beside is None:
             self.agree("the first start of an operation beside the program")
             self._beside = self._new_beside()
-        return self._beside.start(operation)
+        future: concurrent.futures.Future[T] = self._beside.start(operation)
+        return future
 
-    def _new_beside(self) -> "Beside":
+    def _new_beside(self) -> Any:
+        """Return what starts operations, and is closed after the last: both on every rank."""
         return InTurn(self.twin())
 
     def close(self) -> None:
@@ -288,19 +290,7 @@ class HostCollectives(Collectives):
         """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
 
 
-class Beside(abc.ABC):
-    """The place where operations run that were started beside the program."""
-
-    @abc.abstractmethod
-    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        """Start an operation on collectives; return a future of its result."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End, after all operations. Every rank must call it."""
-
-
-class InTurn(Beside):
+class InTurn:
     """Operations one after another over collectives of their own, on threads that end when there is none left.
 
     A thread that waited for the next one would keep the worker that it belongs to.

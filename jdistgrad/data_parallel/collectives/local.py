@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,39 +26,11 @@ from jdistgrad.wire.interrupts import SteadyCondition
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
 
 
-class Letter(NamedTuple):
-    words: str
-    octets: Any
-
-
-class Letters:
-    """The letters that threads of a process have sent to each other and not yet received."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int, int], collections.deque[Letter]] = collections.defaultdict(
-            collections.deque
-        )
-        self._changed = SteadyCondition()
-
-    def put(self, sender: int, receiver: int, tag: int, letter: Letter) -> None:
-        with self._changed:
-            self._waiting[sender, receiver, tag].append(letter)
-            self._changed.notify_all()
-
-    def next(self, sender: int, receiver: int, tag: int, timeout: float, check: Callable[[], None]) -> list[Letter]:
-        """Take the next letter; return it, or nothing if none comes in time."""
-        end = time.monotonic() + timeout
-        with self._changed:
-            while not self._waiting[sender, receiver, tag]:
-                check()
-                if time.monotonic() > end:
-                    return []
-                self._changed.wait(min(LOOK_SECONDS, timeout))
-            return [self._waiting[sender, receiver, tag].popleft()]
+Letter = tuple[str, np.ndarray]  # words, and bytes
 
 
 class Board:
-    """The rounds of exchanges among ``size`` threads; each rank's k-th exchange belongs to the k-th round."""
+    """What ``size`` threads meet at: rounds of exchanges, each rank's k-th in the k-th round, and letters."""
 
     def __init__(self, size: int):
         self.size = size
@@ -67,7 +39,7 @@ class Board:
         self._taken = collections.Counter[int]()
         self._changed = SteadyCondition()
         self._missing: list[int] | None = None
-        self.letters = Letters()  # between two threads
+        self._letters = collections.defaultdict[tuple[int, int, int], collections.deque[Letter]](collections.deque)
 
     def pin(self, rank: int, kind: str, value: Any) -> int:
         """Pin up a value. Return the number of its round, for ``collect``."""
@@ -111,6 +83,22 @@ class Board:
                 rank=other,
             )
         return [pinned[rank][1] for rank in range(self.size)]
+
+    def put(self, sender: int, receiver: int, tag: int, letter: Letter) -> None:
+        with self._changed:
+            self._letters[sender, receiver, tag].append(letter)
+            self._changed.notify_all()
+
+    def next(self, sender: int, receiver: int, tag: int, timeout: float, check: Callable[[], None]) -> list[Letter]:
+        """Take the next letter; return it, or nothing if none comes in time."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while not self._letters[sender, receiver, tag]:
+                check()
+                if time.monotonic() > end:
+                    return []
+                self._changed.wait(min(LOOK_SECONDS, timeout))
+            return [self._letters[sender, receiver, tag].popleft()]
 
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
@@ -237,7 +225,7 @@ class Local(HostCollectives):
         return found
 
     def post(self, timeout: Callable[[], float]) -> "LocalPost":
-        return LocalPost(self._board.letters, self._seat, self._group, self.world_ranks, self.rank, timeout)
+        return LocalPost(self._board, self._seat, self._group, self.world_ranks, self.rank, timeout)
 
     def free(self) -> None:
         """Do nothing: the board goes with the last of the ranks' objects."""
@@ -250,14 +238,14 @@ class LocalPost:
     """The post of a rank that is a thread of a local world."""
 
     def __init__(
-        self, letters: Letters, seat: Seat, group: Any, ranks: Sequence[int], rank: int, timeout: Callable[[], float]
+        self, board: Board, seat: Seat, group: Any, ranks: Sequence[int], rank: int, timeout: Callable[[], float]
     ):
-        self._letters, self._seat, self._group, self._ranks, self._rank = letters, seat, group, ranks, rank
+        self._board, self._seat, self._group, self._ranks, self._rank = board, seat, group, ranks, rank
         self._timeout = timeout
 
     def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
         self._seat.check()
-        self._letters.put(self._rank, to, tag, Letter(words, np.frombuffer(bytes_of(np.array(x)), np.uint8)))
+        self._board.put(self._rank, to, tag, (words, np.frombuffer(bytes_of(np.array(x)), np.uint8)))
 
     def recv(self, words: str, source: int, tag: int) -> np.ndarray:
         owner, timeout = self._seat.owner, self._timeout()
@@ -269,9 +257,10 @@ class LocalPost:
                 self._seat.check()
                 check()
 
-            found.extend(self._letters.next(source, self._rank, tag, seconds, both))
+            found.extend(self._board.next(source, self._rank, tag, seconds, both))
             return bool(found)
 
         receiving.until(wait)
-        receiving.check_words(found[0].words, words)
-        return found[0].octets
+        sent, octets = found[0]
+        receiving.check_words(sent, words)
+        return octets

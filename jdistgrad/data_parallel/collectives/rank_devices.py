@@ -20,10 +20,7 @@ class UnusableDevicesError(CollectiveError):
 class Place(NamedTuple):
     """A rank's device, as it tells the others.
 
-    Attributes:
-      processes: how many processes this one is connected with.
-      device: the device's number in the job.
-      card: the id of the GPU, or "" if it is unknown.
+    ``processes``: how many processes this one is connected with. ``card``: the id of the GPU, or "" if it is unknown.
     """
 
     processes: int

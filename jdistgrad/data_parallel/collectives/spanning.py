@@ -116,10 +116,8 @@ def lies_oddly(array: Any) -> bool:
 class Form(NamedTuple):
     """The form of a value that travels as rows.
 
-    Attributes:
-      data: the type of the value's data, unless the data are rows as they are: of a number, or of an array without
-        elements, of which JAX would replicate all rows.
-      impl: that of a random key, whose data travel.
+    ``data``: the type of the value's data, unless these are rows as they are: of a number, or of an array without
+    elements, of which JAX would replicate all rows. ``impl``: that of a random key, whose data travel.
     """
 
     data: Any = None
@@ -224,7 +222,6 @@ class SpanningProgram(Program):
 
     Arguments:
       closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
-      like: the arguments, or their types.
       finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
       donated: the places of arguments whose memory may be used for results.
     """

@@ -97,7 +97,14 @@ def average_in_chunks(
     own = [view.reshape(-1) for view in seen]
     results = gradients if overwrite else empty_like(gradients, here)
     into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
-    _average_parts(bucket, own, into, divisor, all_, scratch)
+    divide_by = np.asarray(divisor, bucket.dtype)
+    for size, parts in bucket.chunks:
+        flat = scratch.take(size, bucket.dtype)
+        for slot, mine, place in parts:
+            np.divide(own[slot][mine], divide_by, out=flat[place])
+        all_.reduce_in_place(flat)
+        for slot, mine, place in parts:
+            into[slot][mine] = flat[place]
     each = zip(results, into, here, strict=True)
     return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
 
@@ -109,24 +116,6 @@ def _place(gradient: jax.Array, view: np.ndarray, *, overwrite: bool) -> Any:
         return found
     is_own = gradient.sharding.memory_kind == pinned.PINNED and view.ctypes.data == gradient.unsafe_buffer_pointer()
     return next(iter(gradient.sharding.device_set)) if is_own else None
-
-
-def _average_parts(
-    bucket: Bucket,
-    own: list[np.ndarray],
-    into: list[np.ndarray],
-    divisor: float,
-    all_: HostCollectives,
-    scratch: Scratch,
-) -> None:
-    divide_by = np.asarray(divisor, bucket.dtype)
-    for size, parts in bucket.chunks:
-        flat = scratch.take(size, bucket.dtype)
-        for slot, mine, place in parts:
-            np.divide(own[slot][mine], divide_by, out=flat[place])
-        all_.reduce_in_place(flat)
-        for slot, mine, place in parts:
-            into[slot][mine] = flat[place]
 
 
 def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:

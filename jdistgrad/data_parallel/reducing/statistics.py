@@ -59,6 +59,7 @@ class Clock:
 
 def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
     """Return the statistics after one more step, and report the step to the timeline."""
+    computed = max((span.ready for span in clock.spans), default=clock.started)
     updated = dataclasses.replace(
         before,
         rank=rank,
@@ -71,24 +72,15 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         spans=tuple(clock.spans),
         bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
         bucket_leaves=tuple(tuple(slot.index for slot in bucket.slots) for bucket in plan.buckets),
-        **times(clock),
+        compute=computed - clock.started,
+        communication=sum(span.reduced - span.met for span in clock.spans),
+        overlap=sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
+        waiting=sum(span.met - span.ready for span in clock.spans),
     )
     if events.sink is not None and updated.spans:
-        computed = max(span.ready for span in updated.spans)
         if clock.backward:
             events.pass_on(Event(events.PIECE, rank, "", "backward", computed - updated.compute, computed, {}))
         for span in updated.spans:
             details = {"bytes": updated.bucket_sizes[span.bucket], "waited": span.met - span.ready}
             events.pass_on(Event(events.BUCKET, rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
     return updated
-
-
-def times(clock: Clock) -> dict[str, Any]:
-    """Return compute, communication, overlap and waiting times of a step."""
-    computed = max((span.ready for span in clock.spans), default=clock.started)
-    return {
-        "compute": computed - clock.started,
-        "communication": sum(span.reduced - span.met for span in clock.spans),
-        "overlap": sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
-        "waiting": sum(span.met - span.ready for span in clock.spans),
-    }
