@@ -240,7 +240,6 @@ def test_a_hook_with_a_state_inside_jit(world, rank, size):
     [
         ({"sparse": "['w']"}, "sparse must be a list of paths"),
         ({"timeout": 0}, "timeout must be a number of seconds"),
-        ({"timeout": True}, "timeout must be a number of seconds"),
     ],
 )
 def test_settings_that_are_none(settings, said):

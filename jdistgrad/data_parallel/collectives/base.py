@@ -54,7 +54,12 @@ class Collectives(abc.ABC):
             if op == "prod":
                 return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
             if op == "mean":
-                mean = divided(self.perform("sum", x.astype(_dtype_of_sums(x.dtype))), self.size)
+                wide = x.dtype  # the sums of whole numbers and of small floats may not fit the numbers' own dtype
+                if jnp.issubdtype(wide, jnp.integer):
+                    wide = jax.dtypes.canonicalize_dtype(float)
+                elif jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
+                    wide = jnp.dtype(jnp.float32)
+                mean = divided(self.perform("sum", x.astype(wide)), self.size)
                 return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
             return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
 
@@ -268,13 +273,6 @@ def _checked(x: Any, op: str) -> jax.Array:
     if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
         raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
     return array
-
-
-def _dtype_of_sums(dtype: Any) -> Any:
-    """Return the dtype of a mean's sums: those of whole numbers and of small floats may not fit the numbers' own."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jax.dtypes.canonicalize_dtype(float)
-    return jnp.float32 if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp else dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdistgrad import jaxprs
@@ -23,6 +24,8 @@ from jdistgrad.wire.arrays import as_jax_array
 
 # Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
 Finish = Callable[..., list[Any]]
+
+NO_MESH = Mesh(np.empty((), object), ())  # for programs of this rank alone, whatever mesh the user has set
 
 # Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
 in_one_order = threading.RLock()
@@ -35,7 +38,6 @@ class Span:
 
     def __init__(self, mesh: Mesh, device: jax.Device):
         self.mesh, self.size, self.device = mesh, mesh.size, device
-        self.alone = Mesh([device], mesh.axis_names)  # for programs of this rank, whatever mesh the user has set
         (self.axis,) = mesh.axis_names
         self.rows = PartitionSpec(self.axis)
         self.axes = [(self.axis, self.size)]  # ``jax.make_jaxpr``'s argument ``axis_env``
@@ -67,7 +69,7 @@ class Span:
                 own[k] = array
         odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
         if odd:
-            with jax.set_mesh(self.alone):
+            with jax.set_mesh(NO_MESH):
                 changed = _with_rows([own[k] for k in odd])
             for k, array in zip(odd, changed, strict=True):
                 own[k] = array
@@ -260,7 +262,7 @@ class SpanningProgram(Program):
         odd = [k for k, form in enumerate(self._given) if form != PLAIN]
         if odd:
             forms = tuple(self._given[k] for k in odd)
-            with jax.set_mesh(self._span.alone):
+            with jax.set_mesh(NO_MESH):
                 changed = _without_rows([own[k] for k in odd], forms)
             for k, x in zip(odd, changed, strict=True):
                 own[k] = x

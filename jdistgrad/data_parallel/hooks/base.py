@@ -101,7 +101,7 @@ def average(predivide_factor: float | None = None) -> Hook:
     """
     if predivide_factor is None:
         return Hook(lambda bucket: (), _plain, "average")
-    if isinstance(predivide_factor, bool) or not predivide_factor > 0:
+    if not predivide_factor > 0:
         raise ValueError(f"hooks.average: predivide_factor must be above zero, not {predivide_factor!r}")
 
     def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:

@@ -78,7 +78,8 @@ class _Compressed:
         averaged, sent, factors = self._rest(parts), dict(parts), {}
         for slot in self._matrices:
             matrix = parts[slot.index].reshape(slot.shape[0], -1)
-            left = _orthonormal(self._average(matrix @ state["q"][str(slot.index)]))
+            left = self._average(matrix @ state["q"][str(slot.index)])
+            left = jnp.linalg.qr(left.astype(jnp.float32))[0].astype(left.dtype)
             mine = matrix.T @ left
             right = self._average(mine)
             averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
@@ -120,10 +121,6 @@ def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
     """Return a leaf's first Q: random, and the same on every rank."""
     width = int(np.prod(slot.shape[1:]))
     return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
-
-
-def _orthonormal(matrix: jax.Array) -> jax.Array:
-    return jnp.linalg.qr(matrix.astype(jnp.float32))[0].astype(matrix.dtype)
 
 
 def int8(*, block: int = BLOCK) -> Hook:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ class Rules:
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
         checked(self.hook)
-        if not isinstance(self.timeout, numbers.Real) or isinstance(self.timeout, bool) or not self.timeout > 0:
+        if not self.timeout > 0:
             raise ValueError(f"timeout must be a number of seconds above zero, not {self.timeout!r}")
 
     @functools.cached_property

@@ -32,6 +32,8 @@ from jdistgrad.rpc.references.handles import is_handle
 
 T = TypeVar("T")
 
+WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
+
 
 Then = Callable[[], Any]
 
@@ -76,9 +78,9 @@ class Join:
 class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
 
-    def __init__(self, collectives: HostCollectives, rules: Rules):
-        meets = collectives.meets_in_programs
-        twin = self._channel(collectives.adjusted(timeout=rules.timeout, meets_in_programs=meets))
+    def __init__(self, collectives: HostCollectives, rules: Rules, *, goes_on: bool = True):
+        adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
+        twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
         self._rules, self._reducer = rules, Reducer(twin, rules)
         self._untuned = rules  # of averages: a rank may meet another kind of leaves when the others have their plan
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
@@ -86,10 +88,6 @@ class Driver:
         self._usage = Usage()
         self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
-
-    def _channel(self, collectives: HostCollectives) -> HostCollectives:
-        """Return a channel of this driver's own."""
-        return able_to_go_on(collectives)
 
     @property
     def goes_on(self) -> bool:
@@ -134,7 +132,10 @@ class Driver:
         terms = self._rules.terms(tree)._replace(
             leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
         )
-        return terms, list(map(host_arrays.with_all_digits, leaves, memories))
+        for k, (leaf, memory) in enumerate(zip(leaves, memories, strict=True)):
+            if not memory.ndim and memory.dtype in WIDE:  # a single number travels as wide as Python's
+                memories[k] = np.array(leaf if type(leaf) in host_arrays.NUMBERS else memory, WIDE[memory.dtype])
+        return terms, memories
 
     # Steps.
 

@@ -80,7 +80,7 @@ class DeviceDriver(Driver):
     """The steps of a rank whose gradients stay on its device."""
 
     def __init__(self, collectives: Devices | OnDevice, rules: Rules):
-        super().__init__(collectives, rules)
+        super().__init__(collectives, rules, goes_on=False)
         self._devices = cast("Devices | OnDevice", self._reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
         self._warned = False
@@ -97,9 +97,6 @@ class DeviceDriver(Driver):
                 at_home(leaf, self._devices.device)
         make = functools.partial(self._step_of, programs, (args, kwargs), divided=divided)
         return programs.find(args, kwargs, (*kind, divided), make, None if divided else self._devices.span)
-
-    def _channel(self, collectives: HostCollectives) -> HostCollectives:
-        return collectives.twin()
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace, *, divided: bool) -> SpanningStep:
         if divided and jaxprs.ordered_effects(found.closed):
