@@ -40,12 +40,9 @@ def batch_statistics(
     count = jnp.maximum(count.real, 1)
     mean = total / count
     shape = [1 if k in over else d for k, d in enumerate(x.shape)]
-    squares = collectives.allreduce(_squared(wide - mean.reshape(shape)).sum(over))
-    return mean, squares / count
-
-
-def _squared(x: jax.Array) -> jax.Array:
-    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+    apart = wide - mean.reshape(shape)
+    squared = jnp.square(apart.real) + jnp.square(apart.imag) if jnp.iscomplexobj(apart) else jnp.square(apart)
+    return mean, collectives.allreduce(squared.sum(over)) / count
 
 
 class SyncBatchNorm(nn.Module):

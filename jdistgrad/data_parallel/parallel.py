@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.contexts import Context
+from jdistgrad.autograd.callee.functions import own_parts
+from jdistgrad.autograd.contexts import Context, find_context
+from jdistgrad.autograd.tape.contributions import value_gradient
+from jdistgrad.autograd.tape.ledger import REFERENCE, Target
+from jdistgrad.autograd.values.holes import is_float_array
 from jdistgrad.corrections import Corrected
-from jdistgrad.data_parallel import contexts
-from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_masked, refuse_sparse
+from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_sparse
 from jdistgrad.data_parallel.buckets.planning import Cap
+from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
@@ -25,12 +28,13 @@ from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules, paths_of
 from jdistgrad.data_parallel.reducing.statistics import Statistics
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized
-from jdistgrad.data_parallel.steps.driver import Driver
-from jdistgrad.data_parallel.steps.drivers import new_driver
-from jdistgrad.data_parallel.steps.join import Join
+from jdistgrad.data_parallel.steps.driver import Driver, Join
+from jdistgrad.data_parallel.steps.on_devices import new_driver
 from jdistgrad.data_parallel.steps.program import Programs
 from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.errors import CollectiveError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.current import within
 from jdistgrad.rpc.references.rref import RRef
 
 P = ParamSpec("P")
@@ -112,20 +116,16 @@ class DataParallel(Corrected):
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
         self._driver = new_driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
-        self._of_programs = self._in_programs(timeout, check=check)
+        self._of_programs = self.collectives  # with this object's settings, for compiled steps
+        if isinstance(self.collectives, HostCollectives):
+            meets = check and self.collectives.meets_in_programs
+            self._of_programs = self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)
 
     def __repr__(self) -> str:
         set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
         shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
         return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25}{shown})"
-
-    def _in_programs(self, timeout: float, *, check: bool) -> Collectives:
-        """Return the collectives with this object's settings, for compiled steps."""
-        if isinstance(self.collectives, HostCollectives):
-            meets = check and self.collectives.meets_in_programs
-            return self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
-        return self.collectives
 
     @property
     def size(self) -> int:
@@ -274,7 +274,14 @@ class DataParallel(Corrected):
         For replicas that make remote calls: each has a context of its own. ``DistributedOptimizer.step(ctx)`` follows.
         Every rank must call it, with references to values of the same structure, in the same order.
         """
-        contexts.write(ctx, rrefs, self.average(contexts.read(ctx, rrefs)))
+        with within(find_context(ctx).scope):
+            found = [_gradient(rref) for rref in rrefs]
+        tape = find_context(ctx).tape
+        for rref, gradient in zip(rrefs, self.average(found), strict=True):
+            own, new = own_parts(rref.local_value()), iter(jax.tree.leaves(gradient))
+            before = tape.gradient(rref.id) or [None] * len(own)
+            parts = [next(new) if mine else one for mine, one in zip(own, before, strict=True)]
+            tape.ledger.write(Target(REFERENCE, rref.id), parts)
 
     def reduction(self, like: Any) -> Reduction:
         """Begin a step whose gradients come one by one: ``ready(leaf, gradient)`` in any order; then ``finish()``.
@@ -355,8 +362,17 @@ class DataParallel(Corrected):
 
 
 def _as_float(path: Any, number: Any) -> jax.Array:
-    refuse_masked(path, number)
     refuse_elsewhere(path, number)
     refuse_keys(number)
     found = number if isinstance(number, jax.Array) else np.asarray(number)  # JAX's integers may be too narrow
     return jnp.asarray(found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float)))
+
+
+def _gradient(rref: RRef[Any]) -> Any:
+    """Return a value's gradient: zeros if nothing was contributed, with None for leaves without one of their own.
+
+    These are leaves that have no derivative, and references, whose gradients are those of their own values.
+    """
+    value, found = rref.local_value(), value_gradient(rref.id)
+    floats = trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, value if found is None else found)
+    return jax.tree.map(jax.numpy.zeros_like, floats) if found is None else floats

@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage
 from jdistgrad.data_parallel.steps.driver import Driver
-from jdistgrad.data_parallel.steps.drivers import shared_driver
+from jdistgrad.data_parallel.steps.on_devices import shared_driver
 
 
 class AverageGradientsState(NamedTuple):

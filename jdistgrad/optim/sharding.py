@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistgrad.data_parallel.buckets.dividing import divided
+from jdistgrad.data_parallel.buckets.bucket import divided
 from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.base import require_collectives

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.autograd.values.holes import can_be_traced
-from jdistgrad.data_parallel.reducing.memory import host_device
+from jdistgrad.data_parallel.reducing.averaging import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.wire.arrays import as_jax_array, identity

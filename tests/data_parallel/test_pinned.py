@@ -11,7 +11,7 @@ from helpers.worlds import last, on_every_worker, on_worker0
 import jdistgrad as jd
 from jdistgrad.data_parallel.buckets.leaves import describe
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing import averaging, memory
+from jdistgrad.data_parallel.reducing import averaging
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire import pinned
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.host_memory
 @pytest.fixture
 def accelerators(monkeypatch):
     """Treat CPU devices as accelerators. Their pinned memory is other memory than that of their arrays."""
-    caches = (pinned.in_pinned_memory, pinned._has_far_devices, memory.host_device)
+    caches = (pinned.in_pinned_memory, pinned._has_far_devices, averaging.host_device)
     monkeypatch.setattr(pinned, "is_far", lambda device: True)
     for cached in caches:
         cached.cache_clear()
@@ -108,20 +108,3 @@ def test_what_contains_itself(accelerators):
     found = codec.decode(codec.encode(itself, snapshot=False))
     assert found[1] is found
     assert_close(found[0], jnp.arange(3.0))
-
-
-class Made:
-    """A container that makes its leaves when it is taken apart, so they are gone at once."""
-
-    def __init__(self, number):
-        self.number = number
-
-
-jax.tree_util.register_pytree_node(Made, lambda made: ([jnp.full(3, made.number)], None), lambda _, leaves: leaves[0])
-
-
-def test_copies_are_of_the_arrays_that_were_given(accelerators):
-    copies = pinned.Copies(leaf for number in range(20) for leaf in jax.tree.leaves(Made(number)))
-    for number in range(20, 40):
-        other = jnp.full(3, number)
-        assert copies.of(other) is other

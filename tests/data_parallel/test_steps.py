@@ -11,7 +11,6 @@ from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
-import jdistgrad as jd
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -170,9 +169,3 @@ def test_keys_of_random_generators_are_broadcast_and_verified(world, rank, size)
     assert key == jax.random.key(size + 6)
     assert jax.jit(dp.broadcast)(jax.random.key(rank)) == jax.random.key(0)
     dp.verify({"dropout": key})
-
-
-@on_every_worker
-def test_a_world_is_the_default(world, rank, size):
-    dp = DataParallel()
-    assert (dp.collectives.rank, dp.collectives.size) == (rank, size) == (jd.worker_info().rank, jd.world_size())

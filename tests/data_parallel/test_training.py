@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.data import assert_close
 from helpers.models import descend, serial
@@ -96,22 +95,3 @@ def test_error_feedback_loses_nothing(big_world, rank, size):
     cubes = np.linspace(-1, 1, 50, dtype="float32") ** 3
     total = sum(np.asarray(dp.average({"w": jnp.asarray(cubes * (rank + 1))})["w"]) for _ in range(50))
     np.testing.assert_allclose(total / 50, cubes * (size + 1) / 2, atol=size / 127 / 25)
-
-
-@on_every_worker
-def test_training_goes_on_from_a_checkpoint(big_world, rank, size):
-    def train(params, state, steps):
-        dp = DataParallel()
-        step, tx = dp.value_and_grad(regression), optax.adam(0.01)
-        state = tx.init(params) if state is None else state
-        for _ in range(steps):
-            _, gradients = step(params, task(rank))
-            updates, state = tx.update(gradients, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
-
-    whole, _ = train(start(), None, 6)
-    half = train(start(), None, 3)
-    saved = jax.tree.map(np.asarray, half)
-    resumed, _ = train(*jax.tree.map(jnp.asarray, saved), 3)
-    assert_close(resumed, whole, rtol=1e-6, atol=1e-6)

@@ -9,7 +9,6 @@ from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.steps.driver import Usage
 from jdistgrad.errors import NonFiniteError
 from jdistgrad.optim.averaging import average_gradients, keep_unused
 from jdistgrad.optim.sharding import shard_state
@@ -210,7 +209,7 @@ def test_steps_without_sync_of_which_nothing_comes_do_not_count(big_world, rank,
             dp.value_and_grad(unreadable)(ones())
     if rank == 1:
         total = jax.tree.map(lambda leaf: leaf * jnp.nan, total)
-    with pytest.raises(NonFiniteError, match="on rank 1"):
+    with pytest.raises(NonFiniteError):
         dp.average(total)
     with dp.no_sync():
         with pytest.raises(Exception, match="no data"):
@@ -229,23 +228,3 @@ def test_a_rank_that_has_joined_uses_nothing(big_world, rank, size):
         if rank:
             step()
             assert dp.used == used("both", "right")
-
-
-@on_every_worker
-def test_nobody_asks_where_nobody_wants_to_know(world, rank, size):
-    dp = DataParallel()
-    stepping(dp, "left")()
-    assert dp.used is None
-    assert dp.statistics().unused == ()
-
-
-def test_usage_is_summed_by_tree():
-    usage, one, other = Usage(), jax.tree.structure([0, 0]), jax.tree.structure([0])
-    usage.note(one, [True, False])
-    usage.note(other, [False])
-    usage.note(one, [False, False])
-    assert usage.take(one) == [True, False]
-    assert usage.take(one) == [True, True]
-    assert usage.take(other, [False]) == [False]
-    assert usage.take(one, [False, True]) == [False, True]
-    np.testing.assert_array_equal(usage.take(jax.tree.structure([])), [])

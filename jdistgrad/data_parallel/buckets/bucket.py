@@ -1,4 +1,9 @@
-"""Buckets as the reduction and the hooks see them."""
+"""Buckets as the reduction and the hooks see them, and division by a number of ranks.
+
+XLA turns a division by a constant into a multiplication by its rounded reciprocal. So that compiled code gets the bits
+that Python gets, it divides by what XLA cannot know, because it depends on the array. A primitive of its own keeps the
+division linear for JAX.
+"""
 
 import dataclasses
 import functools
@@ -7,7 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jdistgrad.data_parallel.buckets.leaves import Leaf
 
@@ -92,23 +100,51 @@ def lay_out(
     leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()
 ) -> list[Bucket]:
     """Return the buckets of a plan, from the leaf indices of each."""
-    return [
-        Bucket(k, leaves[indices[0]].dtype, _slots(leaves, indices), k == len(plan) - 1, indices[0] in sparse)
-        for k, indices in enumerate(plan)
-    ]
-
-
-def _slots(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Slot, ...]:
-    slots, offset = [], 0
-    for index in indices:
-        leaf = leaves[index]
-        length = math.prod(leaf.shape)
-        slots.append(Slot(index, leaf.path, offset, length, leaf.shape))
-        offset += length
-    return tuple(slots)
+    buckets = []
+    for k, indices in enumerate(plan):
+        slots, offset = [], 0
+        for index in indices:
+            leaf = leaves[index]
+            length = math.prod(leaf.shape)
+            slots.append(Slot(index, leaf.path, offset, length, leaf.shape))
+            offset += length
+        dtype, is_last = leaves[indices[0]].dtype, k == len(plan) - 1
+        buckets.append(Bucket(k, dtype, tuple(slots), is_last, indices[0] in sparse))
+    return buckets
 
 
 def join_flat(arrays: Sequence[jax.Array]) -> jax.Array:
     """Concatenate arrays as one flat array."""
     flat = [array.reshape(-1) for array in arrays]
-    return flat[0] if len(flat) == 1 else jax.numpy.concatenate(flat)
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+divide_p = Primitive("divide_as_numpy")
+
+
+def divided(x: Any, by: float) -> jax.Array:
+    """Return ``x / by``, as NumPy divides."""
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array / by
+    found: jax.Array = divide_p.bind(array, by=by)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="by")
+def _at_once(x: jax.Array, *, by: float) -> jax.Array:
+    return _in_program(x, by=by)
+
+
+def _in_program(x: jax.Array, *, by: float) -> jax.Array:
+    divisor = jnp.asarray(by, x.dtype)
+    if jnp.iscomplexobj(x):  # NumPy multiplies too
+        return x / divisor
+    return x / jnp.where(jnp.isnan(x), 1, divisor)
+
+
+divide_p.def_impl(_at_once)
+divide_p.def_abstract_eval(lambda x, by: x)
+ad.deflinear2(divide_p, lambda g, _, by: [divide_p.bind(g, by=by)])
+batching.defvectorized(divide_p)
+mlir.register_lowering(divide_p, mlir.lower_fun(_in_program, multiple_results=False))

@@ -16,7 +16,6 @@ from jdistgrad.wire.buffers import BufferPool
 
 WARM_FROM = 1 << 20  # bytes
 NUMBERS = (bool, int, float, complex)
-WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
 _warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
 
 
@@ -60,13 +59,6 @@ def to_host(leaf: Any) -> np.ndarray:
     if memory.dtype.kind in "iu" and memory != value:
         raise OverflowError(f"{value!r} does not fit into {memory.dtype}: use jax_enable_x64, or an array of NumPy's")
     return memory
-
-
-def with_all_digits(leaf: Any, memory: np.ndarray) -> np.ndarray:
-    """Return the memory of a leaf; of a single number as wide as Python's, whether the leaf is one of these or not."""
-    if memory.ndim or memory.dtype not in WIDE:
-        return memory
-    return np.array(leaf if type(leaf) in NUMBERS else memory, WIDE[memory.dtype])
 
 
 def to_jax(leaf: Any) -> jax.Array:
@@ -120,11 +112,9 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
 
 def any_traced(tree: Any) -> bool:
     """Return whether operations on the tree are being traced."""
-    return not trace_state_clean() and (any(map(_is_tracer, jax.tree.leaves(tree))) or staging())
-
-
-def _is_tracer(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+    if trace_state_clean():
+        return False
+    return staging() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def settings() -> tuple[bool, Any]:

@@ -52,24 +52,14 @@ def describe_all(tree: Any) -> list[Leaf]:
 
 
 def _described(path: Any, leaf: Any) -> Leaf:
-    refuse_masked(path, leaf)
     refuse_elsewhere(path, leaf)
     name, value = _spelled(path), numbers(leaf)
     try:
         shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
-        return Leaf(name, shape, dtype_of(value), index_dimensions(value))
+        dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
+        return Leaf(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), index_dimensions(value))
     except TypeError as error:
         raise LeafError(f"{name} is a {type(leaf).__name__}, expected an array or a number", path=name) from error
-
-
-def refuse_masked(path: Any, leaf: Any) -> None:
-    """Raise LeafError for a masked array: what ranks send each other has no masks."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise LeafError(
-            f"{_spelled(path)} is a masked array, whose mask would be lost, expected an array or a number. Fill it, "
-            "x.filled(0), or give its data and its mask, x.data and numpy.ma.getmaskarray(x).",
-            path=_spelled(path),
-        )
 
 
 def refuse_sparse(tree: Any, what: str) -> None:
@@ -104,12 +94,6 @@ def refuse_elsewhere(path: Any, leaf: Any) -> None:
 
 def _spelled(path: Any) -> str:
     return jax.tree_util.keystr(path) or "(the whole)"
-
-
-def dtype_of(value: Any) -> np.dtype:
-    """Return the dtype of an array or number as a JAX array."""
-    dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def require_inexact(leaves: Sequence[Leaf], what: str) -> None:

@@ -4,9 +4,8 @@ The rule is that of PyTorch's Reducer, leaf by leaf: a bucket closes once it has
 limit by up to one leaf.
 """
 
-import functools
+import collections
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,10 +21,8 @@ def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
     """Return the bucket limits in bytes for a cap in MiB: by default 25, and 1 for the first."""
     if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, numbers.Real) or not bucket_cap_mb > 0:
-        raise ValueError(
-            f"bucket_cap_mb must be a number of MiB above zero or None for {CAP // MIB}; not {bucket_cap_mb!r}"
-        )
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be above zero, in MiB, or None for {CAP // MIB}; not {bucket_cap_mb!r}")
     return (max(1, int(min(float(bucket_cap_mb), 1 << 40) * MIB)),)
 
 
@@ -55,65 +52,31 @@ def plan_buckets(
       >>> plan_buckets([jnp.zeros(50)] * 4, [400])
       [[0, 1], [2, 3]]
     """
-    checked = _checked_limits(limits)
-    walk = range(len(leaves)) if order is None else _checked_order(order, len(leaves))
-    alone, walker = frozenset(sparse), _Walker(checked, large_alone=large_alone)
-    for index in walk:
-        leaf = leaves[index]
-        if index in alone:
-            walker.closed.append([index])
-        else:
-            walker.add(index, leaf.dtype, math.prod(leaf.shape) * _itemsize(leaf.dtype))
-    buckets = walker.finish()
-    return sorted(buckets, key=min) if order is None else buckets
-
-
-class _Walker:
-    """The state of planning: the closed buckets, and one open bucket for each dtype."""
-
-    def __init__(self, limits: Sequence[int], *, large_alone: bool):
-        self.closed: list[list[int]] = []
-        self._limits, self._large_alone = limits, large_alone
-        self._open: dict[Any, list[int]] = {}
-        self._bytes: dict[Any, int] = {}
-        self._turn: dict[Any, int] = {}
-
-    def add(self, index: int, key: Any, size: int) -> None:
-        if self._large_alone and self._open.get(key) and size >= self._limit(key):
-            self._close(key)
-        self._open.setdefault(key, []).append(index)
-        self._bytes[key] = self._bytes.get(key, 0) + size
-        if self._bytes[key] >= self._limit(key):
-            self._close(key)
-
-    def finish(self) -> list[list[int]]:
-        return self.closed + list(self._open.values())
-
-    def _limit(self, key: Any) -> int:
-        return self._limits[min(self._turn.get(key, 0), len(self._limits) - 1)]
-
-    def _close(self, key: Any) -> None:
-        self.closed.append(self._open.pop(key))
-        self._bytes[key] = 0
-        self._turn[key] = self._turn.get(key, 0) + 1
-
-
-@functools.lru_cache
-def _itemsize(dtype: Any) -> int:
-    return np.dtype(dtype).itemsize
-
-
-def _checked_limits(limits: Sequence[int]) -> Sequence[int]:
     if not limits or any(not limit > 0 for limit in limits):
         raise ValueError(f"plan_buckets: limits are numbers of bytes above zero, at least one; not {list(limits)}")
-    return limits
+    walk = range(len(leaves)) if order is None else order
+    if sorted(walk) != list(range(len(leaves))):
+        raise ValueError(f"plan_buckets: order must name each of the {len(leaves)} leaves once; it is {list(walk)}")
+    alone, closed = frozenset(sparse), list[list[int]]()
+    begun: dict[Any, list[int]] = {}  # the open bucket of each dtype, its bytes, and how many were closed before
+    nbytes, turns = collections.Counter[Any](), collections.Counter[Any]()
 
+    def close(dtype: Any) -> None:
+        closed.append(begun.pop(dtype))
+        nbytes[dtype] = 0
+        turns[dtype] += 1
 
-def _checked_order(order: Sequence[int], count: int) -> Sequence[int]:
-    if len(order) != count or set(order) != set(range(count)):
-        missing = sorted(set(range(count)) - set(order))[:5]
-        raise ValueError(
-            f"plan_buckets: order must name each of the {count} leaves once; it has {len(order)} entries, "
-            f"{len(set(order))} of them different, without {missing}."
-        )
-    return order
+    for index in walk:
+        dtype, shape = leaves[index].dtype, leaves[index].shape
+        if index in alone:
+            closed.append([index])
+            continue
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if large_alone and dtype in begun and size >= limits[min(turns[dtype], len(limits) - 1)]:
+            close(dtype)
+        begun.setdefault(dtype, []).append(index)
+        nbytes[dtype] += size
+        if nbytes[dtype] >= limits[min(turns[dtype], len(limits) - 1)]:
+            close(dtype)
+    buckets = closed + list(begun.values())
+    return sorted(buckets, key=min) if order is None else buckets

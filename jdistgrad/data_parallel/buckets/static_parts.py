@@ -1,7 +1,7 @@
 """The static parts of a tree, on which the ranks must agree: what its nodes hold beside their leaves.
 
 Such as the activation of a module or its dropout rate. JAX compiles them into the program, and gradients of different
-programs have the same shapes.
+programs have the same shapes. Functions among the leaves, such as the activations of an equinox module, count too.
 """
 
 import collections
@@ -12,13 +12,57 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
-
-from jdistgrad.data_parallel.buckets.functions import Enclosed
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 DEEPEST = 20  # parts within parts; some refer to themselves
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Enclosed:
+    """A function as a node without leaves, so that JAX takes it for a part of the tree's structure."""
+
+    function: Callable[..., Any]
+
+
+def has_functions(tree: Any) -> bool:
+    return any(map(callable, jax.tree.leaves(tree)))
+
+
+def enclosed(tree: Any) -> Any:
+    """Enclose every function among the leaves of a tree."""
+    return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
+
+
+def opened(tree: Any) -> Any:
+    """Return the tree that ``enclosed`` was given."""
+    return _replaced(tree, lambda one: one.function)
+
+
+def removed(tree: Any) -> Any:
+    """Return a tree with None for every enclosed function: a function has no gradient."""
+    return _replaced(tree, lambda one: None)
+
+
+def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes arguments with enclosed functions, and encloses the functions in its result."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = opened((args, kwargs))
+        return enclosed(function(*args, **kwargs))
+
+    return call
+
+
+def _replaced(tree: Any, change: Callable[[Enclosed], Any]) -> Any:
+    def is_enclosed(node: Any) -> bool:
+        return isinstance(node, Enclosed)
+
+    return jax.tree.map(lambda node: change(node) if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def static_parts(structure: Any) -> tuple[str, ...]:
@@ -53,17 +97,17 @@ def _spelled(value: Any, depth: int = 0) -> str:
     if isinstance(value, functools.partial):
         return f"partial{inner((value.func, value.args, value.keywords))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__ + inner(_compared(value))
-    return _collection(value, inner) or _name(value)
-
-
-def _collection(value: Any, inner: Callable[[Any], str]) -> str:
-    """Spell a collection, one without an order in the order of its spellings; return nothing for anything else."""
+        kind: Any = type(value)
+        fields = dataclasses.fields(value) if kind.__dataclass_params__.eq else ()  # else only its identity counts
+        return type(value).__qualname__ + inner([getattr(value, one.name, None) for one in fields if one.compare])
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(inner, value))})"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{inner(key)}: {inner(one)}' for key, one in value.items()))}}}"
-    return f"{{{', '.join(sorted(map(inner, value)))}}}" if isinstance(value, (set, frozenset)) else ""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)  # of a function or a class
+    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__
 
 
 def _number(value: Any) -> str:
@@ -74,16 +118,3 @@ def _number(value: Any) -> str:
     if isinstance(number, (bool, float)) and math.isfinite(number) and number == int(number):
         number = int(number)
     return repr(number)
-
-
-def _compared(value: Any) -> list[Any]:
-    """Return the fields of a dataclass that count when it is compared; none if only its identity counts."""
-    if not value.__dataclass_params__.eq:
-        return []
-    return [getattr(value, one.name, None) for one in dataclasses.fields(value) if one.compare]
-
-
-def _name(value: Any) -> str:
-    """Return the name of a function or a class; of anything else, its type's."""
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__

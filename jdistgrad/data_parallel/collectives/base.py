@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.buckets.dividing import divided
+from jdistgrad.data_parallel.buckets.bucket import divided
 from jdistgrad.data_parallel.buckets.host_arrays import to_jax
 from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_sparse
 from jdistgrad.data_parallel.collectives import send_recv
-from jdistgrad.data_parallel.collectives.routes import Route, permuted, shifted
+from jdistgrad.data_parallel.collectives.primitive import permuted, shifted
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.errors import CollectiveError
 
@@ -48,15 +48,22 @@ class Collectives(abc.ABC):
         maximum, in equal shares. A product gathers the arrays of all ranks.
         """
         refuse_sparse(tree, "allreduce")
-        return _each(lambda x: self._reduced(_checked(x, op), op), tree)
 
-    def _reduced(self, x: jax.Array, op: AnyOp) -> jax.Array:
-        if op == "prod":
-            return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
-        if op == "mean":
-            mean = divided(self.perform("sum", x.astype(_dtype_of_sums(x.dtype))), self.size)
-            return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
-        return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
+        def reduced(leaf: Any) -> jax.Array:
+            x = _checked(leaf, op)
+            if op == "prod":
+                return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
+            if op == "mean":
+                wide = x.dtype  # the sums of whole numbers and of small floats may not fit the numbers' own dtype
+                if jnp.issubdtype(wide, jnp.integer):
+                    wide = jax.dtypes.canonicalize_dtype(float)
+                elif jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
+                    wide = jnp.dtype(jnp.float32)
+                mean = divided(self.perform("sum", x.astype(wide)), self.size)
+                return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
+            return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
+
+        return _each(reduced, tree)
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
@@ -78,16 +85,17 @@ class Collectives(abc.ABC):
         refuse_sparse(tree, "gather_rows")
         arrays = _each(to_jax, tree)
         shapes = [array.shape for array in jax.tree.leaves(arrays)]
-        mine = {shape[:1] for shape in shapes}
-        if () in mine or len(mine) > 1:
+        if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
             raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
-        if counts is None:
-            counts = self._row_counts(*next(iter(mine), (0,)))
-        counts = self._checked_counts([int(count) for count in counts], *next(iter(mine), (0,)))
+        mine = shapes[0][0] if shapes else 0
+        known = [int(count) for count in (self._row_counts(mine) if counts is None else counts)]
+        own = known[self.rank] if isinstance(self.rank, int) and len(known) == self.size else mine
+        if len(known) != self.size or own != mine or max(known) < mine:
+            raise ValueError(f"gather_rows: counts={known} for {self.size} ranks, of which this has {mine} rows")
 
         def gathered(x: jax.Array) -> jax.Array:
-            rows = self.perform("allgather", _padded(x, max(counts)))
-            return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(counts)])
+            rows = self.perform("allgather", _padded(x, max(known)))
+            return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(known)])
 
         return jax.tree.map(gathered, arrays)
 
@@ -101,13 +109,16 @@ class Collectives(abc.ABC):
             for all ranks: ``splits[sender][receiver]``.
         """
         refuse_sparse(tree, "alltoall")
-        if splits is None:
-            return _each(lambda x: self._exchanged_equally(to_jax(x)), tree)
-        table = self._split_table(splits)
-        return _each(lambda x: self._exchanged(to_jax(x), table), tree)
+        if splits is not None:
+            table = self._split_table(splits)
+            return _each(lambda x: self._exchanged(to_jax(x), table), tree)
 
-    def _exchanged_equally(self, x: jax.Array) -> jax.Array:
-        return self.perform("alltoall", self._blocks(x, "alltoall")).reshape(x.shape)
+        def exchanged(leaf: Any) -> jax.Array:
+            x = self._divisible(to_jax(leaf), "alltoall")
+            blocks = x.reshape(self.size, len(x) // self.size, *x.shape[1:])
+            return self.perform("alltoall", blocks).reshape(x.shape)
+
+        return _each(exchanged, tree)
 
     def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
         mine, most = table[self.rank], max(map(max, table))
@@ -139,14 +150,13 @@ class Collectives(abc.ABC):
         if wrap and edge is not None:
             raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
         route = shifted(self.size, by, wrap=wrap)
-        filling = None if edge is None else jax.tree.map(_edge_of, tree, _like(tree, edge))
+        if edge is None:
+            return _each(lambda x: self.perform("shift", to_jax(x), route), tree)
+        edges = jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
+        filling = jax.tree.map(_edge_of, tree, edges)
         found = _each(lambda x: self.perform("shift", to_jax(x), route), tree)
-        return found if edge is None else self._filled(found, filling, route)
-
-    def _filled(self, tree: Any, filling: Any, route: Route) -> Any:
-        """Return a tree, or ``filling`` on the ranks to which nothing is sent on this route."""
         arrived = jnp.asarray(route.arrives(self.size))[self.rank]
-        return jax.tree.map(functools.partial(jnp.where, arrived), tree, filling)
+        return jax.tree.map(functools.partial(jnp.where, arrived), found, filling)
 
     def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
         """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
@@ -207,20 +217,10 @@ class Collectives(abc.ABC):
             "Use permute(x, [(sender, receiver)])."
         )
 
-    def _blocks(self, x: jax.Array, what: str) -> jax.Array:
-        return self._divisible(x, what).reshape(self.size, len(x) // self.size, *x.shape[1:])
-
     def _divisible(self, x: jax.Array, what: str) -> jax.Array:
         if x.ndim == 0 or len(x) % self.size:
             raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
         return x
-
-    def _checked_counts(self, counts: list[int], mine: int) -> list[int]:
-        """Return the numbers of rows. Raises ValueError if they cannot be those of all ranks."""
-        known = counts[self.rank] if isinstance(self.rank, int) and len(counts) == self.size else mine
-        if len(counts) != self.size or known != mine or max(counts) < mine:
-            raise ValueError(f"gather_rows: counts={counts} for {self.size} ranks, of which this has {mine} rows")
-        return counts
 
     def _row_counts(self, mine: int) -> Sequence[int]:
         """Return the number of rows of each rank. Raises ValueError if this cannot be known here."""
@@ -275,13 +275,6 @@ def _checked(x: Any, op: str) -> jax.Array:
     return array
 
 
-def _dtype_of_sums(dtype: Any) -> Any:
-    """Return the dtype of a mean's sums: those of whole numbers and of small floats may not fit the numbers' own."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jax.dtypes.canonicalize_dtype(float)
-    return jnp.float32 if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp else dtype
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _extreme(collectives: Collectives, op: str, x: jax.Array) -> jax.Array:
     return collectives.perform(op, x)
@@ -316,25 +309,17 @@ def _each(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(function, tree, is_leaf=is_elsewhere)
 
 
-def _like(tree: Any, edge: Any) -> Any:
-    """Return a tree with another's structure: ``edge`` has it, or is one number for all leaves."""
-    return jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
-
-
 def _edge_of(leaf: Any, edge: Any) -> jax.Array:
     """Return what a rank gets in place of a leaf. Raises TypeError if the leaf's dtype cannot hold ``edge``."""
     x = to_jax(leaf)
-    if not _holds(x, edge):
+    if jnp.issubdtype(x.dtype, jnp.inexact):  # floats may be rounded to other floats
+        holds = jnp.iscomplexobj(x) or not jnp.iscomplexobj(edge)
+    else:
+        holds = jnp.result_type(x, edge) == x.dtype
+    if not holds:
         kind = jnp.result_type(edge)
         raise TypeError(f"shift: an edge of {kind} for an array of {x.dtype}, which would change it. Cast one of them.")
     return jnp.broadcast_to(jnp.asarray(edge, x.dtype), x.shape)
-
-
-def _holds(x: jax.Array, value: Any) -> bool:
-    """Return whether an array's dtype can hold a value. Floats may be rounded to other floats."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.iscomplexobj(x) or not jnp.iscomplexobj(value)
-    return jnp.result_type(x, value) == x.dtype
 
 
 def _padded(x: jax.Array, count: int) -> jax.Array:

@@ -14,8 +14,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from jdistgrad.data_parallel.collectives.agreeing import Meeting
-from jdistgrad.data_parallel.collectives.board import missing_ranks
+from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks
 from jdistgrad.data_parallel.collectives.world import TOLD_SECONDS, CollectiveEntry, WatchedBlock
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.current import within
@@ -46,40 +45,17 @@ class Outcome(NamedTuple):
     cause: str = ""
 
 
-class Collected:
-    """The words that have come to a meeting, by the ranks' places in it. The first outcome is the only one."""
-
-    def __init__(self, size: int):
-        self._size = size
-        self._words: dict[int, Any] = {}
-        self._has_ended = False
-
-    def add(self, place: int, word: Any) -> Outcome | None:
-        """Add a rank's word. Return the outcome if this is the last."""
-        self._words[place] = word
-        if not self.is_full():
-            return None
-        return self._ended(Outcome([self._words[k] for k in range(self._size)], [], 0.0))
-
-    def give_up(self, seconds: float, cause: str) -> Outcome | None:
-        """Return the outcome, unless there is one already."""
-        return self._ended(Outcome([], sorted(set(range(self._size)) - set(self._words)), seconds, cause))
-
-    def is_full(self) -> bool:
-        return len(self._words) == self._size
-
-    def _ended(self, outcome: Outcome) -> Outcome | None:
-        before, self._has_ended = self._has_ended, True
-        return None if before else outcome
-
-
 class Meetings:
-    """The meetings of a worker: how many it has come to, whose words it collects, and which outcomes it has heard."""
+    """The meetings of a worker: how many it has come to, the words it collects, the outcomes it has heard.
+
+    The first outcome of a meeting is the only one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turns = collections.Counter[tuple[Hashable, tuple[int, ...]]]()
-        self._collected: dict[Name, Collected] = {}
+        self._words: dict[Name, dict[int, Any]] = {}  # by the ranks' places, until all have come
+        self._given_up: set[Name] = set()
         self.heard: dict[Name, Outcome] = {}
 
     def next(self, group: Hashable, ranks: tuple[int, ...]) -> Name:
@@ -88,20 +64,25 @@ class Meetings:
             return Name(group, ranks, self._turns[group, ranks] - 1)
 
     def come(self, name: Name, place: int, word: Any) -> Outcome | None:
+        """Add a rank's word. Return the outcome if this is the last, unless there is one already."""
         with self._lock:
-            collected = self._of(name)
-            outcome = collected.add(place, word)
-            if collected.is_full():
-                del self._collected[name]
-            return outcome
+            words = self._words.setdefault(name, {})
+            words[place] = word
+            if len(words) < len(name.ranks):
+                return None
+            del self._words[name]
+            if name in self._given_up:
+                self._given_up.remove(name)
+                return None
+            return Outcome([words[k] for k in range(len(words))], [], 0.0)
 
     def give_up(self, name: Name, seconds: float, cause: str) -> Outcome | None:
-        """Return the outcome, unless all have come meanwhile. Whoever gives up has come."""
+        """Return the outcome, unless there is one already. Whoever gives up has come."""
         with self._lock:
-            return self._of(name).give_up(seconds, cause) if name in self._collected else None
-
-    def _of(self, name: Name) -> Collected:
-        return self._collected.setdefault(name, Collected(len(name.ranks)))
+            if name not in self._words or name in self._given_up:
+                return None
+            self._given_up.add(name)
+            return Outcome([], sorted(set(range(len(name.ranks))) - set(self._words[name])), seconds, cause)
 
 
 _kept: "weakref.WeakKeyDictionary[Worker, Meetings]" = weakref.WeakKeyDictionary()
@@ -109,7 +90,6 @@ _lock = threading.Lock()
 
 
 def _meetings() -> Meetings:
-    """Return this worker's meetings."""
     with _lock:
         return _kept.setdefault(current_worker(), Meetings())
 

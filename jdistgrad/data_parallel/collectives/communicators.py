@@ -1,14 +1,17 @@
-"""MPI communicators: how they are made while ranks may die, the requests under way on them, their ranks' cores."""
+"""MPI communicators: how they are made while ranks may die, the requests and letters under way on them, their cores."""
 
 import collections
 import contextlib
 import os
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing
+import numpy as np
+
 from jdistgrad.data_parallel.collectives.by_calls import ByCalls
+from jdistgrad.data_parallel.collectives.roll_call import Agreeing
+from jdistgrad.data_parallel.collectives.send_recv import Receiving
 from jdistgrad.data_parallel.collectives.world import (
     CollectiveEntry,
     WatchedBlock,
@@ -19,39 +22,17 @@ from jdistgrad.data_parallel.collectives.world import (
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.threads import usable_cores
+from jdistgrad.wire.arrays import bytes_of
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
+FIRST_TAG = 31_076  # of MPI's: those below belong to other operations, and 32,767 are always there
 LOOKED_AT = 16  # of the requests that nobody waits for, with each that is added
 CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
 _ending: collections.deque[tuple[Any, ...]] = collections.deque()  # the requests that nobody waits for
-_made_now: set[tuple[int, ...]] = set()  # the workers of whom this rank is making collectives
 _lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def one_at_a_time(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Open a block in which this rank makes collectives of these workers.
-
-    Raises:
-      CollectiveError: another thread does: the other ranks may pair the two in another way, and MPI mixes them up.
-    """
-    with _lock:
-        if ranks in _made_now:
-            raise CollectiveError(
-                f"of_this_world: another thread is making collectives of the workers {list(ranks)} on this rank: which "
-                "belong to which of the other workers' is not known. Make one after the other: wait for "
-                "reference.creation().result() before the next jd.remote, for future.result() before the next "
-                "jd.rpc_async."
-            )
-        _made_now.add(ranks)
-    try:
-        yield
-    finally:
-        with _lock:
-            _made_now.discard(ranks)
 
 
 def keep(request: Any, *memory: Any) -> None:
@@ -70,12 +51,10 @@ def keep_until_ended(request: Any, *memory: Any) -> None:
         for _ in range(min(LOOKED_AT, len(_ending))):
             oldest = _ending.popleft()
             try:
-                has_ended = oldest[0].Test()
+                if not oldest[0].Test():
+                    _ending.append(oldest)
             except Exception:  # to a rank that has died: MPI may still use the memory
                 keep(*oldest)
-            else:
-                if not has_ended:
-                    _ending.append(oldest)
 
 
 @contextlib.contextmanager
@@ -177,3 +156,76 @@ def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
       size: the number of ranks on all machines.
     """
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
+
+
+class MPIPost:
+    """The post of a rank of an MPI communicator: of each letter first the words, then the bytes."""
+
+    def __init__(self, comm: Any, group: Any, ranks: Sequence[int], timeout: Callable[[], float]):
+        self._comm, self._group, self._ranks, self._timeout = comm, group, ranks, timeout
+        self._boxes: dict[tuple[int, int], Box] = {}
+        self._making, self._sending = threading.Lock(), threading.Lock()
+
+    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
+        from jdistgrad.wire.mpi_pieces import chunks
+
+        octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
+        try:
+            with self._sending:  # of another thread's letter no part may come between
+                for part in (f"{octets.nbytes} {words}".encode(), *chunks(octets)):
+                    keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
+        except Exception as error:
+            raise_lost(error, [self._ranks[to]], f"send to rank {to}")
+            raise
+
+    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
+        me, worker, timeout = self._comm.rank, find_worker(), self._timeout()
+        receiving = Receiving(worker, self._group, self._ranks, me, source, tag, timeout)
+        with self._making:
+            box = self._boxes.setdefault((source, tag), Box(self._comm, source, FIRST_TAG + tag))
+        receiving.until(lambda seconds, check: poll(lambda: box.lock.acquire(blocking=False), seconds, check))
+        try:
+            receiving.until(lambda seconds, check: poll(box.has_letter, seconds, check))
+            receiving.until(lambda seconds, check: poll(box.is_complete, seconds, check), begun=True)
+            sent, octets = box.take()
+        finally:
+            box.lock.release()
+        receiving.check_words(sent, words)
+        return octets
+
+
+class Box:
+    """The next letter from a rank with a tag, which may be under way. ``lock``: held by its receiver."""
+
+    def __init__(self, comm: Any, source: int, tag: int):
+        self._comm, self._source, self._tag = comm, source, tag
+        self.lock = threading.Lock()
+        self._requests: list[Any] | None = None
+        self._words, self._octets = "", np.empty(0, np.uint8)
+
+    def has_letter(self) -> bool:
+        """Return whether the words of a letter have come; then receive its bytes."""
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        from jdistgrad.wire.mpi_pieces import chunks
+
+        if self._requests is not None:
+            return True
+        status = mpi.Status()
+        matched = self._comm.Improbe(self._source, self._tag, status)
+        if matched is None:
+            return False
+        words = bytearray(status.Get_count(mpi.BYTE))
+        matched.Recv(words)
+        size, _, self._words = words.decode().partition(" ")
+        self._octets = np.empty(int(size), np.uint8)
+        self._requests = [self._comm.Irecv(part, self._source, self._tag) for part in chunks(self._octets)]
+        return True
+
+    def is_complete(self) -> bool:
+        return self._requests is not None and all(request.Test() for request in self._requests)
+
+    def take(self) -> tuple[str, np.ndarray]:
+        """Return the words and the bytes of a complete letter."""
+        self._requests = None
+        return self._words, self._octets

@@ -9,12 +9,12 @@ import jax
 
 from jdistgrad.config import settings
 from jdistgrad.data_parallel.collectives import communicators, world
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
+from jdistgrad.data_parallel.collectives.roll_call import Agreeing
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.worker import find_worker
@@ -38,13 +38,20 @@ def of_this_world(
 
     Raises:
       MissingRanksError: some workers did not come to make them in time.
-      CollectiveError: another thread of this process is making collectives of the same workers.
 
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
     chosen = None if workers is None else _checked(workers)
-    _require_alive(range(world.seat().size) if chosen is None else chosen)
+    here, worker = world.seat(), find_worker()
+    assert worker is not None
+    for rank in range(here.size) if chosen is None else chosen:
+        if rank in worker.peers.lost:
+            raise WorkerLostError(
+                f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are "
+                "left, on all of them: jd.collectives.of_this_world([...]).",
+                worker=worker.directory.workers[rank],
+            )
     made = Local(chosen) if world.is_local() else _between_processes(chosen, checked_timeout(timeout))
     made.meets_in_programs, made.timeout = check, checked_timeout(timeout)
     return made
@@ -52,12 +59,6 @@ def of_this_world(
 
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
-    ranks = tuple(range(world.seat().size)) if chosen is None else chosen
-    with communicators.one_at_a_time(ranks):
-        return _made_between_processes(chosen, timeout)
-
-
-def _made_between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     comm = None if chosen is None else communicators.subset(chosen, timeout)
     if settings.collectives:
         named: dict[str, Callable[..., MPI]] = {
@@ -87,19 +88,6 @@ def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
             "this world, each once, the caller's among them. Workers outside a group take no part in it."
         )
     return chosen
-
-
-def _require_alive(ranks: Sequence[int]) -> None:
-    """Raise WorkerLostError if one of these workers is lost."""
-    worker = find_worker()
-    lost = [] if worker is None else [rank for rank in ranks if rank in worker.peers.lost]
-    for rank in lost:
-        assert worker is not None
-        raise WorkerLostError(
-            f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are left, on "
-            "all of them: jd.collectives.of_this_world([...]).",
-            worker=worker.directory.workers[rank],
-        )
 
 
 def shared(timeout: float = TIMEOUT) -> HostCollectives:

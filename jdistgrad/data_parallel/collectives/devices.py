@@ -12,24 +12,23 @@ import jax.numpy as jnp
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import trace_context
-from jdistgrad.data_parallel.buckets.functions import enclosed, has_functions, on_opened, opened
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
+from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened
 from jdistgrad.data_parallel.collectives import rank_devices
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, Beside, HostCollectives, described
+from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.send_recv import Pairs
-from jdistgrad.data_parallel.collectives.several_devices import (
-    AllDevices,
-    AverageOnAll,
-    back,
-    lies_elsewhere,
-    on_one,
-    refusal,
-    without_mesh,
+from jdistgrad.data_parallel.collectives.spanning import (
+    Finish,
+    Program,
+    Span,
+    SpanningProgram,
+    at_home,
+    in_one_order,
+    traced,
 )
-from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, SpanningProgram, in_one_order, traced
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
 
@@ -44,8 +43,8 @@ class Devices(MPI):
     program over all devices, as ``DataParallel``'s steps are. Elsewhere inside ``jax.jit`` a program has this rank's
     device only, and collectives go through host memory.
 
-    A rank may have several devices: ``DataParallel`` averages gradients that lie on them device by device, after the
-    backward pass. For hooks, and collectives called from Python, such arrays are copied to one device, and back.
+    A rank may have several devices: a loss's arguments may be divided over them, and are averaged gradients that all of
+    them hold whole. Other arrays must lie on the rank's device.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
@@ -63,15 +62,9 @@ class Devices(MPI):
         places = self.gather_objects(place)
         rank_devices.require_usable(places)
         self.span = Span(rank_devices.mesh_of(places), device)
-        self._places = places
         self.device = device
         self.in_programs = InPrograms(self.span.axis)
         self._programs: dict[Any, SpanningProgram] = {}
-
-    @functools.cached_property
-    def all_devices(self) -> AllDevices:
-        """All devices of the ranks, for arrays that lie on several of a rank's."""
-        return AllDevices(self._places, self._rank)
 
     def __repr__(self) -> str:
         return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
@@ -104,13 +97,11 @@ class Devices(MPI):
                 yield all_
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        if lies_elsewhere(x, self.device):
-            y = self.eager(name, on_one(x, self.device), how)
-            return back(y, x, self.device) if y.shape == x.shape else y
+        x = at_home(x, self.device)
         what, key = described(name, x, how), (name, how, jax.typeof(x))
         if key not in self._programs:
-            found = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
-            self._programs[key] = SpanningProgram(self.span, found.closed, [x])
+            closed, _ = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
+            self._programs[key] = SpanningProgram(self.span, closed, [x])
         shared = self._programs[key].prepare([x])
         with in_one_order:
             self.agree(what)
@@ -141,14 +132,6 @@ class Devices(MPI):
         """Return a program over all devices: a jaxpr, and what ``finish`` makes of its results with collectives."""
         return SpanningProgram(self.span, closed, like, functools.partial(finish, self.in_programs))
 
-    def program_on_all(
-        self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool
-    ) -> AverageOnAll | None:
-        """Return a program that averages arrays on several devices of each rank; None if there can be none."""
-        if refusal(self._places):
-            return None
-        return AverageOnAll(self.all_devices, groups, like, look=look)
-
     def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""
         if key in self.span.compiled:  # on all ranks, even if this one has made the program anew
@@ -166,7 +149,7 @@ class Devices(MPI):
             raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
         self.span.compiled.add(key)
 
-    def _new_beside(self) -> Beside:
+    def _new_beside(self) -> "AtOnce":
         return AtOnce(self)
 
     def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
@@ -195,7 +178,7 @@ class InPrograms(Mesh):
         return jnp.where(unknown > 0, jnp.nan, found)  # gloo's maximum of NaN depends on the rank that holds it
 
 
-class AtOnce(Beside):
+class AtOnce:
     """Operations are dispatched as they are started, in the program's order: devices compute beside the program."""
 
     def __init__(self, all_: Devices):
@@ -221,7 +204,7 @@ class _Jitted:
         self._found: dict[Any, tuple[SpanningProgram, Any, str]] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(without_mesh, (args, kwargs))
+        args, kwargs = jax.tree.map(lambda leaf: at_home(leaf, self._all.device), (args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
@@ -238,7 +221,7 @@ class _Jitted:
         return jax.tree.unflatten(structure, results)
 
     def _make(self, args: Any, kwargs: Any) -> tuple[SpanningProgram, Any, str]:
-        found = traced(self._all.span, self._function, args, kwargs)
+        closed, results = traced(self._all.span, self._function, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         counts = [len(jax.tree.leaves(arg)) for arg in args]
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]
@@ -246,5 +229,5 @@ class _Jitted:
         name = getattr(self._function, "__name__", "a function")
         shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-        what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(found.closed):016x})"
-        return SpanningProgram(self._all.span, found.closed, leaves, donated=donated), found.results, what
+        what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
+        return SpanningProgram(self._all.span, closed, leaves, donated=donated), results, what

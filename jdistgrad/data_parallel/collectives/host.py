@@ -16,12 +16,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, copied, like, settings
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing, Meeting, undivided
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
-from jdistgrad.data_parallel.collectives.posts import Post
-from jdistgrad.data_parallel.collectives.primitive import collective_p
-from jdistgrad.data_parallel.collectives.routes import Route
-from jdistgrad.data_parallel.collectives.send_recv import Pairs
+from jdistgrad.data_parallel.collectives.primitive import Route, collective_p
+from jdistgrad.data_parallel.collectives.roll_call import Agreeing, Meeting, undivided
+from jdistgrad.data_parallel.collectives.send_recv import Pairs, Post
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
@@ -45,7 +43,7 @@ class HostCollectives(Collectives):
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
-    _beside: "Beside | None" = None  # runs the operations that were started
+    _beside: Any = None  # runs the operations that were started
     _closed: bool = False
     _pairs: "tuple[HostCollectives, Pairs] | None" = None
 
@@ -123,9 +121,11 @@ class HostCollectives(Collectives):
         if self._beside is None:
             self.agree("the first start of an operation beside the program")
             self._beside = self._new_beside()
-        return self._beside.start(operation)
+        future: concurrent.futures.Future[T] = self._beside.start(operation)
+        return future
 
-    def _new_beside(self) -> "Beside":
+    def _new_beside(self) -> Any:
+        """Return what starts operations, and is closed after the last: both on every rank."""
         return InTurn(self.twin())
 
     def close(self) -> None:
@@ -256,17 +256,14 @@ class HostCollectives(Collectives):
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
-        shape = self._shape_after(name, x)
+        shape = (self.size, *x.shape) if name == "allgather" else x.shape
+        if name == "scatter":
+            shape = (len(x) // self.size, *x.shape[1:])
         result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
         (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=self.effect())
         return made
-
-    def _shape_after(self, name: str, x: jax.Array) -> tuple[int, ...]:
-        if name == "allgather":
-            return (self.size, *x.shape)
-        return (len(x) // self.size, *x.shape[1:]) if name == "scatter" else x.shape
 
     def of_programs(self) -> "HostCollectives":
         """Return the same group, over the channel that compiled programs use."""
@@ -293,19 +290,7 @@ class HostCollectives(Collectives):
         """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
 
 
-class Beside(abc.ABC):
-    """The place where operations run that were started beside the program."""
-
-    @abc.abstractmethod
-    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        """Start an operation on collectives; return a future of its result."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End, after all operations. Every rank must call it."""
-
-
-class InTurn(Beside):
+class InTurn:
     """Operations one after another over collectives of their own, on threads that end when there is none left.
 
     A thread that waited for the next one would keep the worker that it belongs to.
@@ -326,32 +311,28 @@ class InTurn(Beside):
             except BaseException as error:
                 future.set_exception(error)
 
-        with put_off_interrupt():
+        with put_off_interrupt():  # or nobody might begin
             with self._lock:
                 self._waiting.append(run)
                 begins, self._runs = not self._runs, True
-            if begins:
-                self._begin()
+            worker = find_worker()
+            if begins and worker is not None:
+                worker.run(self._run)
+            elif begins:
+                started(self._run, "jdistgrad-collectives")
         return future
 
     def close(self) -> None:
         self.start(lambda collectives: collectives.close()).result()
 
-    def _begin(self) -> None:
-        worker = find_worker()
-        if worker is not None:
-            worker.run(self._run)
-        else:
-            started(self._run, "jdistgrad-collectives")
-
     def _run(self) -> None:
-        while (operation := self._next()) is not None:
+        while True:
+            with self._lock:
+                self._runs = bool(self._waiting)
+                if not self._waiting:
+                    return
+                operation = self._waiting.popleft()
             operation()
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._lock:
-            self._runs = bool(self._waiting)
-            return self._waiting.popleft() if self._waiting else None
 
 
 @functools.cache

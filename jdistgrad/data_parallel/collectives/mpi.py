@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import pickle
 from collections.abc import Callable
@@ -11,26 +12,18 @@ import numpy as np
 
 from jdistgrad.data_parallel.buckets.host_arrays import empty
 from jdistgrad.data_parallel.collectives import communicators
-from jdistgrad.data_parallel.collectives.agreeing import Meeting
 from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.board import missing_ranks, waits_no_longer
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, combined
-from jdistgrad.data_parallel.collectives.posts import MPIPost
-from jdistgrad.data_parallel.collectives.routes import Route
-from jdistgrad.data_parallel.collectives.world import (
-    CollectiveEntry,
-    WatchedBlock,
-    raise_lost,
-    refuse_forked_process,
-    refuse_threads,
-)
+from jdistgrad.data_parallel.collectives.communicators import MPIPost
+from jdistgrad.data_parallel.collectives.host import COMBINE, TIMEOUT, HostCollectives, combined
+from jdistgrad.data_parallel.collectives.primitive import Route
+from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
+from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, raise_lost
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import on_cpus
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.arrays import ALIAS_FROM
-from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM
 from jdistgrad.wire.polling import poll
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
@@ -75,9 +68,20 @@ class MPI(HostCollectives):
         from jdistgrad.wire.mpi_process import require_the_others
 
         if comm is None:
-            refuse_threads(mpi.COMM_WORLD.size)
+            worker = find_worker()
+            if mpi.COMM_WORLD.size == 1 and worker is not None and worker.shares_process and worker.size > 1:
+                raise CollectiveError(
+                    f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
+                    "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
+                    f"{FOR_ANY_WORLD}"
+                )
             require_the_others("collectives.MPI")
-        whole = mpi.COMM_WORLD if comm is None else _checked(comm)
+        whole: Any = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(whole, mpi.Comm) or whole == mpi.COMM_NULL or whole.Is_inter():
+            raise CollectiveError(
+                f"MPI: comm must be an intracommunicator this rank belongs to, not {comm!r}. Ranks outside a group "
+                "(MPI.COMM_NULL) take no part in its collectives."
+            )
         self.rank, self.size, self.timeout = whole.rank, whole.size, timeout
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
         self.comm, self._name = communicators.duplicate(whole, self.world_ranks, self.timeout)
@@ -105,12 +109,12 @@ class MPI(HostCollectives):
         return self._of_programs
 
     def announce(self, word: bytes, what: str) -> Meeting:
-        refuse_forked_process(what)
+        from mpi4py import MPI as mpi  # noqa: N811
+
         everybody = bytearray(len(word) * self.size)
         try:
-            with put_off_interrupt():  # MPI uses the memory from now on
-                request = self.comm.Iallgather(word, everybody)
-                communicators.keep(request, word, everybody)
+            request = self.comm.Iallgather(word, everybody)
+            communicators.keep(request, word, everybody)
             together = self._together(what, blocking=False)
         except Exception as error:
             self._raise_lost(error, what)
@@ -127,7 +131,10 @@ class MPI(HostCollectives):
             if not has_ended():
                 self._wait_for(has_ended, what, timeout, together)
             communicators.let_go(request)
-            self._require_patience(what, timeout)
+            status = mpi.Status()
+            with contextlib.suppress(mpi.Exception):  # of a rank that is lost: what follows finds out
+                if self.comm.Iprobe(mpi.ANY_SOURCE, HERE_TAG, status):  # a rank that takes no part in what follows
+                    raise waits_no_longer(what, status.source, timeout)
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return Meeting(wait, has_ended)
@@ -150,19 +157,9 @@ class MPI(HostCollectives):
                 raise missing_ranks(what, missing, timeout, together.places(missing))
 
     def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
-        refuse_forked_process(what)
         self.turn += 1
         entry = CollectiveEntry(what, self._name, self.turn, may_leave)
         return WatchedBlock(find_worker(), entry, self.world_ranks, blocking=blocking)
-
-    def _require_patience(self, what: str, timeout: float) -> None:
-        """Raise if a rank has given up a meeting here before all had come: it does not take part in what follows."""
-        from mpi4py import MPI as mpi  # noqa: N811
-
-        status = mpi.Status()
-        with contextlib.suppress(mpi.Exception):  # of a rank that is lost: what follows finds out
-            if self.comm.Iprobe(mpi.ANY_SOURCE, HERE_TAG, status):
-                raise waits_no_longer(what, status.source, timeout)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
@@ -184,10 +181,13 @@ class MPI(HostCollectives):
         return sorted(others - heard)
 
     def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
-        from jdistgrad.data_parallel.collectives import arithmetic
+        from mpi4py import MPI as mpi  # noqa: N811
 
+        flat, kind, operation = _as_mpi(memory.reshape(-1), op)
+        step = max(1, CHUNK // flat.itemsize)
         with self._together(f"a {op} of {memory.nbytes} bytes"):
-            arithmetic.allreduce(self.comm, memory, op, CHUNK)
+            for start in range(0, flat.size if self.size > 1 else 0, step):
+                self.comm.Allreduce(mpi.IN_PLACE, [flat[start : start + step], kind], operation)
 
     def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
         octets = memory.reshape(-1).view(np.uint8)
@@ -254,7 +254,10 @@ class MPI(HostCollectives):
     def gather_objects(self, value: Any) -> list[Any]:
         from jdistgrad.wire import mpi_pieces
 
-        pieces = in_pieces_or_words(value)  # the others wait for something in any case
+        try:
+            pieces = in_pieces(value)
+        except Exception as error:  # the others wait for something in any case: an empty pickle, and the reason
+            pieces = [b"", in_short(error).encode()]
         with self._together("a gather of objects"):
             found = mpi_pieces.allgather(self.comm, OBJECTS_TAG, pieces)
         for rank, (stream, *rest) in enumerate(found):
@@ -262,6 +265,37 @@ class MPI(HostCollectives):
                 why = str(rest[0], "utf8")
                 raise CollectiveError(f"a gather of objects: that of rank {rank} cannot be pickled: {why}")
         return [pickle.loads(stream, buffers=buffers) for stream, *buffers in found]
+
+
+def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
+    """Return memory, its MPI type and the operation: also for dtypes without such a type (bfloat16, 8-bit floats)."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    dtype = flat.dtype
+    small = dtype.kind in "iu" and dtype.itemsize <= 2  # Open MPI's sums of such numbers stop at the largest
+    fits = not small if op == "sum" else dtype.kind != "f"  # MPI's maximum of NaN depends on the rank that holds it
+    if dtype.num < EXTENSIONS_FROM and dtype.char in mpi._typedict:
+        own = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[op]
+        return flat, mpi._typedict[dtype.char], own if fits else _custom_op(dtype, op)
+    carrier, kind = {1: (np.uint8, mpi.UINT8_T), 2: (np.uint16, mpi.UINT16_T)}[dtype.itemsize]
+    return flat.view(carrier), kind, _custom_op(dtype, op)
+
+
+@functools.cache
+def _custom_op(dtype: np.dtype, op: str) -> Any:
+    """Create an MPI operation on a NumPy dtype.
+
+    Sending 16-bit floats as they are takes half the bytes of sending 32 bits, but rounds after each addition.
+    """
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 and dtype.kind not in "iu" else dtype
+
+    def run(theirs: Any, ours: Any, _: Any) -> None:
+        a, b = np.frombuffer(theirs, dtype), np.frombuffer(ours, dtype)
+        b[:] = combine(a.astype(wide), b.astype(wide))
+
+    return mpi.Op.Create(run, commute=True)
 
 
 def ends(route: Route, rank: int) -> tuple[int, int]:
@@ -276,14 +310,6 @@ def has_mpi4jax() -> bool:
     return importlib.util.find_spec("mpi4jax") is not None
 
 
-def in_pieces_or_words(value: Any) -> list[Any]:
-    """Pickle an object; if that fails, return an empty pickle, and the reason in words."""
-    try:
-        return in_pieces(value)
-    except Exception as error:
-        return [b"", in_short(error).encode()]
-
-
 def in_pieces(value: Any) -> list[Any]:
     """Pickle an object; large arrays follow the pickle, uncopied: several times as fast."""
     large: list[memoryview] = []
@@ -296,14 +322,3 @@ def in_pieces(value: Any) -> list[Any]:
 
     stream = pickle.dumps(value, protocol=5, buffer_callback=stays)
     return [stream, *large]
-
-
-def _checked(comm: Any) -> Any:
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    if not isinstance(comm, mpi.Comm) or comm == mpi.COMM_NULL or comm.Is_inter():
-        raise CollectiveError(
-            f"MPI: comm must be an intracommunicator this rank belongs to, not {comm!r}. Ranks outside a group "
-            "(MPI.COMM_NULL) take no part in its collectives."
-        )
-    return comm

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.data_parallel.collectives.agreeing import Agreeing
 from jdistgrad.data_parallel.collectives.host import TIMEOUT
 from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, CHUNK, MPI, ROUTE_TAG, ends
-from jdistgrad.data_parallel.collectives.routes import Route
+from jdistgrad.data_parallel.collectives.primitive import Route
+from jdistgrad.data_parallel.collectives.roll_call import Agreeing
 from jdistgrad.data_parallel.collectives.world import WatchedBlock
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.lowering import call_in_order, on_cpus

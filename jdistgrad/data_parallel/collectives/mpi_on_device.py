@@ -15,8 +15,7 @@ from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, d
 from jdistgrad.data_parallel.collectives.mpi import MPI, has_mpi4jax
 from jdistgrad.data_parallel.collectives.mpi_in_programs import WithMpi4jax
 from jdistgrad.data_parallel.collectives.rank_devices import default_device
-from jdistgrad.data_parallel.collectives.several_devices import back, on_one, on_several
-from jdistgrad.data_parallel.collectives.spanning import Finish, Program, in_one_order
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program, at_home, in_one_order
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
@@ -47,7 +46,12 @@ class OnDevice(WithMpi4jax):
         self._eagerly: dict[Any, Callable[..., Any]] = {}
         self.device = default_device()
         self.agree("new collectives over MPI on devices")
-        require_usable(self.gather_objects(refusal()))
+        for rank, reason in enumerate(self.gather_objects(refusal())):
+            if reason:
+                raise CollectiveError(
+                    f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go "
+                    "through host memory."
+                )
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size}, on_device=True)"
@@ -58,26 +62,18 @@ class OnDevice(WithMpi4jax):
         return other
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        if on_several(x):
-            y = self.eager(name, on_one(x, self.device), how)
-            return back(y, x, self.device) if y.shape == x.shape else y
+        x = at_home(x, self.device)
         if (name, how) not in self._eagerly:
-            self._eagerly[name, how] = jax.jit(functools.partial(self._apply, name, how))
+            self._eagerly[name, how] = jax.jit(lambda x: self.traced(name, x, how))
         with in_one_order:
             self.agree(described(name, x, how))
             return self._eagerly[name, how](x)
-
-    def _apply(self, name: str, how: Any, x: jax.Array) -> jax.Array:
-        return self.traced(name, x, how)
 
     # As ``Devices``: steps as programs.
 
     def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
         """Return a program of this rank: a jaxpr, and what ``finish`` makes of its results with collectives."""
         return RankProgram(self, closed, finish, what)
-
-    def program_on_all(self, groups: Sequence[Sequence[int]], like: Sequence[Any], *, look: bool) -> None:
-        """Return None: mpi4jax takes arrays on one device."""
 
     def dispatch(
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
@@ -119,19 +115,6 @@ class RankProgram(Program):
 
     def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         return list(results)
-
-
-def require_usable(refusals: Sequence[str]) -> None:
-    """Raise CollectiveError unless no rank refuses.
-
-    Arguments:
-      refusals: by rank, why it cannot reduce arrays where they lie; "" if it can.
-    """
-    for rank, reason in enumerate(refusals):
-        if reason:
-            raise CollectiveError(
-                f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host memory."
-            )
 
 
 @functools.cache

@@ -20,12 +20,7 @@ class UnusableDevicesError(CollectiveError):
 class Place(NamedTuple):
     """A rank's device, as it tells the others.
 
-    Attributes:
-      processes: how many processes this one is connected with.
-      device: the device's number in the job.
-      card: the id of the GPU, or "" if it is unknown.
-      all: the numbers of all devices of the rank.
-      cards: the ids of all its GPUs.
+    ``processes``: how many processes this one is connected with. ``card``: the id of the GPU, or "" if it is unknown.
     """
 
     processes: int
@@ -34,8 +29,6 @@ class Place(NamedTuple):
     kind: str
     host: str
     card: str
-    all: tuple[int, ...] = ()
-    cards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.platform}) on {self.host}"
@@ -48,16 +41,12 @@ def default_device() -> jax.Device:
 
 
 def of_this_rank() -> tuple[jax.Device, Place]:
-    """Return the device that this rank computes on, and what it tells the others of its devices."""
+    """Return the device that this rank computes on, and what it tells the others of it."""
     device = default_device()
-    every = jax.local_devices(backend=device.platform)
-    host, kind, numbers = socket.gethostname(), device.device_kind, tuple(one.id for one in every)
-    cards = tuple(map(_card, every))
-    return device, Place(jax.process_count(), device.id, device.platform, kind, host, _card(device), numbers, cards)
-
-
-def _card(device: jax.Device) -> str:
-    return "" if device.platform == "cpu" else cuda_uuid(device.local_hardware_id or 0)
+    card = "" if device.platform == "cpu" else cuda_uuid(device.local_hardware_id or 0)
+    return device, Place(
+        jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card
+    )
 
 
 def require_usable(places: Sequence[Place]) -> None:
@@ -79,10 +68,6 @@ def require_usable(places: Sequence[Place]) -> None:
             f"Devices: the ranks have different kinds of devices: rank {one} has {places[one]}, rank {other} has "
             f"{places[other]}. XLA's collectives need one kind: choose it with JAX_PLATFORMS, or leave nodes out."
         )
-    _require_own_cards(places)
-
-
-def _require_own_cards(places: Sequence[Place]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
         if not place.card:
@@ -97,12 +82,11 @@ def _require_own_cards(places: Sequence[Place]) -> None:
 
 
 def mesh_of(places: Sequence[Place]) -> jax.sharding.Mesh:
-    """Return the mesh of the ranks' devices, in the order of the ranks."""
+    """Return the mesh of the ranks' devices, in the order of the ranks.
+
+    The name of its axis is different for each group: JAX keeps traces of functions by such names.
+    """
     devices = {device.id: device for device in jax.devices(places[0].platform)}
-    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (_axis_of(places),))
-
-
-def _axis_of(places: Sequence[Place]) -> str:
-    """Return the name of the ranks' axis, different for each group: JAX keeps traces of functions by such names."""
     numbers = ",".join(str(place.device) for place in places)
-    return f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"
+    axis = f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"
+    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (axis,))

@@ -1,16 +1,20 @@
-"""The roll call: what the ranks tell each other before each collective, and what follows from it, as pure functions.
+"""The roll call: what the ranks tell each other before each collective, and what follows from it.
 
 A few dozen bytes from every rank, before any gradient moves, show that all ranks are there, at the same bucket of the
 same plan, in the same kind of ``join`` block, with finite gradients where ``check_finite`` is set, and which ranks have
 run out of inputs. A mismatch raises an error on every rank.
 """
 
+import contextlib
 import enum
+import functools
+import hashlib
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jdistgrad.errors import DisagreementError
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 
 _FORMAT = struct.Struct("<2i3qQ")
 
@@ -106,7 +110,11 @@ def read_words(words: Sequence[bytes]) -> RollCall:
         or some ranks have joined, and the others do what a joined rank cannot shadow.
     """
     rolls = tuple(unpack(word) for word in words)
-    _require_same_block(rolls)
+    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]  # it may come after its block
+    for rank in going_on:
+        first_of = going_on[0]
+        if rolls[rank].joining is not rolls[first_of].joining:
+            raise _come_apart(f"rank {first_of} is {rolls[first_of].joining}, rank {rank} {rolls[rank].joining}", rank)
     active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
     if active:
         first = rolls[active[0]]
@@ -119,26 +127,10 @@ def read_words(words: Sequence[bytes]) -> RollCall:
     return RollCall(rolls, active)
 
 
-def _require_same_block(rolls: Sequence[Roll]) -> None:
-    """Raise unless all ranks are in one kind of block. A failed rank may announce its failure after its block."""
-    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]
-    for rank in going_on:
-        first = going_on[0]
-        if rolls[rank].joining is not rolls[first].joining:
-            raise _come_apart(f"rank {first} is {rolls[first].joining}, rank {rank} {rolls[rank].joining}", rank)
-
-
 def _place(roll: Roll) -> tuple[Act, int, int]:
     """Return where a rank is. The step only counts for reductions and failures; a step may fail at any bucket."""
     number = 0 if roll.act is Act.FAILED else roll.number
     return roll.act, number, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
-
-
-def meet_with_trees(rolls: Iterable[Roll]) -> bool:
-    """Return whether the digests can be compared: all ranks begin to reduce a tree, or all do the same with theirs."""
-    found = list(rolls)
-    begins = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in found)
-    return begins or len({(roll.act, roll.number) for roll in found}) == 1
 
 
 def disagreement(rolls: Sequence[Roll], first: int, other: int) -> DisagreementError:
@@ -155,4 +147,125 @@ def _come_apart(how: str, rank: int) -> DisagreementError:
         "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank; for "
         "average_gradients and local_sgd, call init again, on every rank.",
         rank=rank,
+    )
+
+
+class Meeting:
+    """A meeting that this rank has come to. Called with a timeout in seconds, it returns the words of all ranks."""
+
+    def __init__(self, wait: Callable[[float], list[bytes]], is_complete: Callable[[], bool] = lambda: False):
+        self._wait, self._is_complete = wait, is_complete
+
+    def __call__(self, timeout: float) -> list[bytes]:
+        return self._wait(timeout)
+
+    def completes_within(self, seconds: float) -> bool:
+        """Return whether all ranks come within ``seconds``. The wait spins, so the time must be short."""
+        end = time.monotonic() + seconds
+        while not self._is_complete():
+            if time.monotonic() > end:
+                return False
+        return True
+
+
+class Agreeing:
+    """The agreement on one operation. Every rank must make one, and call it.
+
+    Arguments:
+      collectives: the ranks, as seen by one: they have ``announce``, ``gather_objects``, ``rank`` and ``refusal``.
+    """
+
+    def __init__(self, collectives: Any, text: str):
+        if collectives.refusal is not None:
+            raise collectives.refusal
+        self._collectives, self._text = collectives, text
+        self._mine = Roll(Act.OPERATE, 0, 0, 0, _digest(text))
+        self.meeting = collectives.announce(self._mine.pack(), text)
+
+    def __call__(self, timeout: float) -> None:
+        """Wait for all ranks to announce this operation. If one does not, refuse all further use of the collectives.
+
+        That rank could still come late, and would then be one operation behind the others.
+
+        Raises:
+          DisagreementError: the ranks announce different operations. All ranks raise it.
+          MissingRanksError: some ranks have not come in time.
+        """
+        try:
+            words = [unpack(word) for word in self.meeting(timeout)]
+        except BaseException as error:
+            _refuse(self._collectives, self._text, error)
+            raise
+        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
+        if elsewhere is not None:
+            raise disagreement(words, self._collectives.rank, elsewhere)
+        if len(set(words)) > 1:
+            said = self._collectives.gather_objects(self._text)
+            other = next(rank for rank, its in enumerate(said) if its != said[0])
+            raise DisagreementError(
+                f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. "
+                "Every rank must call the same operations, in the same order, with the same shapes and dtypes.",
+                rank=other,
+            )
+
+
+@contextlib.contextmanager
+def undivided(collectives: Any, text: str) -> Iterator[None]:
+    """Open a block of an operation. If Ctrl-C ends it, refuse further use: the others are at another place in it."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if collectives.refusal is None:
+            _refuse(collectives, text, error)
+        raise
+
+
+def _refuse(collectives: Any, text: str, error: BaseException) -> None:
+    name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    why = str(error) if isinstance(error, CollectiveError | WorkerLostError) else f"{name} has ended {text}."
+    collectives.refusal = CollectiveError(
+        f"{text}: these collectives are not used any more, since {why} Make new ones, on every rank."
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+FEWER = (
+    "If a rank has gone on after an error that kept it from making the same DataParallel objects and collectives, "
+    "call init() again on every rank."
+)
+
+
+def missing_ranks(
+    what: str, missing: list[int], seconds: float, places: Mapping[int, str], told: str = ""
+) -> MissingRanksError:
+    """Make the error for ranks that did not come.
+
+    Arguments:
+      places: where some of the missing ranks are, if known.
+      told: what else to say.
+    """
+    who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+    where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
+    return MissingRanksError(
+        f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
+        "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout. "
+        f"{FEWER}{told}",
+        missing=missing,
+        seconds=seconds,
+    )
+
+
+def waits_no_longer(what: str, rank: int, seconds: float) -> MissingRanksError:
+    """Make the error for a rank that all have come too late for. ``seconds``: how long this one would have waited."""
+    return MissingRanksError(
+        f"{what}: rank {rank} waits no longer, since not all ranks came in time. Every rank must take the same steps; "
+        f"slow ones need a longer timeout, on every rank. {FEWER}",
+        missing=[rank],
+        seconds=seconds,
     )

@@ -5,11 +5,15 @@ pullback, which receives the cotangent. What ``recv`` returns depends on whateve
 (``after``); so JAX runs its pullback, which sends the cotangent back. Both pullbacks consist of ``send`` and ``recv``
 again, and a pullback of ``send`` comes after the ``send`` itself: so derivatives of derivatives cross the wire in the
 same way.
+
+What carries the arrays are letters, in order for each tag: words that describe an array, which both ranks compare, and
+the array's bytes. The sender does not wait. The receiver waits until its timeout, and no longer than the sender lives.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,21 +22,72 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import like as placed_like, to_jax
-from jdistgrad.data_parallel.collectives.posts import TAGS, Post
 from jdistgrad.data_parallel.collectives.primitive import collective_p
-from jdistgrad.errors import CollectiveError
+from jdistgrad.data_parallel.collectives.world import CollectiveEntry, WatchedBlock
+from jdistgrad.errors import DisagreementError, MissingRanksError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 
+TAGS = 1000
+Check = Callable[[], None]
 NOTHING = jax.ShapeDtypeStruct((), np.float32)  # what ``send`` returns
 
 
-class Group(Protocol):
-    """The ranks, as seen by one. ``refusal``: the error that keeps them from further use, or None."""
+class Post(Protocol):
+    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None: ...
 
-    rank: int
-    size: int
-    refusal: CollectiveError | None
+    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
+        """Return the bytes of the next array from a rank.
+
+        Raises:
+          MissingRanksError: no array has come in time.
+          DisagreementError: it is described by other words. The array is lost.
+          WorkerLostError: the sender is lost.
+        """
+
+
+class Receiving:
+    """A receiver's wait for a letter, of which the watchdog knows.
+
+    Arguments:
+      group: a name of the ranks that is the same on all of them; ``ranks``: as the world counts them.
+      me, source: the receiver and the sender, as the group counts them.
+    """
+
+    def __init__(self, worker: Any, group: Any, ranks: Sequence[int], me: int, source: int, tag: int, timeout: float):
+        self._worker, self._group = worker, (group, source, me, tag)
+        self._ranks, self._source, self._end = [ranks[me], ranks[source]], source, time.monotonic() + timeout
+        self._timeout = timeout
+        self.what = f"recv from rank {source}" + (f" with tag {tag}" if tag else "")
+
+    def until(self, wait: Callable[[float, Check], bool], *, begun: bool = False) -> None:
+        """Wait by a function of the seconds left and a check, which raises if nothing will come.
+
+        Arguments:
+          begun: whether a part has come. The sender may be elsewhere meanwhile.
+        """
+        entry = CollectiveEntry(self.what, self._group, 0, may_leave=begun)
+        with WatchedBlock(self._worker, entry, self._ranks, blocking=False) as block:
+            if wait(self._end - time.monotonic(), block.check):
+                return
+            place = block.places([1]).get(1)  # of the block's two ranks
+        part, where = "only a part has come" if begun else "nothing has come", f" (it is at {place})" if place else ""
+        raise MissingRanksError(
+            f"{self.what}: {part} within {self._timeout:g} s{where}. For each recv, and each derivative of a send, the "
+            "other rank has to send: what it received must depend on what it differentiates (recv's after=), and what "
+            "send and recv returned must be part of the losses.",
+            missing=[self._source],
+            seconds=self._timeout,
+        )
+
+    def check_words(self, sent: str, expected: str) -> None:
+        if sent != expected:
+            raise DisagreementError(
+                f"{self.what}: expected {expected}, but rank {self._source} sent {sent}. recv(like, ...) takes arrays, "
+                "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. Where one rank "
+                "differentiates, the other has to.",
+                rank=self._source,
+            )
 
 
 class Peer(NamedTuple):
@@ -58,10 +113,11 @@ class Pairs:
     """What performs ``send`` and ``recv``: at once on concrete arrays, or as parts of a compiled program.
 
     Arguments:
+      group: the collectives, as seen by a rank.
       effect: the ordered effect of compiled operations.
     """
 
-    def __init__(self, group: Group, post: Post, effect: Any):
+    def __init__(self, group: Any, post: Post, effect: Any):
         self.rank, self.size = group.rank, group.size
         self._group, self._post, self._effect = group, post, effect
 
@@ -103,15 +159,11 @@ class Pairs:
         return np.zeros((), np.float32)
 
 
-class WithPairs(Protocol):
-    def pairs(self) -> Pairs: ...
-
-
 def _is_number(given: Any) -> bool:
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
-def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
+def send(collectives: Any, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     by = collectives.pairs()
     peer, anchors, total = by.peer(to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
     for leaf in map(to_jax, jax.tree.leaves(tree)):
@@ -120,7 +172,7 @@ def send(collectives: WithPairs, tree: Any, to: int, after: Any, tag: int) -> ja
     return total
 
 
-def recv(collectives: WithPairs, like: Any, source: int, after: Any, tag: int) -> Any:
+def recv(collectives: Any, like: Any, source: int, after: Any, tag: int) -> Any:
     by = collectives.pairs()
     peer, anchors = by.peer(source, tag, "recv"), _arrays_of(after)
     smooth = [*filter(_is_smooth, anchors)]

@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdistgrad import jaxprs
 from jdistgrad.data_parallel.buckets.host_arrays import is_key
-from jdistgrad.errors import CollectiveError
+from jdistgrad.errors import LeafError
 from jdistgrad.wire.arrays import as_jax_array
 
 # Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
 Finish = Callable[..., list[Any]]
+
+NO_MESH = Mesh(np.empty((), object), ())  # for programs of this rank alone, whatever mesh the user has set
 
 # Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
 in_one_order = threading.RLock()
@@ -37,13 +40,9 @@ class Span:
         self.mesh, self.size, self.device = mesh, mesh.size, device
         (self.axis,) = mesh.axis_names
         self.rows = PartitionSpec(self.axis)
+        self.axes = [(self.axis, self.size)]  # ``jax.make_jaxpr``'s argument ``axis_env``
         self.compiled: set[Any] = set()  # keys of the programs that have been compiled, the same on all ranks
         self._sharding, self._here = NamedSharding(mesh, self.rows), SingleDeviceSharding(device)
-
-    @property
-    def axes(self) -> list[tuple[str, int]]:
-        """The axes that a program for this span may use: the argument ``axis_env`` of ``jax.make_jaxpr``."""
-        return [(self.axis, self.size)]
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -62,38 +61,47 @@ class Span:
 
     def shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return global arrays of which this rank's leaves are its rows."""
-        own = self._as_rows(leaves)
-        size, sharding = self.size, self._sharding
-        make = jax.make_array_from_single_device_arrays
-        return [make((x.shape[0] * size, *x.shape[1:]), sharding, [x]) for x in own]
-
-    def _as_rows(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return arrays with rows, on this rank's device."""
         own = list(leaves)
         elsewhere = [k for k, leaf in enumerate(own) if not isinstance(leaf, jax.Array) or leaf.sharding != self._here]
         if elsewhere:
-            moved = jax.device_put([_addressable(own[k]) for k in elsewhere], self.device)
+            moved = jax.device_put([at_home(own[k], self.device) for k in elsewhere], self.device)
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
         odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
         if odd:
-            for k, array in zip(odd, _with_rows([own[k] for k in odd]), strict=True):
+            with jax.set_mesh(NO_MESH):
+                changed = _with_rows([own[k] for k in odd])
+            for k, array in zip(odd, changed, strict=True):
                 own[k] = array
-        return own
+        size, make = self.size, jax.make_array_from_single_device_arrays
+        return [make((x.shape[0] * size, *x.shape[1:]), self._sharding, [x]) for x in own]
 
 
-def _addressable(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise CollectiveError(
-            f"Devices: {leaf.dtype}{list(leaf.shape)} is spread over the devices of several processes, expected this "
-            "rank's own array. Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
+def at_home(leaf: Any, device: jax.Device) -> Any:
+    """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
+
+    Raises:
+      LeafError: the array is divided over devices, or lies on another device or on a mesh of one.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    devices: set[Any] = leaf.sharding.device_set
+    name = f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf.sharding, SingleDeviceSharding):
+        if device in devices or next(iter(devices)).platform != device.platform:
+            return leaf
+    elif not leaf.is_fully_addressable:
+        raise LeafError(
+            f"Devices: {name} is spread over the devices of several processes, expected this rank's own array. "
+            "Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
         )
-    if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
-        raise CollectiveError(
-            f"Devices: {leaf.dtype}{list(leaf.shape)} lies on {len(leaf.devices())} devices of this rank, expected "
-            "one in a program over all devices. DataParallel's steps and averages take such arrays."
-        )
-    return leaf
+    elif len(devices) > 1 and device in devices and leaf.is_fully_replicated:
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+    number = jax.local_devices(backend=device.platform).index(device)
+    raise LeafError(
+        f"Devices: {name} lies on {leaf.sharding}, expected the rank's device, {device}, or copies on all devices of "
+        f"the rank. Use jax.device_put(x, jax.local_devices()[{number}])."
+    )
 
 
 def lies_oddly(array: Any) -> bool:
@@ -110,10 +118,8 @@ def lies_oddly(array: Any) -> bool:
 class Form(NamedTuple):
     """The form of a value that travels as rows.
 
-    Attributes:
-      data: the type of the value's data, unless the data are rows as they are: of a number, or of an array without
-        elements, of which JAX would replicate all rows.
-      impl: that of a random key, whose data travel.
+    ``data``: the type of the value's data, unless these are rows as they are: of a number, or of an array without
+    elements, of which JAX would replicate all rows. ``impl``: that of a random key, whose data travel.
     """
 
     data: Any = None
@@ -151,15 +157,8 @@ def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]
     return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
 
 
-class Traced(NamedTuple):
-    """A traced function of a rank's leaves: its jaxpr, and the structure of its result."""
-
-    closed: Any
-    results: Any
-
-
-def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Trace a function of this rank's arguments, with collectives over the ranks in it."""
+def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the jaxpr of a function of this rank's arguments, collectives over the ranks in it; its result's tree."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: list[Any] = []
 
@@ -170,7 +169,7 @@ def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return results
 
     with span.tracing():
-        return Traced(jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0])
+        return jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0]
 
 
 class Program(abc.ABC):
@@ -225,7 +224,6 @@ class SpanningProgram(Program):
 
     Arguments:
       closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
-      like: the arguments, or their types.
       finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
       donated: the places of arguments whose memory may be used for results.
     """
@@ -264,6 +262,8 @@ class SpanningProgram(Program):
         odd = [k for k, form in enumerate(self._given) if form != PLAIN]
         if odd:
             forms = tuple(self._given[k] for k in odd)
-            for k, x in zip(odd, _without_rows([own[k] for k in odd], forms), strict=True):
+            with jax.set_mesh(NO_MESH):
+                changed = _without_rows([own[k] for k in odd], forms)
+            for k, x in zip(odd, changed, strict=True):
                 own[k] = x
         return own

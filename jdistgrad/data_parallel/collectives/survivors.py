@@ -35,7 +35,7 @@ from jdistgrad.data_parallel.collectives.world import (
     raise_lost,
 )
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
-from jdistgrad.rpc.worker import find_worker
+from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.polling import poll
 
 ENDING_SECONDS = 5.0  # how long a rank whose step has failed may take to end by that
@@ -90,13 +90,12 @@ class Survivors(MPI):
           WorkerLostError: a rank is lost, and MPI does not know of it; or a rank will never come.
         """
         if not whole:
-            self._interrupt()
+            self.comm.Revoke()
         ballot = np.array([whole], np.int32)
         entry = CollectiveEntry("a vote on an operation", self._name, VOTE)
         with WatchedBlock(find_worker(), entry, self.world_ranks, blocking=False, goes_on=True) as together:
             try:
-                request = self.comm.Iagree(ballot)
-                self._wait_for_vote(request, ballot, together)
+                self._wait_for_vote(self.comm.Iagree(ballot), ballot, together)
             except Exception as error:
                 if not is_failure(error):
                     raise
@@ -105,16 +104,30 @@ class Survivors(MPI):
 
     def _wait_for_vote(self, request: Any, ballot: np.ndarray, together: WatchedBlock) -> None:
         end = time.monotonic() + AT_ONCE
-        while not request.Test():
-            if time.monotonic() < end:
-                os.sched_yield()
-                continue
-            keep(request, ballot)
-            if not poll(request.Test, self.timeout, _Check(self, together)):
-                text = f"a vote on an operation did not end within {self.timeout:g} s. {together.unfinished()}"
-                raise MissingRanksError(text, missing=[], seconds=self.timeout)
-            let_go(request)
-            return
+        while time.monotonic() < end:
+            if request.Test():
+                return
+            os.sched_yield()
+        known: dict[int, float] = {}
+
+        def check() -> None:
+            """Raise if a rank will never come, or is lost and MPI does not find out."""
+            together.check()
+            _require_to_stay()
+            worker, now = current_worker(), time.monotonic()
+            for rank in lost_among(self.world_ranks):
+                if now - known.setdefault(rank, now) > UNKNOWN_SECONDS:
+                    raise WorkerLostError(
+                        f"{worker.info}: {worker.peers.lost[rank]}, but MPI takes it to be alive, so the others cannot "
+                        "go on without it. Start the job again from its last checkpoint.",
+                        worker=worker.directory.workers[rank],
+                    )
+
+        keep(request, ballot)
+        if not poll(request.Test, self.timeout, check):
+            text = f"a vote on an operation did not end within {self.timeout:g} s. {together.unfinished()}"
+            raise MissingRanksError(text, missing=[], seconds=self.timeout)
+        let_go(request)
 
     def has_lost_after(self, failed: Collection[int]) -> bool:
         """Return whether a rank is lost, after a wait for those that an exception in a step may be about to end."""
@@ -128,7 +141,7 @@ class Survivors(MPI):
         from mpi4py import MPI as mpi  # noqa: N811
 
         _require_to_stay()
-        self._interrupt()
+        self.comm.Revoke()
         other = copy.copy(self)
         other.comm = self.comm.Shrink()
         other.rank, other.size = other.comm.rank, other.comm.size
@@ -136,53 +149,22 @@ class Survivors(MPI):
         other.world_ranks = tuple(self.world_ranks[place] for place in places)
         other._name = hashlib.blake2b(self._name + repr(other.world_ranks).encode(), digest_size=8).digest()
         other._of_programs, other.turn, other.refusal = other, 0, None
-        self._tell_of(set(self.world_ranks) - set(other.world_ranks), other.size)
-        return other
-
-    def _tell_of(self, lost: set[int], left: int) -> None:
-        worker = find_worker()
-        assert worker is not None
+        lost, peers = set(self.world_ranks) - set(other.world_ranks), current_worker().peers
         if lost:
-            poll(lambda: lost <= worker.peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
-            log.warning("data-parallel steps go on on %d ranks, without %s", left, names_of(sorted(lost)))
+            poll(lambda: lost <= peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
+            log.warning("data-parallel steps go on on %d ranks, without %s", other.size, names_of(sorted(lost)))
+        return other
 
     def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
         block = super()._together(what, blocking=blocking, may_leave=may_leave)
-        block.interrupt = self._interrupt
+        block.interrupt = self.comm.Revoke
         return block
 
     def _raise_lost(self, error: Exception, what: str) -> None:
-        if not self.voting:
-            raise_lost(error, self.world_ranks, what)
-        raise_lost(error, self.world_ranks, what, patient=False)
-
-    def _interrupt(self) -> None:
-        """End all operations of this group, on all ranks."""
-        self.comm.Revoke()
+        raise_lost(error, self.world_ranks, what, patient=not self.voting)
 
 
 def _require_to_stay() -> None:
     """Raise if this worker is about to end, which others know: it must not be in the group that they form."""
-    worker = find_worker()
-    if worker is None or worker.peers.left:
+    if current_worker().peers.left:
         raise WorkerLostError("this worker has left the others, which go on without it")
-
-
-class _Check:
-    """Raises, while ranks vote, if one will never come, or is lost and MPI does not find out."""
-
-    def __init__(self, group: Survivors, together: WatchedBlock):
-        self._group, self._together, self._known = group, together, dict[int, float]()
-
-    def __call__(self) -> None:
-        self._together.check()
-        _require_to_stay()
-        worker, now = find_worker(), time.monotonic()
-        assert worker is not None
-        for rank in worker.peers.lost.keys() & set(self._group.world_ranks):
-            if now - self._known.setdefault(rank, now) > UNKNOWN_SECONDS:
-                raise WorkerLostError(
-                    f"{worker.info}: {worker.peers.lost[rank]}, but MPI takes it to be alive, so the others cannot go "
-                    "on without it. Start the job again from its last checkpoint.",
-                    worker=worker.directory.workers[rank],
-                )

@@ -6,7 +6,6 @@ Nothing can be called off inside such a program. A rank that hangs in one keeps 
 import atexit
 import collections
 import dataclasses
-import logging
 import math
 import sys
 import threading
@@ -19,13 +18,10 @@ import jax
 
 from jdistgrad.data_parallel.collectives.world import WatchedBlock
 from jdistgrad.threads import join_soon, started
-from jdistgrad.wire import launcher_env
 
 LOOK_SECONDS = 0.25
 END_SECONDS = 1e-3
 GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
-
-log = logging.getLogger("jdistgrad.data_parallel")
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,20 +40,8 @@ class Launch:
     inputs: Sequence[Callable[[], Any]] = ()
     done: Any = None
 
-    def count(self) -> None:
-        """Begin to count anew: the program before has ended."""
-        self.since = time.monotonic()
-
     def has_ended(self) -> bool:
         return self.done is not None and bool(self.done.is_ready())
-
-    def failure(self) -> Exception | None:
-        """Return the error of a program that has ended. The other ranks wait in it for ever."""
-        try:
-            self.done.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            return error
-        return None
 
     def overdue(self) -> bool:
         now = time.monotonic()
@@ -100,8 +84,7 @@ class UnderWay:
 
     def end(self) -> None:
         """Wait for the programs under way, and end the thread: inside JAX it would abort the ending process."""
-        if self._thread is None or not self._thread.is_alive():  # in a forked child there is none
-            return
+        assert self._thread is not None
         while any(one.done is not None and not one.has_ended() for one in self._launches.copy()):
             time.sleep(END_SECONDS)
         self._over.set()
@@ -120,44 +103,33 @@ class UnderWay:
                 if not self._launches or not self._launches[0].has_ended():
                     return
                 launch = self._launches.popleft()
-                if self._launches:
-                    self._launches[0].count()
+                if self._launches:  # the program before has ended
+                    self._launches[0].since = time.monotonic()
             launch.block.__exit__()
-            failure = launch.failure()
-            if failure is not None and launch.block.has_others:
-                launch.block.end_job(f"{launch.what}, a program over the devices of all ranks, failed: {failure}")
+            try:
+                launch.done.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:  # the other ranks wait in it for ever
+                if launch.block.has_others:
+                    launch.block.end_job(f"{launch.what}, a program over the devices of all ranks, failed: {error}")
 
     def _watch(self) -> None:
         while True:
             self._any.wait()
             if self._over.wait(LOOK_SECONDS):
                 return
-            try:
-                self._look()
-            except Exception:  # a later program may still hang
-                text = "rank %d: a look at the programs over all devices failed; the next one comes soon"
-                log.exception(text, launcher_env.rank())
-
-    def _look(self) -> None:
-        self._drop_ended()
-        with self._lock:
-            first = self._launches[0] if self._launches else None
-            if first is None:
-                self._any.clear()
-        if first is not None and first.overdue():
-            _end_job(first)
-
-
-def _end_job(launch: Launch) -> None:
-    text = (
-        f"{launch.block.me} has waited {launch.timeout:g} s for {launch.what}, a program over all devices. "
-        f"{launch.block.unfinished()}"
-    )
-    print(f"jdistgrad: {text}", file=sys.stderr, flush=True)
-    time.sleep(GRACE_SECONDS)
-    if not launch.has_ended():
-        launch.block.end_job(f"{launch.what} did not end within {launch.timeout:g} s")
-    launch.timeout = math.inf
+            self._drop_ended()
+            with self._lock:
+                first = self._launches[0] if self._launches else None
+                if first is None:
+                    self._any.clear()
+            if first is None or not first.overdue():
+                continue
+            text = f"{first.block.me} has waited {first.timeout:g} s for {first.what}, a program over all devices. "
+            print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
+            time.sleep(GRACE_SECONDS)
+            if not first.has_ended():
+                first.block.end_job(f"{first.what} did not end within {first.timeout:g} s")
+            first.timeout = math.inf
 
 
 under_way = UnderWay()

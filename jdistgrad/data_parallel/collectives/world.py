@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import is_cancelled
-from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
@@ -60,8 +59,7 @@ class WatchedBlock:
     """A block in which a worker takes part in a collective with others of its world, and its watchdog knows.
 
     Arguments:
-      worker: the worker; None without a world, when there is no watchdog.
-      entry: the collective.
+      worker: None without a world, when there is no watchdog.
       ranks: the world ranks of all participants.
       blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
       goes_on: whether the others do not wait for a lost worker.
@@ -70,20 +68,11 @@ class WatchedBlock:
       interrupt: ends the collective on all ranks, if they can go on without those that are lost.
     """
 
-    __slots__ = ("_blocking", "_entry", "_goes_on", "_participation", "_ranks", "_worker", "interrupt")
-
     def __init__(
-        self,
-        worker: Any,
-        entry: CollectiveEntry,
-        ranks: Sequence[int],
-        *,
-        blocking: bool,
-        goes_on: bool = False,
+        self, worker: Any, entry: CollectiveEntry, ranks: Sequence[int], *, blocking: bool, goes_on: bool = False
     ):
-        self._worker, self._entry, self._ranks, self._blocking = worker, entry, ranks, blocking
+        self._worker, self._entry, self._ranks, self._blocking, self._goes_on = worker, entry, ranks, blocking, goes_on
         self.interrupt: Callable[[], None] | None = None
-        self._goes_on = goes_on
         self._participation: Participation | None = None
 
     def __enter__(self) -> "WatchedBlock":
@@ -183,7 +172,6 @@ def lost_among(ranks: Sequence[int]) -> list[int]:
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """Return the names of workers of this world."""
     return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
 
 
@@ -202,32 +190,6 @@ def seat() -> Seat:
     return Seat(worker.world, worker.info, worker.size, weakref.ref(worker))
 
 
-def refuse_forked_process(what: str) -> None:
-    """Raise NotInitializedError in a process forked from a worker's, where MPI belongs to the parent."""
-    why = fork_error()
-    if why is not None:
-        raise errors.NotInitializedError(f"{what}: {why}")
-
-
-def refuse_threads(ranks: int) -> None:
-    """Raise CollectiveError for all ranks of MPI if all workers of this world, which are threads, are one of them."""
-    worker = find_worker()
-    if ranks == 1 and worker is not None and worker.shares_process and worker.size > 1:
-        raise errors.CollectiveError(
-            f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are threads of "
-            f"one process, which is one rank of MPI, so each of them would reduce alone. {FOR_ANY_WORLD}"
-        )
-
-
-def refuse_processes() -> None:
-    """Raise CollectiveError for collectives of threads if the workers of this world are processes."""
-    if not is_local():
-        raise errors.CollectiveError(
-            f"collectives of threads, made by {current_worker().info}: this world's workers are processes, and none "
-            f"would meet another one. {FOR_ANY_WORLD}"
-        )
-
-
 def is_local() -> bool:
     """Return whether this world needs no MPI: its workers are threads of one process, or there is only one."""
     worker = current_worker()
@@ -240,7 +202,6 @@ def keep(name: str, value: Any) -> None:
 
 
 def forget(name: str) -> None:
-    """Keep a value no longer, if there is one under that name."""
     current_worker().kept.pop(name, None)
 
 

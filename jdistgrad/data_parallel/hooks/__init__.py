@@ -3,10 +3,14 @@
 Uses collectives and buckets. Used by reducing and steps.
 """
 
-from jdistgrad.data_parallel.hooks.averages import average as average, bfloat16 as bfloat16, float16 as float16
-from jdistgrad.data_parallel.hooks.base import Hook as Hook, checked as checked
-from jdistgrad.data_parallel.hooks.powersgd import powersgd as powersgd
-from jdistgrad.data_parallel.hooks.quantized import int8 as int8
+from jdistgrad.data_parallel.hooks.base import (
+    Hook as Hook,
+    average as average,
+    bfloat16 as bfloat16,
+    checked as checked,
+    float16 as float16,
+)
+from jdistgrad.data_parallel.hooks.compressing import int8 as int8, powersgd as powersgd
 
 __all__ = ["Hook", "average", "bfloat16", "float16", "int8", "powersgd"]
 

@@ -1,4 +1,4 @@
-"""The type of hooks, and the check of their results."""
+"""The type of hooks, the check of their results, and averages as hooks: the plain one, and those in 16 bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.bucket import Bucket, divided
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.errors import HookError
 
@@ -89,3 +89,47 @@ def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
 def finite_or(new: jax.Array, otherwise: Any = 0) -> jax.Array:
     """Return a hook's new state with ``otherwise`` for NaN and infinity, which would stay after a skipped step."""
     return jnp.where(jnp.isfinite(new), new, otherwise)
+
+
+def average(predivide_factor: float | None = None) -> Hook:
+    """Average: divide by ``bucket.divisor`` and sum.
+
+    Arguments:
+      predivide_factor: divide by this factor before the sum, and by the rest of the divisor after it. 1 sums first. A
+        factor between 1 and the number of ranks keeps 16-bit gradients from underflow before the sum and from
+        overflow in it.
+    """
+    if predivide_factor is None:
+        return Hook(lambda bucket: (), _plain, "average")
+    if not predivide_factor > 0:
+        raise ValueError(f"hooks.average: predivide_factor must be above zero, not {predivide_factor!r}")
+
+    def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+        total = collectives.allreduce(divided(bucket.flat, predivide_factor))
+        return divided(total, bucket.divisor / predivide_factor), state
+
+    return Hook(lambda bucket: (), apply, f"average, divided by {predivide_factor:g} before the sum")
+
+
+def float16() -> Hook:
+    """Average in float16: 11 bits of precision, up to 65504. Divides before the cast, so that sums do not overflow."""
+    return _casting(jnp.float16)
+
+
+def bfloat16() -> Hook:
+    """Average in bfloat16: 8 bits of precision, the range of float32."""
+    return _casting(jnp.bfloat16)
+
+
+def _casting(dtype: Any) -> Hook:
+    def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+        if bucket.dtype.itemsize <= 2 or bucket.dtype.kind == "c":
+            return _plain(bucket, state, collectives)
+        small = (divided(bucket.flat, bucket.divisor)).astype(dtype)
+        return collectives.allreduce(small).astype(bucket.dtype), state
+
+    return Hook(lambda bucket: (), apply, jnp.dtype(dtype).name)
+
+
+def _plain(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
+    return collectives.allreduce(divided(bucket.flat, bucket.divisor)), state

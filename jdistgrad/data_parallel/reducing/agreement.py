@@ -29,11 +29,7 @@ class Terms(NamedTuple):
 
 
 def require_agreement(terms: Mapping[int, Terms]) -> None:
-    """Compare the terms of several ranks with the lowest rank's.
-
-    Raises:
-      DisagreementError: terms differ; the error names the rank, the leaf or setting, and both values.
-    """
+    """Compare the terms of several ranks with the lowest rank's. DisagreementError names what differs, and both."""
     first = min(terms)
     for rank in sorted(terms):
         difference = _difference(terms[first], terms[rank], first, rank)
@@ -85,30 +81,24 @@ CHUNKS = 64
 
 
 def bit_digests(leaves: Sequence[Any]) -> list[int]:
-    """Return a digest of the bits of each leaf, at the speed of memory."""
-    return [_bit_digest(leaf) for leaf in leaves]
-
-
-def _bit_digest(leaf: Any) -> int:
-    if not getattr(leaf, "is_fully_addressable", True):
-        return 0  # the ranks hold it together
-    array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
-    octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    words = octets[: octets.size // 8 * 8].view(np.uint64)
-    even = words.size // CHUNKS * CHUNKS
-    sums = (
-        words[:even].reshape(CHUNKS, even // CHUNKS).sum(axis=1, dtype=np.uint64)
-    )  # so that the order of large parts counts
-    found = hashlib.blake2b(sums.tobytes() + words[even:].tobytes() + octets[words.size * 8 :].tobytes(), digest_size=8)
-    return int.from_bytes(found.digest(), "little")
+    """Return a digest of the bits of each leaf, at the speed of memory; 0 for what the ranks hold together."""
+    found = []
+    for leaf in leaves:
+        if not getattr(leaf, "is_fully_addressable", True):
+            found.append(0)
+            continue
+        array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
+        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        words = octets[: octets.size // 8 * 8].view(np.uint64)
+        even = words.size // CHUNKS * CHUNKS  # a sum for each of some large parts, so that their order counts
+        sums = words[:even].reshape(CHUNKS, even // CHUNKS).sum(axis=1, dtype=np.uint64)
+        rest = words[even:].tobytes() + octets[words.size * 8 :].tobytes()
+        found.append(int.from_bytes(hashlib.blake2b(sums.tobytes() + rest, digest_size=8).digest(), "little"))
+    return found
 
 
 def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:
-    """Compare the digests of the parameters with those of the lowest rank that has some.
-
-    Raises:
-      DisagreementError: a leaf differs; the error names the first one, and the ranks.
-    """
+    """Compare the digests of the parameters with those of the lowest rank that has some."""
     first = min(digests, default=0)
     for place, leaf in enumerate(leaves):
         others = [rank for rank, mine in digests.items() if mine[place] != digests[first][place]]
@@ -126,11 +116,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gather: Gather) -> None:
-    """Compare every leaf with rank 0's.
-
-    Raises:
-      DisagreementError: a leaf differs; the error names it, the first differing place, the rank and both values.
-    """
+    """Compare every leaf with rank 0's. DisagreementError names the leaf, the first place, the rank and both values."""
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):
         if len({its[place] for its in digests}) > 1:

@@ -5,9 +5,10 @@ Every method runs on the communication thread and begins with a roll call of all
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -25,12 +26,48 @@ from jdistgrad.data_parallel.reducing.agreement import (
     require_same_bits,
     require_same_parameters,
 )
-from jdistgrad.data_parallel.reducing.memory import Scratch
-from jdistgrad.data_parallel.reducing.repeating import Memory, whole
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.reducing.sparse import reduce_rows, reduce_sparse
 from jdistgrad.data_parallel.reducing.statistics import Clock, Span
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class UnfinishedError(WorkerLostError):
+    """An operation is not whole, since a rank has died. The others have done without it since, and may begin again."""
+
+
+class Memory(NamedTuple):
+    """What an operation changes that must be as before when it is done again.
+
+    Attributes:
+      step: the number of the last step.
+      states: the hook's states, by plan and bucket.
+    """
+
+    step: int
+    states: dict[int, dict[int, Any]]
+
+
+def whole(method: F) -> F:
+    """Make a method of a reducer an operation that is whole on every rank, or is done again if a rank has died."""
+
+    @functools.wraps(method)
+    def run(reducer: Any, *args: Any) -> Any:
+        while True:
+            error, found, before = None, None, reducer.memory()
+            try:
+                found = method(reducer, *args)
+            except Exception as failure:
+                error = failure
+            if not reducer.vote(error):
+                reducer.put_back(before)
+            elif error is not None:
+                raise error
+            else:
+                return found
+
+    return run  # type: ignore[return-value]
 
 
 class Reducer:
@@ -47,7 +84,7 @@ class Reducer:
         self._announced: list[Callable[[float], list[bytes]]] = []
         self._failed = 0  # the last step that this rank has announced as failed
         self._told = ""  # the last failure of others that the ranks have voted on
-        self._scratch = Scratch()
+        self._scratch = averaging.Scratch()
 
     # Meeting.
 
@@ -60,9 +97,7 @@ class Reducer:
         try:
             self._require_same_terms(words, terms)
         except DisagreementError:
-            self.step = max(
-                roll_call.unpack(word).step for word in words
-            )  # ranks that continue must continue from the same step
+            self.step = max(roll_call.unpack(word).step for word in words)  # from which ranks that go on must go on
             raise
         with self._breaking():
             call = roll_call.read_words(words)
@@ -131,7 +166,9 @@ class Reducer:
             group.explain(error)
         if not self.votes or not isinstance(group, Survivors):
             return True
-        failed = self._failed_elsewhere(error)
+        failed = frozenset[int]()  # the other ranks whose failure has ended this operation: they vote on each once
+        if isinstance(error, DisagreementError) and group.rank not in error.failed and str(error) != self._told:
+            self._told, failed = str(error), error.failed
         if isinstance(self.broken, CollectiveError) and not failed:
             return True
         try:
@@ -144,15 +181,6 @@ class Reducer:
         self.broken, self._failed = None, 0
         self._announced.clear()
         return False
-
-    def _failed_elsewhere(self, error: BaseException | None) -> frozenset[int]:
-        """Return the other ranks whose failure has ended this operation. The ranks vote once on each failure."""
-        if not isinstance(error, DisagreementError) or self.collectives.rank in error.failed:
-            return frozenset()
-        if str(error) == self._told:
-            return frozenset()
-        self._told = str(error)
-        return error.failed
 
     def memory(self) -> Memory:
         """Return what must be put back before an operation is done again."""
@@ -184,7 +212,9 @@ class Reducer:
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Raise on every rank, before anything is reduced, if ranks come with different trees."""
         active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
-        if not roll_call.meet_with_trees(active.values()) or len({roll.digest for roll in active.values()}) <= 1:
+        begin = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in active.values())
+        comparable = begin or len({(roll.act, roll.number) for roll in active.values()}) == 1
+        if not comparable or len({roll.digest for roll in active.values()}) <= 1:
             return
         terms = self.collectives.gather_objects(mine)
         require_agreement({rank: terms[rank] for rank in active})
@@ -246,7 +276,9 @@ class Reducer:
             fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
         mine = Roll(handling.act, handling.step, number, fault, plan.digest, handling.joining)
         call = self._meet(mine, plan.terms)
-        self._require_finite(call, bucket)
+        for rank in call.active:
+            if call.rolls[rank].fault:
+                raise self._not_finite(bucket, rank, call.rolls[rank].fault)
         met = time.perf_counter()
         with self.telling(handling.step, number):
             averaged = self._averaged(bucket, own, handling, call.divisor)
@@ -255,7 +287,12 @@ class Reducer:
 
     def _averaged(self, bucket: Bucket, gradients: list[Any], handling: Handling, divisor: int) -> list[Any]:
         if bucket.sparse:
-            return [self._averaged_rows(bucket, gradients[0], divisor)]
+            gradient, shape = gradients[0], bucket.slots[0].shape
+            if is_sparse(gradient):
+                return [averaging.reduce_sparse(gradient, shape, bucket.dtype, divisor, self.collectives)]
+            table = np.array(gradient, order="C")
+            averaging.reduce_rows(table, shape, divisor, self.collectives)
+            return [jax.device_put(table, gradient.sharding)]
         if handling.hook is None:
             return averaging.average_in_chunks(
                 bucket, gradients, divisor, self.collectives, self._scratch, overwrite=handling.overwrite
@@ -276,19 +313,6 @@ class Reducer:
         own = act is Act.REDUCE
         return Handling(self.step, self.rules.hook, states, own, Clock(backward=own), act, self.joining)
 
-    def _averaged_rows(self, bucket: Bucket, gradient: Any, divisor: int) -> Any:
-        slot = bucket.slots[0]
-        if not is_sparse(gradient):
-            table = np.array(gradient, order="C")
-            reduce_rows(table, slot.shape, divisor, self.collectives)
-            return jax.device_put(table, gradient.sharding)
-        return reduce_sparse(gradient, slot.shape, bucket.dtype, divisor, self.collectives)
-
-    def _require_finite(self, call: RollCall, bucket: Bucket) -> None:
-        for rank in call.active:
-            if call.rolls[rank].fault:
-                raise self._not_finite(bucket, rank, call.rolls[rank].fault)
-
     def require_finite(self, plan: BucketPlan, faults: np.ndarray) -> None:
         """Raise NonFiniteError for the first fault of all ranks: by rank, a row with the fault of each bucket."""
         for bucket in plan.buckets:
@@ -308,11 +332,9 @@ class Reducer:
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
         """Return which parameters any rank used. Ranks that have joined used none."""
         self._meet(self._roll(Act.USED, len(used)))
-        return self._share_used(np.array(used, np.uint8))
-
-    def _share_used(self, used: np.ndarray) -> np.ndarray:
-        self.collectives.reduce_in_place(used, "max")
-        return used.astype(bool)
+        by_any = np.array(used, np.uint8)
+        self.collectives.reduce_in_place(by_any, "max")
+        return by_any.astype(bool)
 
     @whole
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
@@ -359,7 +381,7 @@ class Reducer:
                         handling.remember()
                     self._shadow_bucket(plan, lead.number, call, handling)
             elif lead.act is Act.USED:
-                self._share_used(np.zeros(lead.number, np.uint8))
+                self.collectives.reduce_in_place(np.zeros(lead.number, np.uint8), "max")
             elif lead.act is not Act.FAILED:
                 raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
             elif handling is not None and handling.step == self.step:  # the others raise the error, and may go on
@@ -373,7 +395,7 @@ class Reducer:
         if self.rules.hook is None and not bucket.sparse:
             averaging.zeros(bucket, self.collectives, self._scratch)
         elif plan.terms.leaves[bucket.slots[0].index].sparse:
-            reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
+            averaging.reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
             self._averaged(bucket, nothing, handling, call.divisor)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,11 +31,6 @@ class BucketPlan:
         return [slot.index for bucket in self.buckets for slot in bucket.slots]
 
 
-def _spelled(cap: Cap) -> str:
-    """Spell equal numbers alike, and others differently."""
-    return str(cap) if cap is None or isinstance(cap, str) else repr(float(cap)).removesuffix(".0")
-
-
 def paths_of(sparse: Sequence[str]) -> frozenset[str]:
     """Return checked paths of leaves. Raise TypeError for a single path that is not in a list."""
     if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
@@ -59,14 +53,15 @@ class Rules:
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
         checked(self.hook)
-        if not isinstance(self.timeout, numbers.Real) or isinstance(self.timeout, bool) or not self.timeout > 0:
+        if not self.timeout > 0:
             raise ValueError(f"timeout must be a number of seconds above zero, not {self.timeout!r}")
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The values that the ranks compare, by the names that messages use."""
+        """The values that the ranks compare, by the names that messages use: equal numbers are spelled alike."""
+        cap = self.bucket_cap_mb
         return (
-            ("bucket_cap_mb", _spelled(self.bucket_cap_mb)),
+            ("bucket_cap_mb", str(cap) if cap is None else repr(float(cap)).removesuffix(".0")),
             ("the hook", self.hook_name),
             ("find_unused_parameters", str(self.find_unused_parameters)),
             ("check_finite", str(self.check_finite)),

@@ -59,6 +59,7 @@ class Clock:
 
 def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
     """Return the statistics after one more step, and report the step to the timeline."""
+    computed = max((span.ready for span in clock.spans), default=clock.started)
     updated = dataclasses.replace(
         before,
         rank=rank,
@@ -69,38 +70,17 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         order=plan.order,
         unused=tuple(unused),
         spans=tuple(clock.spans),
-        **sizes(plan.buckets),
-        **times(clock),
+        bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
+        bucket_leaves=tuple(tuple(slot.index for slot in bucket.slots) for bucket in plan.buckets),
+        compute=computed - clock.started,
+        communication=sum(span.reduced - span.met for span in clock.spans),
+        overlap=sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
+        waiting=sum(span.met - span.ready for span in clock.spans),
     )
     if events.sink is not None and updated.spans:
-        report_to_timeline(updated, backward=clock.backward)
+        if clock.backward:
+            events.pass_on(Event(events.PIECE, rank, "", "backward", computed - updated.compute, computed, {}))
+        for span in updated.spans:
+            details = {"bytes": updated.bucket_sizes[span.bucket], "waited": span.met - span.ready}
+            events.pass_on(Event(events.BUCKET, rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
     return updated
-
-
-def report_to_timeline(updated: Statistics, *, backward: bool) -> None:
-    """Report a step to the timeline: the backward pass, and each bucket from the arrival of all ranks to its end."""
-    computed = max(span.ready for span in updated.spans)
-    if backward:
-        events.pass_on(Event(events.PIECE, updated.rank, "", "backward", computed - updated.compute, computed, {}))
-    for span in updated.spans:
-        details = {"bytes": updated.bucket_sizes[span.bucket], "waited": span.met - span.ready}
-        events.pass_on(Event(events.BUCKET, updated.rank, "", f"bucket {span.bucket}", span.met, span.reduced, details))
-
-
-def times(clock: Clock) -> dict[str, Any]:
-    """Return compute, communication, overlap and waiting times of a step."""
-    computed = max((span.ready for span in clock.spans), default=clock.started)
-    return {
-        "compute": computed - clock.started,
-        "communication": sum(span.reduced - span.met for span in clock.spans),
-        "overlap": sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
-        "waiting": sum(span.met - span.ready for span in clock.spans),
-    }
-
-
-def sizes(buckets: Sequence[Any]) -> dict[str, Any]:
-    """Return a plan's part of the statistics: the size and the leaves of each bucket."""
-    return {
-        "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
-        "bucket_leaves": tuple(tuple(slot.index for slot in bucket.slots) for bucket in buckets),
-    }

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.data_parallel.buckets.bucket import Bucket, join_flat
-from jdistgrad.data_parallel.buckets.dividing import divided
+from jdistgrad.data_parallel.buckets.bucket import Bucket, divided, join_flat
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives
@@ -69,7 +68,17 @@ class CompiledAverage:
         Arguments:
           what: "step" for a step's own gradients, "average" for given ones; all ranks must do the same.
         """
-        self._refuse_what_waits(joining=joining)
+        rules = self._rules
+        asked = {
+            "join": joining,
+            "check_finite": rules.check_finite,
+            "find_unused_parameters": rules.find_unused_parameters,
+        }
+        for name in filter(asked.get, asked):
+            raise CollectiveError(
+                f"{name}: inside jax.jit (and on a mesh) ranks exchange nothing but gradients. Call the step from "
+                "Python, without jax.jit."
+            )
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
@@ -77,19 +86,6 @@ class CompiledAverage:
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states, what)[0]
-
-    def _refuse_what_waits(self, *, joining: bool) -> None:
-        rules = self._rules
-        for asked, name in (
-            (joining, "join"),
-            (rules.check_finite, "check_finite"),
-            (rules.find_unused_parameters, "find_unused_parameters"),
-        ):
-            if asked:
-                raise CollectiveError(
-                    f"{name}: inside jax.jit (and on a mesh) ranks exchange nothing but gradients. Call the step from "
-                    "Python, without jax.jit."
-                )
 
     def _buckets(self, tree: Any) -> Sequence[Bucket]:
         if self._driver is None:
@@ -125,7 +121,12 @@ def _averaged(
 ) -> tuple[Sequence[Any], Any]:
     """Average one bucket. A leaf listed in ``sparse`` is dense here; as in eager steps, hooks do not get it."""
     if is_sparse(own[0]):
-        raise _sparse(bucket)
+        path = bucket.slots[0].path
+        raise LeafError(
+            f"the gradient {path} is sparse (BCOO), expected a dense array: in a compiled step ranks cannot have "
+            "different numbers of rows. Use gradient.todense(), or average it from Python.",
+            path=path,
+        )
     summed = [all_.is_summed(gradient) for gradient in own]
     if any(summed):
         return _average_partly_summed(bucket, own, summed, hook, all_), state
@@ -156,12 +157,3 @@ def localized(collectives: Collectives, args: Args, argnums: int | Sequence[int]
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     chosen = {operator.index(number) % max(1, len(args)) for number in numbers}
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]
-
-
-def _sparse(bucket: Bucket) -> LeafError:
-    path = bucket.slots[0].path
-    return LeafError(
-        f"the gradient {path} is sparse (BCOO), expected a dense array: in a compiled step ranks cannot have different "
-        "numbers of rows. Use gradient.todense(), or average it from Python.",
-        path=path,
-    )

@@ -20,21 +20,19 @@ from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.hooks.base import require_states
 from jdistgrad.data_parallel.reducing.agreement import Terms, bit_digests
-from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
+from jdistgrad.data_parallel.reducing.averaging import require_rows
+from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.reducing.sparse import require_rows
 from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
-from jdistgrad.data_parallel.steps.join import Join
-from jdistgrad.data_parallel.steps.program import LossProgram, Programs
-from jdistgrad.data_parallel.steps.reduction import Reduction
-from jdistgrad.data_parallel.steps.thread import Communication
-from jdistgrad.data_parallel.steps.trace import Trace, readiness
+from jdistgrad.data_parallel.steps.program import LossProgram, Programs, Trace, readiness
+from jdistgrad.data_parallel.steps.reduction import Communication, Reduction
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.handles import is_handle
 
 T = TypeVar("T")
+
+WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
 
 
 Then = Callable[[], Any]
@@ -47,12 +45,42 @@ class Shared(NamedTuple):
     used: np.ndarray
 
 
+class Join:
+    """A block of steps of which this rank may take fewer than the others; see ``DataParallel.join``."""
+
+    def __init__(self, shadow: Callable[[], int], broadcast: Callable[[Any, int], Any]):
+        self._shadow, self._broadcast = shadow, broadcast
+        self.finished = False
+
+    def finish(self, tree: Any) -> Any:
+        """Declare that this rank has run out, shadow the others, and return the model of the last active rank.
+
+        Every rank must call it once, inside the ``with`` block, after its last step.
+
+        Arguments:
+          tree: this rank's parameters and the rest of its model (optimizer state, batch statistics).
+
+        Returns:
+          The tree of the last rank to run out.
+        """
+        if self.finished:
+            raise CollectiveError("join: finish was called twice in one block; call it once, after the last step.")
+        self.finished = True
+        return self._broadcast(tree, self._shadow())
+
+    def leave(self) -> None:
+        """End a block without ``finish``: shadow the others, and broadcast nothing."""
+        if not self.finished:
+            self.finished = True
+            self._shadow()
+
+
 class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
 
-    def __init__(self, collectives: HostCollectives, rules: Rules):
-        meets = collectives.meets_in_programs
-        twin = self._channel(collectives.adjusted(timeout=rules.timeout, meets_in_programs=meets))
+    def __init__(self, collectives: HostCollectives, rules: Rules, *, goes_on: bool = True):
+        adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
+        twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
         self._rules, self._reducer = rules, Reducer(twin, rules)
         self._untuned = rules  # of averages: a rank may meet another kind of leaves when the others have their plan
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
@@ -60,10 +88,6 @@ class Driver:
         self._usage = Usage()
         self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
-
-    def _channel(self, collectives: HostCollectives) -> HostCollectives:
-        """Return a channel of this driver's own."""
-        return able_to_go_on(collectives)
 
     @property
     def goes_on(self) -> bool:
@@ -108,7 +132,10 @@ class Driver:
         terms = self._rules.terms(tree)._replace(
             leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
         )
-        return terms, list(map(host_arrays.with_all_digits, leaves, memories))
+        for k, (leaf, memory) in enumerate(zip(leaves, memories, strict=True)):
+            if not memory.ndim and memory.dtype in WIDE:  # a single number travels as wide as Python's
+                memories[k] = np.array(leaf if type(leaf) in host_arrays.NUMBERS else memory, WIDE[memory.dtype])
+        return terms, memories
 
     # Steps.
 
@@ -131,12 +158,11 @@ class Driver:
 
     def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
         """Return the compiled step, which has a ``plan``."""
-        return programs.find(
-            args,
-            kwargs,
-            (overlap, self._rules.bucket_cap_mb),
-            lambda traced: LossProgram.segmented(traced, self._agree_on_model(traced), overlap=overlap),
-        )
+
+        def make(traced: Trace) -> LossProgram:
+            return LossProgram(traced, self._agree_on_model(traced), overlap=overlap)
+
+        return programs.find(args, kwargs, (overlap, self._rules.bucket_cap_mb), make)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step with a compiled program."""
@@ -160,31 +186,21 @@ class Driver:
         """
         while True:
             before = self._reducer.memory() if self.goes_on else None
-            step, reduction = self._reducer.step, begin()
+            reduction = begin()
             try:
                 results = compute(reduction)
                 reduction.end()
-            except BaseException as error:
-                self._give_up(reduction, error, step)
+            except BaseException:
+                if reduction.is_launched:  # the others need nothing more of this rank's gradients
+                    reduction.end()
+                else:
+                    reduction.abandon()
                 raise
             try:
                 return results, reduction.finish(), reduction
             except UnfinishedError:
                 assert before is not None
                 self._reducer.put_back(before)
-
-    def _give_up(self, reduction: Reduction, error: BaseException, before: int) -> None:
-        """End a step in which this rank has failed, so that the next is in order.
-
-        Arguments:
-          before: the number of the step before.
-        """
-        if reduction.is_launched:
-            reduction.end()
-        elif isinstance(error, Exception) or reduction.has_begun:
-            reduction.abandon()
-        else:  # Ctrl-C, before the ranks have met: the next step is this one
-            self._reducer.step = before
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
@@ -237,12 +253,7 @@ class Driver:
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, *, then: Then | None = None, **unusual: Any) -> Reduction:
-        before = self._reducer.step
-        try:
-            return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
-        except BaseException:
-            self._reducer.step = before
-            raise
+        return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
 
     def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
         """Begin the next step; return the way in which its gradients are reduced."""
@@ -328,12 +339,11 @@ def as_gradient(path: str, leaf: Any) -> Any:
 
 def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
     """Return a key that is equal for trees of gradients that have one plan."""
-    return structure, trace_context(), tuple(map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> Any:
-    is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
-    return (leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf)
+    kinds = []
+    for leaf in leaves:
+        is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
+        kinds.append((leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf))
+    return structure, trace_context(), tuple(kinds)
 
 
 class Usage:

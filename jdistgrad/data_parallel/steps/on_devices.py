@@ -3,18 +3,18 @@
 Over ``Devices`` the program spans the devices of all ranks; over ``MPI(on_device=True)`` each rank has its own, in
 which mpi4jax reduces.
 
-A step is two programs, one of this rank's device and one that averages, where the ranks' losses differ (in the shapes
-of their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank,
-on a mesh of one, or on another than its own.
+A step is two programs, one of this rank alone and one that averages, where the ranks' losses differ (in the shapes of
+their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank: then
+the loss is compiled as the user has divided it, and of gradients that all devices hold, one copy is averaged.
 In host memory, as without devices, is done what no such program can do: steps in a ``join`` block, in which a rank may
-have no inputs, averages of sparse arrays, and averages of arrays that lie on several devices and are for a hook, or lie
-elsewhere on other ranks.
+have no inputs, and averages of sparse arrays.
 """
 
 import dataclasses
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,30 +24,22 @@ import numpy as np
 
 from jdistgrad import events, jaxprs
 from jdistgrad.data_parallel.buckets.bucket import Bucket
-from jdistgrad.data_parallel.buckets.functions import removed
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
+from jdistgrad.data_parallel.buckets.static_parts import removed
 from jdistgrad.data_parallel.collectives.base import Collectives
 from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
-from jdistgrad.data_parallel.collectives.several_devices import (
-    back,
-    first_faults,
-    lies_elsewhere,
-    on_one,
-    on_several,
-    without_mesh,
-)
-from jdistgrad.data_parallel.collectives.spanning import Program, in_one_order
+from jdistgrad.data_parallel.collectives.spanning import Program, at_home, in_one_order
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.hooks.base import require_states
+from jdistgrad.data_parallel.reducing.agreement import Settings
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
 from jdistgrad.data_parallel.steps.driver import Driver, as_gradient, kind_of
-from jdistgrad.data_parallel.steps.program import Programs
+from jdistgrad.data_parallel.steps.program import Programs, Trace
 from jdistgrad.data_parallel.steps.reduction import Reduction
-from jdistgrad.data_parallel.steps.trace import Trace
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
 
@@ -61,10 +53,6 @@ DIFFERENT_LOSSES = (
     "the ranks' steps differ, in the shapes of their arguments or in a number of the rank that is written into the "
     "loss: each rank computes its own backward pass, and the averages follow without overlap"
 )
-IN_HOST_MEMORY = (
-    "gradients lie on several devices of a rank, and a hook reduces them, or other ranks have theirs elsewhere: they "
-    "are averaged in host memory"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +61,9 @@ class SpanningStep:
 
     Attributes:
       program: None if there can be none: because the loss calls Python (other workers, for example), and a call may
-        fail on one rank, while the others would wait for ever inside a program over all devices; because the loss's
-        arguments do not simply lie on the rank's device; or because a hook is to get gradients on several devices.
-      plan: how the gradients are averaged.
-      used: for each leaf of the gradients, whether the loss depends on it.
-      digest: the same for equal programs, on all ranks.
-      structure: that of the gradients.
-      results: the structure of the program's other results: value, and aux if any.
+        fail on one rank, while the others would wait for ever inside a program over all devices; or because the loss's
+        arguments lie on several devices.
+      structure: that of the gradients. ``results``: that of the other results: value, and aux if any.
       alone: the step of this rank alone.
     """
 
@@ -96,49 +80,35 @@ class DeviceDriver(Driver):
     """The steps of a rank whose gradients stay on its device."""
 
     def __init__(self, collectives: Devices | OnDevice, rules: Rules):
-        super().__init__(collectives, rules)
+        super().__init__(collectives, rules, goes_on=False)
         self._devices = cast("Devices | OnDevice", self._reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
-        self._warned = set[str]()
+        self._warned = False
 
     # Steps.
 
     def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
-        if not self.joining:
-            kind = "devices", self._rules.bucket_cap_mb
-            make = functools.partial(self._step_of, programs, (args, kwargs))
-            leaves = jax.tree.leaves((args, kwargs))
-            if any(map(self._lies_elsewhere, leaves)):
-                apart = self._on_several if any(map(on_several, leaves)) else self._apart
-                return programs.find(args, kwargs, (*kind, "apart"), functools.partial(apart, programs))
-            return programs.find(args, kwargs, kind, make, self._devices.span)
-        return super()._compiled(programs, args, kwargs, overlap=overlap)
+        if self.joining:
+            return super()._compiled(programs, args, kwargs, overlap=overlap)
+        leaves = jax.tree.leaves((args, kwargs))
+        divided, kind = any(map(_on_several, leaves)), ("devices", self._rules.bucket_cap_mb)
+        if not divided:
+            for leaf in leaves:
+                at_home(leaf, self._devices.device)
+        make = functools.partial(self._step_of, programs, (args, kwargs), divided=divided)
+        return programs.find(args, kwargs, (*kind, divided), make, None if divided else self._devices.span)
 
-    def _lies_elsewhere(self, leaf: Any) -> bool:
-        return lies_elsewhere(leaf, self._devices.device)
-
-    def _channel(self, collectives: HostCollectives) -> HostCollectives:
-        return collectives.twin()
-
-    def _step_of(self, programs: Programs, inputs: Any, found: Trace) -> SpanningStep:
-        if jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(self._lies_elsewhere, found.closed.consts)):
-            return self._apart(programs, found)
-        plan = self._agree_on_model(found)
-        program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
-        return SpanningStep(program, plan, digest, found.gradients, found.used, found.results, programs.local)
-
-    def _on_several(self, programs: Programs, found: Trace) -> SpanningStep:
-        """Return the step of a loss whose arguments lie on several devices."""
-        if jaxprs.ordered_effects(found.closed):
+    def _step_of(self, programs: Programs, inputs: Any, found: Trace, *, divided: bool) -> SpanningStep:
+        if divided and jaxprs.ordered_effects(found.closed):
             raise CollectiveError(
                 "value_and_grad: the loss calls Python, other workers or collectives (SyncBatchNorm, say), which XLA "
                 "cannot do in a program over several devices of one rank. Put the loss's arguments on one device."
             )
-        return self._apart(programs, found)
-
-    def _apart(self, programs: Programs, found: Trace) -> SpanningStep:
         plan = self._agree_on_model(found)
-        return SpanningStep(None, plan, APART, found.gradients, found.used, found.results, programs.local)
+        program, digest = None, APART
+        if not (divided or jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(_on_several, found.closed.consts))):
+            program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
+        return SpanningStep(program, plan, digest, found.gradients, found.used, found.results, programs.local)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         if not isinstance(program, SpanningStep):
@@ -153,24 +123,20 @@ class DeviceDriver(Driver):
     def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
         """Take a step in two programs: this rank's own backward pass, then the averages."""
         assert program.alone is not None
-        if program.program is not None:
-            self._warn("apart", DIFFERENT_LOSSES)
+        if program.program is not None and not self._warned:
+            self._warned = True
+            log.warning(DIFFERENT_LOSSES)
         self._thread.finish()
         with self._reducer.telling(handling.step, 0):
             results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
         return results, self._averaged(removed(gradients), program.plan, handling, program.used)
-
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            log.warning(text)
 
     # Averages of given gradients.
 
     def average(self, gradients: Any) -> Any:
         if self._needs_host(gradients):
             return super().average(gradients)
-        return self._average_given(gradients, hook=self._rules.hook)
+        return self._average_given(gradients)
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         if self._needs_host(gradients):
@@ -198,40 +164,22 @@ class DeviceDriver(Driver):
     def _averaged(
         self, gradients: Any, plan: BucketPlan, handling: Handling, used: Sequence[bool] | None = None
     ) -> Any:
-        """Average gradients in a program of their own; in host memory, if the ranks cannot have one program."""
+        """Average gradients in a program of their own. What all devices of the rank hold, they hold again."""
         with self._reducer.telling(handling.step, 0):
-            step, own = self._average_of(gradients, plan, handling.hook)
-        found = self._run(step, own, handling, used)
-        if found is not None:
-            return back(found[0], gradients, self._devices.device)
-        self._warn("host", IN_HOST_MEMORY)
-        kept = dataclasses.replace(handling, overwrite=False)
-        near = gradients if handling.hook is None else on_one(gradients, self._devices.device)
-        begin = functools.partial(Reduction, self._reducer, self._thread, plan, kept)
-        averaged, _ = self._average(plan, near, begin, used)
-        return averaged if near is gradients else back(averaged, gradients, self._devices.device)
+            leaves, structure = jax.tree.flatten(gradients)
+            own = [at_home(as_gradient("", leaf), self._devices.device) for leaf in leaves]
+            key = kind_of(leaves, structure), plan.digest, handling.hook
+            if key not in self._averages:
+                closed = jax.make_jaxpr(lambda *xs: list(xs))(*own)
+                program, digest = self._program(plan, closed, own, handling.hook)
+                self._averages[key] = SpanningStep(program, plan, digest, structure)
+        found = self._run(self._averages[key], own, handling, used)
+        assert found is not None  # ranks of one plan have one program
 
-    def _average_of(self, gradients: Any, plan: BucketPlan, hook: Hook | None) -> tuple[SpanningStep, list[Any]]:
-        """Return the program that averages such gradients, and its arguments."""
-        leaves, structure = jax.tree.flatten(gradients)
-        own = [as_gradient("", leaf) for leaf in leaves]
-        several = any(map(on_several, own))
-        own = own if several else list(map(without_mesh, own))
-        key = kind_of(leaves, structure), plan.digest, hook, tuple(leaf.sharding for leaf in own) if several else ()
-        if key not in self._averages:
-            make = self._average_on_all if several else self._average_here
-            self._averages[key] = make(own, plan, structure, hook)
-        return self._averages[key], own
+        def put_back(x: jax.Array, before: Any) -> jax.Array:
+            return jax.device_put(x, before.sharding) if _on_several(before) else x
 
-    def _average_here(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
-        closed = jax.make_jaxpr(lambda *xs: list(xs))(*own)
-        program, digest = self._program(plan, closed, own, hook)
-        return SpanningStep(program, plan, digest, structure)
-
-    def _average_on_all(self, own: list[Any], plan: BucketPlan, structure: Any, hook: Hook | None) -> SpanningStep:
-        look = self._rules.check_finite
-        program = None if hook else self._devices.program_on_all(_groups(plan), own, look=look)
-        return SpanningStep(program, plan, APART if program is None else program.digest, structure)
+        return jax.tree.map(put_back, found[0], gradients)
 
     # Programs.
 
@@ -244,7 +192,7 @@ class DeviceDriver(Driver):
             gradients, before = results[:count], jax.tree.unflatten(tree, state_leaves)
             averaged, after = average_buckets(plan.buckets, gradients, before, hook, all_)
             wrong = [~jnp.isfinite(gradient).all() for gradient in gradients] if looks else []
-            faults = [all_.allgather(first_faults(_groups(plan), wrong))] if looks else []
+            faults = [all_.allgather(_first_faults(plan, wrong))] if looks else []
             return [*averaged, *results[count:], *jax.tree.leaves(after), *faults]
 
         what = f"the buckets of a step (plan {plan.digest:016x})"
@@ -264,7 +212,10 @@ class DeviceDriver(Driver):
             self._reducer.meet(plan, handling, step.digest)
             return None
         with self._reducer.telling(handling.step, 0):
-            states, tree = jax.tree.flatten(_states(plan, handling))
+            for bucket in plan.buckets:
+                if bucket.index not in handling.states:
+                    handling.states[bucket.index] = _first_state(bucket, handling.hook)
+            states, tree = jax.tree.flatten([handling.states[bucket.index] for bucket in plan.buckets])
             leaves = jax.tree.leaves(inputs)
             shared = program.prepare([*leaves, *states])
         with in_one_order:
@@ -284,17 +235,45 @@ class DeviceDriver(Driver):
         return jax.tree.unflatten(step.structure, results[:count]), results[count:kept]
 
 
-def _groups(plan: BucketPlan) -> list[list[int]]:
-    return [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+def _on_several(leaf: Any) -> bool:
+    """Return whether a leaf is an array on several devices."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
 
 
-def _states(plan: BucketPlan, handling: Handling) -> list[Any]:
-    """Return the hook's state for each bucket; begin those that are missing."""
+def _first_faults(plan: BucketPlan, wrong: Sequence[jax.Array]) -> jax.Array:
+    """Return for each bucket 0, or 1 plus the place of the first of its gradients that is wrong."""
+    found = [jnp.zeros((), jnp.int32)]
     for bucket in plan.buckets:
-        if bucket.index not in handling.states:
-            handling.states[bucket.index] = _first_state(bucket, handling.hook)
-    return [handling.states[bucket.index] for bucket in plan.buckets]
+        flags = jnp.stack([wrong[slot.index] for slot in bucket.slots])
+        found.append(jnp.where(flags.any(), 1 + jnp.argmax(flags), 0).astype(jnp.int32))
+    return jnp.stack(found)[1:]
 
 
 def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
     return () if hook is None or bucket.sparse else hook.init(bucket)
+
+
+def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
+    """Return the driver of a rank's steps, as its collectives need it."""
+    if isinstance(collectives, Devices | OnDevice):
+        return DeviceDriver(collectives, rules)
+    return Driver(collectives, rules)
+
+
+Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
+
+_of_no_world = Drivers()
+
+
+def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = False) -> Driver:
+    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting.
+
+    Arguments:
+      anew: if the ranks have come apart in its steps, begin with another one.
+    """
+    worker = collectives.keeper()
+    drivers: Drivers = _of_no_world if worker is None else worker.kept.setdefault("drivers", Drivers())
+    found = drivers.setdefault(collectives, {})
+    if rules.settings not in found or (anew and found[rules.settings].refuses):
+        found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
+    return found[rules.settings]

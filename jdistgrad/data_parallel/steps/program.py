@@ -1,18 +1,23 @@
-"""A loss, traced for the shapes it was called with, and compiled by whoever drives its steps."""
+"""A loss, traced for the shapes it was called with, and compiled by whoever drives its steps.
+
+The trace is one flat jaxpr of the value and the gradients, with the parameters that the loss depends on.
+"""
 
 import contextlib
-import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend import core
 
-from jdistgrad._compat import trace_context
-from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, require_inexact
+from jdistgrad import jaxprs
+from jdistgrad._compat import lowered, trace_context
+from jdistgrad.data_parallel.buckets.leaves import describe, flatten, require_inexact
+from jdistgrad.data_parallel.buckets.static_parts import removed, static_parts
 from jdistgrad.data_parallel.collectives.spanning import Span
 from jdistgrad.data_parallel.reducing.settings import BucketPlan
-from jdistgrad.data_parallel.steps import trace
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
@@ -21,32 +26,124 @@ from jdistgrad.rpc.references.handles import without_handles
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+class Trace(NamedTuple):
+    """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux).
+
+    ``static``: the static parts of the parameters, functions among their leaves included. ``parameters``: the leaves of
+    the arguments that it was traced for, in the order of the gradients.
+    """
+
+    closed: Any
+    gradients: Any
+    results: Any
+    used: tuple[bool, ...]
+    static: tuple[str, ...]
+    parameters: Sequence[Any]
+
+    @property
+    def like(self) -> Any:
+        """The shapes and dtypes of the gradients."""
+        avals = self.closed.out_avals[: self.gradients.num_leaves]
+        return jax.tree.unflatten(self.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+
+
+def trace(
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    has_aux: bool,
+    axes: Sequence[tuple[str, int]] = (),
+) -> Trace:
+    """Trace a loss's value and gradients, with jitted functions inlined.
+
+    Arguments:
+      axes: mesh axes that the loss's collectives may use, with their sizes.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: dict[str, Any] = {}
+
+    def program(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        used: set[int] = set()
+        value, gradients = jax.value_and_grad(_probed(loss, argnums, used), argnums, has_aux)(*args, **kwargs)
+        found["static"] = static_parts(flatten(gradients)[1])
+        flat, found["gradients"] = jax.tree.flatten(removed(gradients))
+        rest, found["results"] = jax.tree.flatten(value)
+        found["used"] = tuple(k in used for k in range(len(flat)))
+        return [*flat, *rest]
+
+    nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
+    evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
+    closed = evaluated(*without_handles(leaves))
+    parameters = jax.tree.leaves([args[k] for k in ((argnums,) if isinstance(argnums, int) else argnums)])
+    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"], parameters)
+
+
+def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
+    """Return the loss with a probe on each parameter leaf, which notes in ``used`` that it gets a cotangent."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(loss)
+    def probed(*args: Any, **kwargs: Any) -> Any:
+        parts, tree = jax.tree.flatten([args[k] for k in numbers])
+        parts = [_probe(functools.partial(used.add, k), part) for k, part in enumerate(parts)]
+        replaced = list(args)
+        for k, value in zip(numbers, jax.tree.unflatten(tree, parts), strict=True):
+            replaced[k] = value
+        return loss(*replaced, **kwargs)
+
+    return probed
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _probe(note: Callable[[], None], x: Any) -> Any:
+    return x
+
+
+def _probe_forward(note: Callable[[], None], x: Any) -> tuple[Any, None]:
+    return x.value, None
+
+
+def _probe_backward(note: Callable[[], None], _: None, cotangent: Any) -> tuple[Any]:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return (None,)
+    note()
+    return (cotangent,)
+
+
+_probe.defvjp(_probe_forward, _probe_backward, symbolic_zeros=True)
+
+
+def readiness(closed: Any, count: int) -> list[int]:
+    """Return the first ``count`` outputs in the order the equations produce them; among equals, the last first."""
+    position = {var: k for k, equation in enumerate(closed.jaxpr.eqns) for var in equation.outvars}
+
+    def key(index: int) -> tuple[int, int]:
+        var = closed.jaxpr.outvars[index]
+        return (-1 if isinstance(var, core.Literal) else position.get(var, -1), -index)
+
+    return sorted(range(count), key=key)
+
+
 class LossProgram:
     """A compiled step, in segments.
 
-    Attributes:
-      structure: that of the gradients.
-      used: for each leaf of the gradients, whether the loss depends on it.
-      results: the structure of the value, and aux if any.
+    Arguments:
+      overlap: make a segment for each bucket.
     """
 
-    plan: BucketPlan
-    structure: Any
-    used: tuple[bool, ...]
-    staged: Segmented
-    results: Any
-
-    @classmethod
-    def segmented(cls, traced: trace.Trace, plan: BucketPlan, *, overlap: bool) -> "LossProgram":
-        """Compile a step. ``overlap``: in a segment for each bucket."""
+    def __init__(self, traced: Trace, plan: BucketPlan, *, overlap: bool):
         groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-        return cls(plan, traced.gradients, traced.used, staged, traced.results)
+        self.plan, self.structure, self.used = plan, traced.gradients, traced.used
+        self._staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+        self._results = traced.results
 
     def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
         """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
-        return jax.tree.unflatten(self.results, self.staged(without_handles(jax.tree.leaves((args, kwargs))), computed))
+        leaves = without_handles(jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(self._results, self._staged(leaves, computed))
 
 
 class Programs:
@@ -60,9 +157,7 @@ class Programs:
         self._found: dict[Any, Any] = {}
         self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
 
-    def find(
-        self, args: Args, kwargs: Kwargs, kind: Any, make: Callable[[trace.Trace], T], span: Span | None = None
-    ) -> T:
+    def find(self, args: Args, kwargs: Kwargs, kind: Any, make: Callable[[Trace], T], span: Span | None = None) -> T:
         """Return what ``make`` makes of the traced step: the same for the same kind and shapes.
 
         Arguments:
@@ -79,24 +174,20 @@ class Programs:
         """Return the structure of the gradients, and for each leaf whether the loss depends on it."""
         return self.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
 
-    def _trace(self, args: Args, kwargs: Kwargs, span: Span | None) -> trace.Trace:
-        self._require_inexact(args)
+    def _trace(self, args: Args, kwargs: Kwargs, span: Span | None) -> Trace:
+        numbers = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
+        if max(numbers, default=0) >= len(args):
+            raise TypeError(
+                f"value_and_grad: argnums={self._argnums!r} names positional arguments, of which there are {len(args)}"
+            )
+        chosen = args[self._argnums] if isinstance(self._argnums, int) else [args[k] for k in numbers]
+        require_inexact(describe(chosen), "value_and_grad")
         with span.tracing() if span is not None else contextlib.nullcontext():
             axes = span.axes if span is not None else ()
-            traced = trace.trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, axes=axes)
+            traced = trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, axes=axes)
         if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
             raise CollectiveError(
                 "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
                 "Pass it as an argument of the step."
             )
         return traced
-
-    def _require_inexact(self, args: Args) -> None:
-        numbers = self._argnums
-        if max((numbers,) if isinstance(numbers, int) else numbers, default=0) >= len(args):
-            raise TypeError(
-                f"value_and_grad: argnums={numbers!r} names positional arguments, of which there are {len(args)}"
-            )
-        chosen = args[numbers] if isinstance(numbers, int) else [args[k] for k in numbers]
-        leaves: list[Leaf] = describe(chosen)
-        require_inexact(leaves, "value_and_grad")

@@ -1,23 +1,75 @@
-"""The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out."""
+"""The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out.
+
+The buckets are reduced by the communication thread, one for each DataParallel, so that its collectives have one order.
+"""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from jdistgrad._compat import configured
 from jdistgrad.data_parallel.buckets.bucket import Bucket
+from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
-from jdistgrad.data_parallel.reducing.reducer import Reducer
-from jdistgrad.data_parallel.reducing.repeating import UnfinishedError
+from jdistgrad.data_parallel.reducing.averaging import require_rows
+from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
-from jdistgrad.data_parallel.reducing.sparse import require_rows
-from jdistgrad.data_parallel.steps.thread import Communication
 from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.threads import join_soon, started
 from jdistgrad.wire import pinned
-from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.interrupts import InterruptibleFuture
+
+
+class Communication:
+    """A thread that runs functions one after the other. It ends when this object is gone."""
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
+        # The thread computes on its maker's device: a local worker has a device of its own.
+        thread = started(_serve, name, self._tasks, configured("jax_default_device"))
+        weakref.finalize(self, _end, self._tasks, thread)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        future = InterruptibleFuture[Any]()
+        self._tasks.put((future, settings(), function, args))
+        self._latest = weakref.ref(future)  # the result may be large
+        return future
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function on the thread and wait for its result."""
+        return self.submit(function, *args).result()
+
+    def finish(self) -> None:
+        """Wait until the thread has run all that it was given."""
+        latest = self._latest()
+        if latest is not None:  # else it has been run, and nobody waits for its result
+            latest.exception()
+
+
+def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    tasks.put(None)
+    join_soon([thread])
+
+
+def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
+    with jax.default_device(device) if device is not None else contextlib.nullcontext():
+        while (task := tasks.get()) is not None:
+            future, chosen, function, args = task
+            try:
+                with as_set(chosen):
+                    future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, chosen, function, args
 
 
 class Launching:
@@ -84,11 +136,6 @@ class Reduction:
         return Launching(self._plan.buckets)
 
     @property
-    def has_begun(self) -> bool:
-        """Return whether the others may have heard of it."""
-        return bool(self._launched)
-
-    @property
     def is_launched(self) -> bool:
         """Return whether the others need nothing more of this rank's gradients."""
         return len(self._launched) == len(self._plan.buckets)
@@ -100,15 +147,11 @@ class Reduction:
             number = len(self._launched)
             end = start + len(self._plan.buckets[number].slots)
             own = gradients[start:end]
-            copies = pinned.copies(own) if self._in_host_memory(number) else None
+            in_host_memory = self.handling.hook is None and not self._plan.buckets[number].sparse
+            copies = pinned.copies(own) if in_host_memory else None
             average = functools.partial(self._average, number) if copies is None else self._averaged_copies(number, own)
-            with put_off_interrupt():  # what is launched counts
-                self._launched.append(self._thread.submit(average, own if copies is None else copies))
+            self._launched.append(self._thread.submit(average, own if copies is None else copies))
             start = end
-
-    def _in_host_memory(self, number: int) -> bool:
-        """Return whether a bucket's gradients are read by this process, not by a hook."""
-        return self.handling.hook is None and not self._plan.buckets[number].sparse
 
     def _averaged_copies(self, number: int, own: Sequence[jax.Array]) -> Callable[[list[Any]], list[Any]]:
         """Return a function that averages copies of gradients in host memory, and sends the averages to their place."""
@@ -121,7 +164,11 @@ class Reduction:
         launched = self._launching.ready(leaf)
         self._gradients[leaf] = gradient
         for number in launched:
-            self.launch(self._take(number))
+            slots = self._plan.buckets[number].slots
+            taken = [self._gradients[slot.index] for slot in slots]
+            for slot in slots:
+                self._gradients[slot.index] = None
+            self.launch(taken)
 
     def _check(self, leaf: int, gradient: Any) -> None:
         leaves = self._plan.terms.leaves
@@ -144,17 +191,18 @@ class Reduction:
 
     def abandon(self) -> None:
         """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
-        self._thread.submit(self._abandon, len(self._launched))
+        launched = len(self._launched)
 
-    def _abandon(self, launched: int) -> None:
-        self.handling.put_back()
-        self._reducer.abandon(self.handling.step, launched)
+        def give_up() -> None:
+            self.handling.put_back()
+            self._reducer.abandon(self.handling.step, launched)
+
+        self._thread.submit(give_up)
 
     def end(self) -> None:
         """Let the others end the step, also if this rank does not wait for it."""
-        with put_off_interrupt():
-            if self._end is None and (self._then is not None or self._reducer.votes):
-                self._end = self._thread.submit(self._ended)
+        if self._end is None and (self._then is not None or self._reducer.votes):
+            self._end = self._thread.submit(self._ended)
 
     def finish(self) -> list[Any]:
         """Wait for every bucket; return the averaged gradients, by leaf.
@@ -184,25 +232,14 @@ class Reduction:
 
     def _ended(self) -> bool:
         """Return whether all ranks have the averages. If so, do what comes then."""
-        if self._reducer.votes and not self._vote():
+        errors = [error for error in (launched.exception() for launched in self._launched) if error is not None]
+        if self._reducer.votes and self._reducer.has_failed(self.handling.step):
+            self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
+        elif self._reducer.votes and not self._reducer.vote(errors[0] if errors else None):
             return False
-        if self._then is not None and not any(launched.exception() for launched in self._launched):
+        if self._then is not None and not errors:
             self.found = self._then()
         return True
-
-    def _vote(self) -> bool:
-        if self._reducer.has_failed(self.handling.step):
-            self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
-            return True
-        errors = (launched.exception() for launched in self._launched)
-        return self._reducer.vote(next(filter(None, errors), None))
-
-    def _take(self, number: int) -> list[Any]:
-        slots = self._plan.buckets[number].slots
-        taken = [self._gradients[slot.index] for slot in slots]
-        for slot in slots:
-            self._gradients[slot.index] = None
-        return taken
 
     def _average(self, number: int, gradients: list[Any], *, overwrite: bool | None = None) -> list[Any]:
         if self._failed:

@@ -77,7 +77,8 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[S
         if segment is not None:
             equations[segment].append(equation)
     needs = [_free(part, [jaxpr.outvars[k] for k in group]) for part, group in zip(equations, groups, strict=True)]
-    needs[0] += [var for var in dict.fromkeys(rest) if var in _inputs(jaxpr) and var not in needs[0]]
+    inputs = {*jaxpr.constvars, *jaxpr.invars}
+    needs[0] += [var for var in dict.fromkeys(rest) if var in inputs and var not in needs[0]]
     last = {var: k for k, need in enumerate(needs) for var in need}
     keep = set(rest)
     segments = []
@@ -89,16 +90,6 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[S
         outputs = [jaxpr.outvars[leaf] for leaf in group]
         segments.append(Segment(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
     return segments
-
-
-def _eager() -> bool:
-    """Return whether ``jax.disable_jit`` is set, under which two variables may be one array."""
-    config: Any = jax.config
-    return bool(config.jax_disable_jit)
-
-
-def _inputs(jaxpr: Any) -> set[Any]:
-    return {*jaxpr.constvars, *jaxpr.invars}
 
 
 def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[int | None]:
@@ -153,10 +144,11 @@ def _evaluation(
     def segment(*args: Any) -> tuple[list[Any], list[Any]]:
         values = dict(zip(inputs, args, strict=True))
         jaxprs.run(equations, values)
-        taken, gradients = set(shared), []
+        config: Any = jax.config
+        taken, gradients, eager = set(shared), [], config.jax_disable_jit  # then two variables may be one array
         for var in outputs:
             value = jaxprs.read(values, var)
-            fresh = not isinstance(var, core.Literal) and var not in taken and not _eager()
+            fresh = not isinstance(var, core.Literal) and var not in taken and not eager
             gradients.append(value if fresh else jax.numpy.copy(value))
             if fresh:
                 taken.add(var)
