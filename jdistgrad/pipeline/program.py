@@ -20,7 +20,7 @@ from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, remote
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
-from jdistgrad.schedules.checking import check
+from jdistgrad.schedules.playing import check
 from jdistgrad.schedules.schedule import Schedule
 
 ANSWER_SECONDS = 0.5
