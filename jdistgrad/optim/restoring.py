@@ -57,21 +57,13 @@ def _kind(leaf: Any) -> str:
 
 
 def _at_home(found: Any, known: Any) -> Any:
+    if isinstance(known, jax.Array) and jnp.issubdtype(known.dtype, jax.dtypes.prng_key):
+        data = jnp.array(np.asarray(jax.random.key_data(found)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))
     if isinstance(known, jax.Array):
-        return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else _array(found, known)
+        copy = jnp.array(np.asarray(found))  # one restored from a file may be committed to another worker's device
+        weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
+        return weakly_typed(copy) if weak else copy
     if isinstance(known, np.ndarray):
         return np.array(found)
     return type(known)(found.item()) if type(known) in NUMBERS and _is_array(found) else found
-
-
-def _array(found: Any, known: jax.Array) -> jax.Array:
-    """Copy an array to this worker: one restored from a file may be committed to another worker's device."""
-    copy = jnp.array(np.asarray(found))
-    weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
-    return weakly_typed(copy) if weak else copy
-
-
-def _key(found: Any) -> jax.Array:
-    """Copy a random key to this worker. NumPy can only see the key's data."""
-    data = jnp.array(np.asarray(jax.random.key_data(found)))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))

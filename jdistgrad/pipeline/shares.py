@@ -21,12 +21,10 @@ from jdistgrad.autograd.tape.links import next_message, serving
 from jdistgrad.autograd.tape.program_order import Place
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
-from jdistgrad.pipeline.averages import Averages, Turns
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part, is_reference, references_of
-from jdistgrad.pipeline.settings import with_settings
-from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
-from jdistgrad.pipeline.under_way import UnderWay, Waits
+from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of, with_settings
+from jdistgrad.pipeline.under_way import Averages, Turns, UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.inbox import Inbox
@@ -42,10 +40,7 @@ class Keep(ServedFunction):
     """The call that leaves a part of a pipeline on its worker."""
 
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return "keep a part of a pipeline"
+    label = "keep a part of a pipeline"
 
     def __call__(self, part: Part) -> Part:
         return part
@@ -95,10 +90,7 @@ class Share(ServedFunction):
     step: int
     place: Place
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return "a share of a pipeline's step"
+    label = "a share of a pipeline's step"
 
     def __call__(
         self,
@@ -165,10 +157,14 @@ class Run:
             raise
 
     def _carry_out(self) -> Done:
-        self._find_averages()
+        for stage, reference in self._part.averages.items() if self._plan.trains else ():
+            with self._named(f"average= of stage {stage}"):
+                self._averages.find(stage, reference)
         self._fetch_parameters()
         with self._named("the batch"):
-            self._split_batch()
+            batch, targets, sizes = self._brought
+            self._batches, self._targets = split(batch, sizes), split(targets, sizes)
+            self._weights = [size / sum(sizes) for size in sizes]
         self._carry_out_actions()
         self._due = self._ready = time.monotonic()
         for stage, averaged in self._averages.begun.items():
@@ -182,7 +178,11 @@ class Run:
             self._check_time()
             clock = time.time() - time.monotonic()  # other machines know only the time of day
             times = [(due + clock, ready + clock, half + clock, done + clock) for due, ready, half, done in self._times]
-            return Done(*self._outcome(), times, self._most)
+            loss, results = None, self._results
+            if self._part.is_last and self._part.functions[len(self._plan.ranks) - 1].loss is not None:
+                loss = weighted_sum(list(map(scalar_of, results)), self._weights)
+                results = [one[1] for one in results if isinstance(one, tuple)]
+            return Done(loss, results, times, self._most)
 
     def _carry_out_actions(self) -> None:
         steps: dict[Kind, Callable[[int, int], None]] = {
@@ -199,18 +199,12 @@ class Run:
                 steps[action.kind](action.stage, action.microbatch)
                 done = self._check_time()
                 self._times.append((self._due, self._ready, max(self._half, self._ready), done))
-                self._tell(action)
+                if events.sink is not None:
+                    events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
         except BaseException as error:
             self._name(error, spelled(action))
             raise
         self._action = None
-
-    def _outcome(self) -> tuple[Any, list[Any]]:
-        """Return the loss and the results that this worker answers."""
-        if not self._part.is_last or self._part.functions[len(self._plan.ranks) - 1].loss is None:
-            return None, self._results
-        auxiliary = [one[1] for one in self._results if isinstance(one, tuple)]
-        return weighted_sum(list(map(scalar_of, self._results)), self._weights), auxiliary
 
     def doing(self) -> str:
         """Say what the share has been doing, and for how long."""
@@ -246,20 +240,6 @@ class Run:
                 self._trainable[stage] = tuple(itertools.chain(*each))
                 self._gradients[stage] = list(map(sum, each))
 
-    def _split_batch(self) -> None:
-        batch, targets, sizes = self._brought
-        self._batches, self._targets = split(batch, sizes), split(targets, sizes)
-        self._weights = [size / sum(sizes) for size in sizes]
-
-    def _find_averages(self) -> None:
-        for stage, reference in self._part.averages.items() if self._plan.trains else ():
-            with self._named(f"average= of stage {stage}"):
-                self._averages.find(stage, reference)
-
-    def _tell(self, action: Action) -> None:
-        if events.sink is not None:
-            events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
-
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
         try:
@@ -285,7 +265,7 @@ class Run:
             given = self._batches[microbatch] if source == BATCH else (taken[source],)
             parts += given
             wanted += [self._plan.trains and self._is_trained(source)] * len(given)
-        self._computing()
+        self._ready = time.monotonic()
         last = stage == len(self._plan.ranks) - 1
         targets = self._targets[microbatch] if last else ()
         recording = Recording(self._part.functions[stage], tuple(parts), tuple(wanted), targets)
@@ -315,8 +295,12 @@ class Run:
         else:
             loss = scalar_of(recording.result)
             cotangents = [np.asarray(self._weights[microbatch], jnp.result_type(loss))]
-        self._computing()
-        sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
+        self._ready = time.monotonic()
+        sources = [
+            source
+            for source in self._plan.inputs[stage]
+            for _ in range(len(self._batches[microbatch]) if source == BATCH else 1)
+        ]
         found: dict[int, list[list[Any]]] = {}
         for source, each in zip(sources, recording.pull_inputs(cotangents), strict=True):
             found.setdefault(source, []).append(each)
@@ -348,13 +332,7 @@ class Run:
         """Return whether what a stage takes from a source depends on parameters."""
         return source != BATCH and self._plan.trained[source]
 
-    def _width(self, source: int, microbatch: int) -> int:
-        return len(self._batches[microbatch]) if source == BATCH else 1
-
     # Values from and to other stages.
-
-    def _computing(self) -> None:
-        self._ready = time.monotonic()
 
     def _push(self, what: int, source: int, target: int, microbatch: int, value: Any) -> None:
         key = self.step, what, source, target, microbatch

@@ -6,7 +6,6 @@ owner keeps of an optimizer.
 """
 
 import functools
-import math
 import operator
 import os
 import pathlib
@@ -72,10 +71,13 @@ def save(
       ...     if step % 100 == 99:
       ...         jd.save(folder, step + 1, params, optimizer)
     """
-    number = _whole_number(step)
-    if number is None or number < 0:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"save(path, step, trees): step must be a number of steps, 0 or more, not {step!r:.60}")
-    if keep != math.inf and (_whole_number(keep) or 0) < 1:
+    if not keep >= 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
     with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
@@ -160,9 +162,7 @@ def restore(
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
     """
-    number = None if step is None else _whole_number(step)
-    if step is not None and number is None:
-        raise ValueError(f"restore: step must be a number of steps, not {step!r:.60}")
+    number = None if step is None else operator.index(step)
     folder = _folder("restore", path)
     files.orbax()
     asked = "" if number is None else f", step={number}"
@@ -185,13 +185,6 @@ def _folder(what: str, path: AnyPath) -> pathlib.Path:
     if "\\" in str(folder) and os.sep != "\\":
         raise ValueError(f"{what}: {folder} has a backslash, which the files' format takes for a slash")
     return folder
-
-
-def _whole_number(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def _chosen(path: pathlib.Path, step: int | None) -> str | None:

@@ -14,7 +14,8 @@ from helpers.worlds import last, on_worker0, owned_values
 
 import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
-from jdistgrad.modules import linen
+from jdistgrad.modules import flax_modules
+from jdistgrad.modules.blueprint import blueprint
 from jdistgrad.modules.module import RemoteModule
 
 
@@ -174,7 +175,7 @@ def test_what_a_module_uses_may_change_when_caches_are_cleared(world):
 
 def test_arguments_that_keep_changing_are_not_compiled_for():
     """The number of a step would have the module compiled in each step."""
-    apply = linen.LinenApply(linen.blueprint_of(Stepped()), stateful=False)
+    apply = flax_modules.LinenApply(blueprint(Stepped(), flax_modules.take_apart), stateful=False)
     parameters, _ = apply.init(3, (X, 1))
     for step in (*range(2 * STATICS_COMPILED), 0.5, 1.5):
         found, changed = jax.value_and_grad(lambda p, step=step: jnp.sum(apply(p, X, step)))(parameters)

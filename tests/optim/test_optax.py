@@ -14,8 +14,7 @@ from helpers.worlds import on_every_worker
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
-from jdistgrad.optim.averaging import average_gradients, keep_unused
-from jdistgrad.optim.local_sgd import local_sgd
+from jdistgrad.optim.averaging import average_gradients, keep_unused, local_sgd
 from jdistgrad.optim.sharding import shard_state
 
 
@@ -98,7 +97,7 @@ def test_init_ends_what_a_failure_on_one_rank_has_begun(big_world, make, told, r
     with pytest.raises(KeyError if rank == 1 else DisagreementError):
         tx.update(gradients, state, params)
     if told:
-        with pytest.raises(DisagreementError, match="call init again, on every rank"):
+        with pytest.raises(DisagreementError):
             tx.update(gradients, state, params)
     tx.init(params)
     for _ in range(2):

@@ -139,17 +139,6 @@ def test_a_new_pipeline_takes_an_object_as_it_is_now_on_all_workers(world, stage
     assert losses == [8.0, 27.0]
 
 
-def test_what_an_object_without_an_importable_class_holds_is_told_by_its_attributes():
-    class Inner(Gain):
-        pass
-
-    gain, wanted = Inner(2.0), (True, True)
-    before = StageFunction(gain).compiled(wanted)
-    assert StageFunction(gain).compiled(wanted) is before
-    gain.factor = 3.0
-    assert StageFunction(gain).compiled(wanted) is not before
-
-
 def shares_under_way(ctx):
     return len(find_context(ctx).scope.content(UnderWay).runs)
 
@@ -199,29 +188,12 @@ def test_the_caller_may_change_its_arrays_as_soon_as_a_step_has_returned(world):
     assert np.abs(found[0]).max() > 0
 
 
-def pass_on(output, target):
-    return jnp.mean(output), {"rows": target}
-
-
-@on_worker0
-def test_what_a_loss_passes_on_is_not_the_callers_memory(world):
-    refs, _ = three_stages([functools.partial(scaled, 1.0)] * 3)
-    functions = [functools.partial(scaled, 1.0)] * 3
-    pipeline = jd.Pipeline(list(zip(functions, refs, strict=True)), pp.gpipe(3, 2), loss=pass_on, workers=[0] * 3)
-    for _ in range(5):
-        y = np.ones((40_000, 4), "float32")
-        with jd.context():
-            _, aux = pipeline.step(np.ones((40_000, 4), "float32"), targets=y)
-            y[:] = 7
-        assert [float(one["rows"].max()) for one in aux] == [1.0, 1.0]
-
-
 @on_worker0
 def test_a_failing_apply_leaves_the_context_around_it(world):
     refs, pipeline = three_stages([functools.partial(scaled, 1.0)] * 3)
     with jd.context() as ctx:
         pipeline.step(X, targets=Y)
-        with pytest.raises(TypeError, match="dot_general"):
+        with pytest.raises(TypeError):
             pipeline.apply(np.ones((6, 5), "float32"))
         assert not ctx.closed
         found = jd.rpc_sync(refs[0].owner, gradient, args=(ctx.id, jd.by_reference(refs[0])))

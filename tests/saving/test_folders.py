@@ -69,5 +69,5 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path):
     assert files.complete(tmp_path / "none") == []
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    with pytest.raises(OSError):  # noqa: PT011
+    with pytest.raises(OSError):
         files.complete(loop)
