@@ -210,10 +210,8 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
             lambda use, *both: jax.tree.map(lambda new, old: jnp.where(use, new, old), *both), used, after, before
         )
 
-    def is_whole(part: Any) -> bool:
-        return isinstance(part, AverageGradientsState) or belongs(part)  # the hook has a state for each bucket
-
-    return jax.tree.map(choose, new, old, is_leaf=is_whole)
+    # The hook of averages has a state for each bucket.
+    return jax.tree.map(choose, new, old, is_leaf=lambda part: isinstance(part, AverageGradientsState) or belongs(part))
 
 
 def _counts(leaf: Any) -> bool:

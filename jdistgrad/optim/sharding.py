@@ -253,9 +253,12 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
     where = None
     try:
         with jax.ensure_compile_time_eval():
-            where = next(
-                (path for path, *both in _compared(tx, jax.tree.map(_small, params)) if not _alike(*both)), None
-            )
+            for path, whole, half in _compared(tx, jax.tree.map(_small, params)):
+                largest = np.max(np.abs(whole), initial=0, where=np.isfinite(whole))
+                second = whole[whole.size - half.size :]
+                if not np.allclose(second, half, rtol=1e-3, atol=1e-6 * largest, equal_nan=True):
+                    where = path
+                    break
     except Exception as error:
         raise ValueError(
             f"shard_state: the transformation failed on a small tree, {type(error).__name__}: {error}. It is tried "
@@ -271,11 +274,6 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
             "max_global_norm=...), and put the rest in front: optax.chain(jd.average_gradients(), first, "
             "jd.shard_state(elementwise))."
         )
-
-
-def _alike(whole: np.ndarray, half: np.ndarray) -> bool:
-    largest = np.max(np.abs(whole), initial=0, where=np.isfinite(whole))
-    return np.allclose(whole[whole.size - half.size :], half, rtol=1e-3, atol=1e-6 * largest, equal_nan=True)
 
 
 def _compared(tx: Any, params: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:

@@ -88,9 +88,8 @@ class Program:
         Those that could not come are sent again: a worker may have had a stage's function not yet.
         """
         own, kept = self._own, self._kept.setdefault((current_worker().world, current_worker().rank), {})
-        missing = [
-            index for index in self._parts if index != own and (index not in kept or _could_not_come(kept[index]))
-        ]
+        failed = {index for index, part in kept.items() if part.creation().done() and part.creation().exception()}
+        missing = [index for index in self._parts if index != own and (index not in kept or index in failed)]
         if missing:
             with within(None):  # they outlive the context of the step that needs them first
                 kept |= {index: remote(self._rank(index), Keep(), (self._parts[index],), {}, None) for index in missing}
@@ -157,8 +156,3 @@ class Program:
             with contextlib.suppress(DistgradError):  # of them, the step has its own error
                 asked.append(worker.rpc_async(self._rank(index), tell_replicas, (step,), {}, ANSWER_SECONDS))
         concurrent.futures.wait(asked)
-
-
-def _could_not_come(part: RRef[Any]) -> bool:
-    come = part.creation()
-    return come.done() and come.exception() is not None

@@ -86,8 +86,7 @@ class Report:
             )
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
     def svg(self) -> str:
         """Return a picture of the step as it was, as SVG. On several machines it is as exact as their clocks."""

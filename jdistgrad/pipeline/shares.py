@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,7 +129,8 @@ class Run:
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
-        self.waits, self._timeout, self._begun = Waits(self._worker, watched), timeout, time.monotonic()
+        self.waits = Waits(self._worker, watched, scope.content(UnderWay).closed)
+        self._timeout, self._begun = timeout, time.monotonic()
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
@@ -185,18 +186,19 @@ class Run:
             return Done(loss, results, times, self._most)
 
     def _carry_out_actions(self) -> None:
-        steps: dict[Kind, Callable[[int, int], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._pull_inputs,
-            Kind.WEIGHT: self._pull_parameters,
-        }
         try:
             for action in self._part.actions:
                 self._action = action
                 self._due = self._ready = time.monotonic()
                 self.waits.check()
-                steps[action.kind](action.stage, action.microbatch)
+                kind, stage, microbatch = action
+                if kind is Kind.FORWARD:
+                    self._forward(stage, microbatch)
+                elif kind is not Kind.WEIGHT:
+                    self._pull_inputs(stage, microbatch)
+                self._half = time.monotonic()
+                if kind in (Kind.BACKWARD, Kind.WEIGHT):
+                    self._pull_parameters(stage, microbatch)
                 done = self._check_time()
                 self._times.append((self._due, self._ready, max(self._half, self._ready), done))
                 if events.sink is not None:
@@ -278,11 +280,6 @@ class Run:
             self._push(RESULT, stage, consumer, microbatch, recording.result)
         if not last:
             recording.result = None  # of the last stage, the backward pass reads the loss
-
-    def _backward(self, stage: int, microbatch: int) -> None:
-        self._pull_inputs(stage, microbatch)
-        self._half = time.monotonic()
-        self._pull_parameters(stage, microbatch)
 
     def _pull_inputs(self, stage: int, microbatch: int) -> None:
         if not self._is_trained(stage):

@@ -17,6 +17,8 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
+Told = concurrent.futures.Future[None]
+
 LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
 
 
@@ -24,7 +26,6 @@ class Running(Protocol):
     """A share under way."""
 
     step: int
-    waits: "Waits"
 
     def doing(self) -> str: ...
 
@@ -59,24 +60,20 @@ class Waits:
     Arguments:
       watched: the error of one of these futures ends the share.
 
-    Attributes:
       closed: done as soon as the context is closed.
+
+    Attributes:
       failed_elsewhere: whether the error that was raised is that of a watched future.
     """
 
-    def __init__(self, worker: Worker, watched: Sequence[concurrent.futures.Future[Any]]):
-        self._worker, self._watched = worker, list(watched)
-        self.closed = concurrent.futures.Future[None]()
+    def __init__(self, worker: Worker, watched: Sequence[concurrent.futures.Future[Any]], closed: Told):
+        self._worker, self._watched, self._closed = worker, list(watched), closed
         self.failed_elsewhere = False
-
-    def close(self) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads have come to end it
-            self.closed.set_result(None)
 
     def until(self, future: concurrent.futures.Future[Any]) -> None:
         """Return when the future is done."""
         while not future.done():
-            self.for_any((future, self.closed))
+            self.for_any((future, self._closed))
 
     def for_any(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
         """Return when one of the futures is done, or after a while."""
@@ -91,7 +88,7 @@ class Waits:
             except BaseException:
                 self.failed_elsewhere = True
                 raise
-        if self.closed.done():
+        if self._closed.done():
             raise ContextError("the context was closed while a step of a pipeline was under way")
 
 
@@ -101,14 +98,11 @@ class UnderWay:
     def __init__(self) -> None:
         self.runs: set[Running] = set()
         self.done: set[int] = set()  # the steps of which shares were carried out
-        self._closed = False
+        self.closed = Told()
 
     @contextlib.contextmanager
     def holding(self, run: Running) -> Iterator[None]:
-        """Hold a share, which fails if the context is closed, as long as it is under way."""
         self.runs.add(run)
-        if self._closed:
-            run.waits.close()
         try:
             yield
         finally:
@@ -116,9 +110,8 @@ class UnderWay:
             self.done.add(run.step)
 
     def close(self) -> None:
-        self._closed = True
-        for run in self.runs.copy():
-            run.waits.close()
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def give_up(self, error: BaseException) -> None:
         """Do nothing: what the shares wait for fails by itself."""
@@ -133,8 +126,6 @@ def doing(step: int) -> str:
     idle = "done" if step in found.done else "nothing yet"
     return "; ".join(run.doing() for run in found.runs.copy() if run.step == step) or idle
 
-
-Told = concurrent.futures.Future[None]
 
 # Replicas must hear of a failed step before the next average begins here: they would pair the two. Until then whoever
 # tells them holds the future; afterwards nobody needs it, nor what has waited for it, which holds the DataParallel.

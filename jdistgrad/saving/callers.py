@@ -56,25 +56,18 @@ class Job:
         self.attempt = f"{self.rank}.{next(_numbers)}"
         self._workers, self._parts = workers, 0
         self.plans: dict[int, Plan] = {}
+        self.callers: list[int] = []
+        self.leader, self.leads = -1, False
         self.of_trees: list[Leaf] = []
         self.leaves: list[Leaf] = []
         self._trees, self.optimizers = trees, optimizers
 
-    @property
-    def callers(self) -> list[int]:
-        return sorted(self.plans)
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.leader
-
-    @property
-    def leader(self) -> int:
-        return min(self.plans)
-
     def meet(self) -> None:
         """Wait for the other callers. Raises DisagreementError if they have different trees."""
         self.plans = self.agree(self._plan, everybody=True)
+        self.callers = sorted(self.plans)
+        self.leader = self.callers[0]
+        self.leads = self.rank == self.leader
         expected = self.plans[self.leader].places
         for caller, found in self.plans.items():
             if expected != found.places:
@@ -100,18 +93,18 @@ class Job:
 
         If one of the callers fails, all raise its error.
         """
-        error, result = None, None
+        error, failure, result = None, None, None
         try:
             result = act()
         except Exception as failed:
-            error = failed
-        failure = None if error is None else (_in_words(error), _lost_in(error))
+            text = str(failed) if isinstance(failed, DistgradError) else in_short(failed)
+            error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
         told = self._told((failure, result if everybody else None))
         if error is not None:
             raise error
         for failure, _ in told.values():
             if failure is not None:
-                raise _in_type(*failure)
+                raise failure
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
 
     def _told(self, said: Any) -> desk.Said:
@@ -157,34 +150,21 @@ def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[
     if isinstance(failure, CheckpointError):
         text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
         raise CheckpointError(text) from failure
-    lost = _lost_in(failure)
-    why = in_short(failure) if lost is None else current_worker().peers.lost.get(lost, in_short(failure))
-    raise _in_type(in_words(worker, why), lost) from failure
+    why = in_short(failure)
+    if isinstance(failure, WorkerLostError):
+        why = current_worker().peers.lost.get(failure.worker.rank, why)
+    raise _of_kind(failure, in_words(worker, why)) from failure
 
 
-def _in_words(error: Exception) -> str:
-    """Return what the other callers are told of this one's error."""
-    text = str(error) if isinstance(error, DistgradError) else in_short(error)
-    return text if isinstance(error, DisagreementError) else _naming(current_worker().info, text)
+def _of_kind(error: BaseException, text: str) -> DistgradError:
+    """Return an error for all callers: of the loss of a worker, or of something else."""
+    return WorkerLostError(text, worker=error.worker) if isinstance(error, WorkerLostError) else CheckpointError(text)
 
 
 def _naming(worker: WorkerInfo, text: str) -> str:
     """Return the text of a worker's error with the worker's name, unless it names one."""
     is_named = any(str(one) in text for one in current_worker().directory.workers)
     return text if is_named else f"{worker}: {text}"
-
-
-def _lost_in(error: BaseException) -> int | None:
-    """Return the rank of the worker of whose loss an error tells, if it does."""
-    worker = error.worker if isinstance(error, WorkerLostError) else None
-    return worker.rank if isinstance(worker, WorkerInfo) else None
-
-
-def _in_type(text: str, lost: int | None) -> DistgradError:
-    """Return the error with a text, which tells of the loss of a worker or of something else."""
-    if lost is None:
-        return CheckpointError(text)
-    return WorkerLostError(text, worker=current_worker().directory.workers[lost])
 
 
 @contextlib.contextmanager

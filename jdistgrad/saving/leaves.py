@@ -136,17 +136,6 @@ def _is_extension(dtype: np.dtype) -> bool:
     return dtype.kind == "V" and dtype.names is None and dtype.name != "void" and hasattr(jnp, dtype.name)
 
 
-def difference(saved: Mapping[str, Description], ours: Mapping[str, Description]) -> str | None:
-    """Return the first difference between descriptions by place, in words; None if what was saved fits."""
-    for place, expected in ours.items():
-        if place not in saved:
-            return f"{place} is missing, expected {spelled(expected)}"
-        if not fits(saved[place], expected):
-            return f"{place} is {spelled(saved[place])}, expected {spelled(expected)}"
-    extra = next((place for place in saved if place not in ours), None)
-    return None if extra is None else f"{extra} is not expected; it is {spelled(saved[extra])}"
-
-
 def fits(saved: Description, expected: Description) -> bool:
     """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
     kinds = saved["kind"], expected["kind"]

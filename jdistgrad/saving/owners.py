@@ -15,6 +15,7 @@ import optax
 from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.owner import OwnedParameters, Value
+from jdistgrad.optim.restoring import first_difference
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import in_short
@@ -287,7 +288,7 @@ class Reader:
     def fitting(self, saved: Mapping[str, Description], ours: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Return the saved leaves for ours, by place. Raises CheckpointError if they do not fit."""
         expected = {place: leaves.described(leaf, what + place) for place, leaf in ours.items()}
-        differs = leaves.difference(saved, expected)
+        differs = first_difference(saved, expected, leaves.fits, leaves.spelled)
         if differs is not None:
             raise CheckpointError(
                 f"restore of {self.folder} on {current_worker().info}: {what}{differs}. Nothing was restored on any "

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from helpers.data import assert_close
-from helpers.models import Both, Encoder, X, init_line, line
+from helpers.models import Both, Encoder, X
 from helpers.worlds import last, on_worker0
 
 from jdistgrad.modules.blueprint import Blueprint, blueprint
 from jdistgrad.modules.flax_modules import factory_blueprint, take_apart
-from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.modules.module import RemoteModule
 
 
@@ -43,17 +42,6 @@ def scaled(by):
     return lambda x: x * by
 
 
-def counted(calls):
-    return lambda x: calls.append(x)
-
-
-def recursive():
-    def itself(x):
-        return itself(x - 1) if x > 0 else x
-
-    return itself
-
-
 @pytest.mark.parametrize("layer", [scaled(3), scaled((scaled(2), "a")), nn.initializers.normal(0.5, jnp.bfloat16)])
 def test_functions_that_others_have_made_are_made_again(layer):
     made = pickle.loads(pickle.dumps(blueprint_of(Encoder(2, (layer,)))))
@@ -63,12 +51,6 @@ def test_functions_that_others_have_made_are_made_again(layer):
     (built,) = made.build().layers
     assert built is not layer
     assert (built.__code__, built.__qualname__) == (layer.__code__, layer.__qualname__)
-
-
-def test_a_function_is_itself_where_another_would_not_be_the_same():
-    """In one process nothing else is needed; another one refuses the function."""
-    for layer in (counted([]), scaled(np.ones(3)), recursive(), scaled(counted({}))):
-        assert blueprint_of(Encoder(2, (layer,))).build().layers[0] is layer
 
 
 def test_a_function_that_makes_a_module_gives_the_module_its_name():
@@ -186,17 +168,3 @@ def test_a_blueprint_stays_equal_to_itself_as_its_settings_change():
 def test_only_what_was_given_is_in_a_blueprint():
     assert blueprint_of(nn.Dense(3)) == Blueprint(nn.Dense, (), (("features", 3),))
     assert factory_blueprint(functools.partial(Both, 4, outputs=2)).label == "Both"
-
-
-class Broken(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        raise RuntimeError("no such layer")
-
-
-@on_worker0
-def test_what_fails_while_a_module_is_made_is_said_at_once(big_world):
-    with pytest.raises(RuntimeError, match="no such layer"):
-        RemoteModule(last(), Broken(), (X,))
-    with pytest.raises(TypeError, match="init_line"):
-        RemoteFunction(last(), init_line, line, args=(1, 2))

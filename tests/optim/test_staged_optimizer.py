@@ -1,6 +1,5 @@
 """An optimizer's step with given gradients: from Python, and inside a staged step, compared with optax."""
 
-import functools
 import gc
 import operator
 import time
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from helpers.data import assert_close
 from helpers.programs import X, Y, affine, holding, make_params, references
 from helpers.training import distributed_loss, trained_serially, values
@@ -80,17 +78,6 @@ def test_a_transformation_that_takes_the_loss_too(world, how, norm):
             run(*refs, X + k)
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     assert_close(values(refs), trained_serially(optax.chain(clip, tx), 5))
-
-
-@pytest.mark.parametrize("inner", [optax.contrib.reduce_on_plateau(factor=0.5, patience=1), optax.identity()])
-@on_worker0
-def test_every_second_step_takes_the_loss_too(world, inner):
-    refs, tx = references(), optax.MultiSteps(optax.chain(optax.sgd(0.05), inner), 2)
-    optimizer = jd.DistributedOptimizer(tx, refs)
-    for k in range(6):
-        value, gradients = jd.value_and_grad(distributed_loss, argnums=(0, 1))(*refs, X + k, Y)
-        optimizer.step(gradients, value=value)
-    assert_close(values(refs), trained_serially(tx, 6))
 
 
 @on_worker0
@@ -351,25 +338,6 @@ def test_a_reference_that_others_use(big_world):
     train(params, X)
     gradient = jax.grad(squares)(make_params(1), X)
     assert_close(params.to_here(), jax.tree.map(lambda p, g: p - 0.1 * (last() + 1) * g, make_params(1), gradient))
-
-
-@on_worker0
-def test_modules(big_world):
-    parts = [jd.RemoteModule(rank, functools.partial(nnx.Linear, 3, 2)) for rank in (0, last())]
-    optimizer = jd.DistributedOptimizer(optax.sgd(0.05), [one.parameters for one in parts])
-
-    @jd.jit
-    def train(parts, x, y):
-        def loss(parts):
-            return ((sum(part(x) for part in parts) - y) ** 2).mean()
-
-        value, gradients = jd.value_and_grad(loss)(parts)
-        optimizer.step(gradients)
-        return value
-
-    x, y = jnp.eye(3), jnp.ones((3, 2))
-    losses = [float(train(parts, x, y)) for _ in range(30)]
-    assert losses[-1] < 0.1 * losses[0]
 
 
 @on_worker0

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,27 +230,3 @@ def test_a_step_that_waits_for_parameters_ends_after_its_timeout_and_says_so(wor
     refs[1].to_here()
     with jd.context():
         assert float(jd.Pipeline(stages, pp.gpipe(2, 2), loss=mean, workers=[0, last]).step(X, targets=Y)) == 1.0
-
-
-def add(params, first, second):
-    return (first + 2 * second) @ params
-
-
-@on_worker0
-def test_a_stage_may_take_a_result_twice(world):
-    last = jd.world_size() - 1
-    refs = [jd.remote(rank, square, args=(4,)) for rank in (0, last, 0)]
-    stages = [pp.Stage(layer, refs[0]), pp.Stage(add, refs[1], inputs=(0, 0)), pp.Stage(layer, refs[2])]
-    pipeline = jd.Pipeline(stages, pp.zero_bubble(3, 3), loss=mean, workers=[0, last, 0])
-    with jd.context() as ctx:
-        loss = pipeline.step(X, targets=Y)
-        found = [jd.rpc_sync(ref.owner, gradient, args=(ctx.id, jd.by_reference(ref))) for ref in refs]
-
-    def serial(values):
-        first = layer(values[0], X)
-        return mean(layer(values[2], add(values[1], first, first)), Y)
-
-    expected, gradients = jax.value_and_grad(serial)([square(4)] * 3)
-    assert float(loss) == pytest.approx(float(expected))
-    for one, other in zip(found, gradients, strict=True):
-        assert np.asarray(one) == pytest.approx(np.asarray(other), rel=1e-5)

@@ -402,10 +402,6 @@ def loss_and_text(output, target):
     return jnp.mean(output), {"name": "a batch"}
 
 
-def with_number(params, x):
-    return multiply(params, x), 2
-
-
 def times_number(params, given):
     return multiply(params, given[0]) * given[1]
 
@@ -515,13 +511,6 @@ def test_results_that_are_no_arrays_are_refused(world):
         with pytest.raises(kind), jd.context():
             pipeline_of(functions, refs, loss=loss).step(X, targets=Y)
     steps_well(refs)
-
-
-@on_worker0
-def test_numbers_among_a_stages_results_are_arrays(world):
-    with jd.context():
-        loss = pipeline_of([with_number, times_number, multiply], refs_on_all()).step(X, targets=Y)
-    assert float(loss) == pytest.approx(np.tanh(2 * np.tanh(np.tanh(1.0))), rel=1e-6)
 
 
 def test_in_another_world_a_pipeline_names_the_parameters_that_are_gone():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from helpers.data import assert_close
 from helpers.models import serially
 from helpers.schedules import random_schedule
@@ -394,18 +394,6 @@ def test_modules_of_nnx_are_stages_unless_calls_change_them(world):
     for stage in (normalizer, pp.Stage(normalizer, remat=True)):
         with pytest.raises(TypeError, match="has state that calls change"):
             jd.Pipeline([encoder, stage], pp.one_f_one_b(2, 4), loss=mean_square)
-
-
-@on_worker0
-def test_modules_may_have_the_options_of_stages(world):
-    last, x = jd.world_size() - 1, data(1, 8)[0]
-    encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
-    square = jd.RemoteModule(last, nn.Dense(6), (jnp.ones((1, 6)),), rng=1)
-    plain = jd.Pipeline([encoder, square, square], pp.one_f_one_b(3, 4), loss=mean_square)
-    stages = [pp.Stage(encoder, remat=True), pp.Stage(square, inputs=(0,)), (square, square.parameters)]
-    chosen = jd.Pipeline(stages, plain.schedule, loss=mean_square)
-    refs, y = [encoder.parameters, square.parameters], np.ones((8, 6), "float32")
-    same_bits(*(stepped(one, refs, x, targets=y) for one in (plain, chosen)))
 
 
 @on_worker0
@@ -826,28 +814,6 @@ def test_parameters_without_a_hash_are_named(world):
         jd.Pipeline([(times_factor, ref)], pp.gpipe(1, 2)).apply(np.ones((4, 3), "float32"))
 
 
-def chosen(params, x, flag, power):
-    return jnp.where(flag, x * params["w"] * params["factor"] ** power, x)
-
-
-def power_of(output, power):
-    return jnp.mean(output**2 * power)
-
-
-@pytest.mark.parametrize("remat", [False, True])
-@on_worker0
-def test_a_backward_pass_may_read_python_numbers(world, remat):
-    ref, x = jd.remote(jd.world_size() - 1, with_number), np.linspace(-1, 1, 15, dtype="float32").reshape(5, 3)
-    pipeline = jd.Pipeline([pp.Stage(chosen, ref, remat=remat)], pp.gpipe(1, 2), loss=power_of)
-    loss, (grads,) = stepped(pipeline, [ref], x, pp.whole(True), pp.whole(2), targets=pp.whole(0.5))
-
-    def whole(w):
-        return power_of(chosen(with_number() | {"w": w}, x, True, 2), 0.5)
-
-    expected = serially(jax.value_and_grad(whole), with_number()["w"])
-    assert_close((np.asarray(loss), grads["w"]), expected, rtol=1e-5)
-
-
 def with_constants(params, x):
     return x * params["w"], True, 2, 0.5, np.int8(3)
 
@@ -921,10 +887,6 @@ def test_losses_of_few_bits_are_summed_in_many(world):
     assert (loss.dtype, float(loss)) == (jnp.bfloat16, 1.125)
 
 
-def the_target(output, target):
-    return target
-
-
 @on_worker0
 def test_a_step_without_backward_passes_returns_the_loss_outside_of_any_context(world):
     refs, (x, y) = references(2, [0, jd.world_size() - 1]), data(2)
@@ -948,25 +910,6 @@ def test_whole_of_what_is_whole_in_part():
 def test_losses_of_several_dtypes_are_promoted():
     found = weighted_sum([jnp.bfloat16(1.0), jnp.float32(1 + 2**-20)], [0.5, 0.5])
     assert (found, found.dtype) == (np.float32(1 + 2**-21), np.float32)
-
-
-@on_worker0
-def test_a_loss_may_be_a_python_number_that_was_given(world):
-    refs, (x, _) = references(2, [0, jd.world_size() - 1]), data(2)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=the_target)
-    loss, grads = stepped(pipeline, refs, x, targets=pp.whole(0.5))
-    assert (float(loss), loss.dtype) == (0.5, jnp.float32)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-@on_worker0
-def test_a_loss_is_an_array_of_jax_where_nothing_is_compiled(world):
-    refs, (x, y) = references(2, [0, jd.world_size() - 1]), data(2)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=mean_square)
-    with jax.disable_jit():
-        loss, _ = stepped(pipeline, refs, x, targets=y)
-    assert isinstance(loss, jax.Array)
-    assert_close(loss, serially(chain, [make(0), make(1)], x, y))
 
 
 def biased_alone(params, x):

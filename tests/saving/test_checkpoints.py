@@ -319,16 +319,6 @@ def test_only_complete_checkpoints_are_restored_and_the_latest_are_kept(tmp_path
             jd.restore(tmp_path, jnp.float32(0), step=7)
 
 
-def test_a_job_that_goes_back_goes_on_from_what_it_saved_last(tmp_path):
-    with jd.local_workers(3):
-        for step in (100, 200, 300):
-            jd.save(tmp_path, step, jnp.float32(step), keep=2)
-        assert jd.restore(tmp_path, jnp.float32(0), step=200) == (200, 200)
-        jd.save(tmp_path, 250, jnp.float32(250), keep=2)
-        assert jd.restore(tmp_path, jnp.float32(0)) == (250, 250)
-        assert sorted(one.name for one in tmp_path.iterdir()) == ["250", "300"]
-
-
 @contextlib.contextmanager
 def no_file_larger_than(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -663,30 +653,6 @@ def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
     jd.spawn(main, 3)
     assert len(said) == 3
     assert not list(tmp_path.iterdir())
-
-
-def test_the_first_reference_of_a_worker_is_restored_for_another(tmp_path):
-    """Worker 0 has made nothing yet when worker 1 keeps a value there: the reference has the first of its numbers."""
-    made, found = threading.Event(), {}
-
-    def main():
-        me = jd.init()
-        if me.rank == 0:
-            made.wait(30)
-        reference = jd.rpc_sync(1 - me.rank, jd.RRef, args=(jnp.ones(3) + me.rank,))
-        made.set()
-        if (tmp_path / "5").exists():
-            jd.restore(tmp_path, reference)
-            found[me.rank] = reference.id, reference.to_here()
-        else:
-            jd.save(tmp_path, 5, reference)
-        jd.shutdown()
-
-    for _ in range(2):
-        made.clear()
-        jd.spawn(main, 2)
-    assert found[1][0] == 0
-    same([found[rank][1] for rank in range(2)], [jnp.ones(3)] * 2)
 
 
 def test_groups_restore_one_checkpoint_at_once(tmp_path):
