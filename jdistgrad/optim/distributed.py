@@ -91,6 +91,7 @@ class DistributedOptimizer(Corrected):
             for rank, mine in self._numbers.items()
         }
         _all([owned.creation() for owned in self._owned.values()])
+        self._on_owners = [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
         self._owners = tuple(str(owned.owner) for owned in self._owned.values())
         self._spelled_numbers = [", ".join(map(str, mine)) for mine in self._numbers.values()]
         self._looks_first = self._max_norm is not None or refuse_nan
@@ -128,7 +129,14 @@ class DistributedOptimizer(Corrected):
                 "function staged by jd.jit, step with what value_and_grad returned: optimizer.step(gradients)."
             )
         with within(find_context(gradients).scope):
-            scale = self._scale()
+            scale = 1.0
+            if self._looks_first:
+                inspected = np.stack(self._everywhere(owner.inspect))
+                if self._refuse_nan:
+                    owner.require_finite(self._owners, inspected[:, 1].tolist())
+                scale = float(self._factor(inspected[:, 0], np))
+            elif len(self._owned) > 1:  # the only owner checks for itself
+                self._everywhere(owner.require_gradients)
             self._everywhere(owner.step, scale, arrays)
 
     def state(self) -> dict[str, Any]:
@@ -229,22 +237,6 @@ class DistributedOptimizer(Corrected):
             gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
             uses.append(use(function(self._owned[rank].id), gradients, others))
         return use_all(uses, needs=(self._owned, self._rrefs))
-
-    @property
-    def _on_owners(self) -> list[tuple[RRef[Any], list[int]]]:
-        """Return a reference to what each owner keeps, with the numbers of its values."""
-        return [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
-
-    def _scale(self) -> float:
-        """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
-        if not self._looks_first:
-            if len(self._owned) > 1:  # the only owner checks for itself
-                self._everywhere(owner.require_gradients)
-            return 1.0
-        found = np.stack(self._everywhere(owner.inspect))
-        if self._refuse_nan:
-            owner.require_finite(self._owners, found[:, 1].tolist())
-        return float(self._factor(found[:, 0], np))
 
     def _factor(self, squares: Any, numpy: Any) -> Any:
         """Return the factor for gradients with these squared norms, in NumPy or in JAX's."""

@@ -174,7 +174,13 @@ def together(
     """Wait for the others that call this, and open a block in which they do it together."""
     if not trace_state_clean():
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
-    _check_optimizers(what, optimizers)
+    marked = optimizers.tree if isinstance(optimizers, PerWorker) else optimizers
+    for leaf in jax.tree.leaves(marked, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
+        if not isinstance(leaf, DistributedOptimizer | PerWorker):
+            raise TypeError(
+                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
+                "belongs to trees: (params, state)."
+            )
     me = current_worker()
     chosen = None if workers is None else sorted({int(rank) for rank in workers})
     if chosen is not None and me.rank not in chosen:
@@ -195,14 +201,3 @@ def together(
             raise
         finally:
             world.forget(job.attempt)
-
-
-def _check_optimizers(what: str, optimizers: Any) -> None:
-    if isinstance(optimizers, PerWorker):
-        optimizers = optimizers.tree
-    for leaf in jax.tree.leaves(optimizers, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
-        if not isinstance(leaf, DistributedOptimizer | PerWorker):
-            raise TypeError(
-                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
-                "belongs to trees: (params, state)."
-            )

@@ -156,8 +156,8 @@ def restore(
       step: the step to restore; default that of the checkpoint that was saved last.
 
     Raises:
-      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Or files are damaged, or
-        another job's save has removed the checkpoint meanwhile. Nothing was restored on any worker.
+      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Or files are damaged.
+        Nothing was restored on any worker.
 
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)

@@ -259,8 +259,7 @@ class Reader:
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"restore: {current_worker().info} does not see {folder}, which another worker has found. Restore from "
-                "a disk that all workers see; or again, if a save that keeps only later ones has removed it meanwhile. "
-                "Nothing was restored on any worker."
+                "a disk that all workers see. Nothing was restored on any worker."
             )
         self.manifest = files.read_manifest(self.folder)
         self.parts: dict[str, Any] = self.manifest["parts"]

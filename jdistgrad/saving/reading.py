@@ -1,7 +1,6 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
 import functools
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +19,6 @@ Prepared = list[RRef[Any]]
 
 def read(job: Job, folder: str) -> tuple[int, Prepared, list[Any]]:
     """Return the checkpoint's step, what owners have prepared, and the leaves of this caller's trees."""
-    try:
-        return _read(job, folder)
-    except Exception as error:
-        if not job.leads or pathlib.Path(folder).is_dir():
-            raise
-        raise CheckpointError(
-            f"restore: {folder} was removed while it was read, by a save that keeps only later ones: keep more there "
-            "(keep=), or restore again. Nothing was restored on any worker."
-        ) from error
-
-
-def _read(job: Job, folder: str) -> tuple[int, Prepared, list[Any]]:
     reader = Reader(folder)
     ours, whole = {leaf.place for leaf in job.leaves}, job.optimizers is not None
     for place in reader.manifest["places"]:  # optimizers may be left out altogether

@@ -95,17 +95,6 @@ class Scaled:
         return (self.factor() if callable(self.factor) else self.factor) * x @ params
 
 
-@on_worker0
-def test_functions_that_are_equal_but_not_alike_do_not_share_what_is_compiled(world):
-    last = jd.world_size() - 1
-    refs = [jd.remote(last, square, args=(4,)) for _ in range(4)]
-    for factors in ((2.0, 3.0, 5.0, 7.0), (1.0, 3.0, 4.0, 7.0)):
-        stages = [(Scaled("a", factor), ref) for factor, ref in zip(factors, refs, strict=True)]
-        pipeline = jd.Pipeline(stages, pp.interleaved(1, 2, 4), loss=mean)
-        with jd.context():
-            assert float(pipeline.step(X, targets=Y)) == np.prod(factors)
-
-
 def test_functions_share_what_is_compiled_where_all_that_they_hold_is_alike():
     first, alike, other = (StageFunction(Scaled("a", factor)) for factor in (2.0, 2.0, 3.0))
     local = [StageFunction(Scaled("a", lambda: 2.0)) for _ in range(2)]  # which cannot be pickled

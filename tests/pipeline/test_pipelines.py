@@ -27,7 +27,6 @@ from jdistgrad.pipeline.batches import sizes_of, split, weighted_sum
 from jdistgrad.pipeline.stages import SHARED, Recording, StageFunction
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.local import LocalTransport
 from jdistgrad.wire.message import ANSWERS, CALLS, Kind
 
 F, B, I, W = pp.Kind  # noqa: E741
@@ -204,50 +203,6 @@ def test_stages_feed_any_later_stage_and_take_the_batch_again(world):
         return sum(skipping(values, tokens[k : k + 1], x[k : k + 1], y[k : k + 1]) for k in range(rows)) / rows
 
     assert_close((np.asarray(found[0]), found[1]), serially(jax.value_and_grad(serial), [make(k) for k in range(4)]))
-
-
-def embed(table, tokens):
-    return table[tokens]
-
-
-def unembed(table, x):
-    return x @ table.T
-
-
-def make_table():
-    return jnp.asarray(np.random.default_rng(9).normal(size=(8, 5)), jnp.float32)
-
-
-def cross_entropy(logits, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-
-
-@on_worker0
-def test_stages_that_share_parameters_add_up_on_the_owner(world):
-    last = jd.world_size() - 1
-    table, middle = jd.remote(0, make_table), jd.remote(last, square_matrix)
-    tokens = np.arange(12).reshape(6, 2) % 8
-    stages = [(embed, table), (matmul, middle), (unembed, table)]
-    results = []
-    for schedule in schedules(3, 3).values():
-        pipeline = jd.Pipeline(stages, schedule, loss=cross_entropy, workers=[0, last, 0])
-        results.append(stepped(pipeline, [table, middle], tokens, targets=tokens))
-
-    def serial(table, middle):
-        return cross_entropy(unembed(table, matmul(middle, embed(table, tokens))), tokens)
-
-    expected = serially(jax.value_and_grad(serial, argnums=(0, 1)), make_table(), square_matrix())
-    for loss, grads in results:
-        assert_close((np.asarray(loss), tuple(grads)), expected)
-        same_bits(grads, results[0][1])
-
-
-def square_matrix():
-    return jnp.asarray(np.random.default_rng(3).normal(size=(5, 5)), jnp.float32)
-
-
-def matmul(matrix, x):
-    return jnp.sin(x @ matrix)
 
 
 def no_parameters(_, x):
@@ -456,34 +411,6 @@ def test_a_step_is_one_call_for_each_worker_and_pushes_between_neighbours(world)
             assert found[rank] == pushed | {(Kind.RESULT, 0): 2}
 
 
-def slow(params, x):
-    """Wait for the others to begin their waits, and then a little."""
-    return jax.pure_callback(asleep, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)) @ params["w"]
-
-
-def asleep(x):
-    time.sleep(0.2)
-    return x
-
-
-@pytest.mark.one_process
-@on_worker0
-def test_who_waits_for_a_result_sleeps(world, monkeypatch):
-    """A wait that returned at once would take the processor from the stage that computes."""
-    takes, wait = [], LocalTransport.wait_for
-
-    def counted(self, futures, timeout):
-        takes.append(len(futures))
-        wait(self, futures, timeout)
-
-    monkeypatch.setattr(LocalTransport, "wait_for", counted)
-    refs, (x, y) = references(3, range(3)), data(3)
-    stages = [(slow, refs[0]), (layer, refs[1]), (layer, refs[2])]
-    pipeline = jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean_square)
-    stepped(pipeline, refs, x, targets=y)
-    assert 0 < len(takes) < 200
-
-
 def values_in_inbox(ctx):
     from jdistgrad.autograd.contexts import find_context
     from jdistgrad.rpc.inbox import Inbox
@@ -581,28 +508,6 @@ def test_a_stage_averages_while_another_computes(world, rank, size):
     pipeline = jd.Pipeline(stages, pp.interleaved(1, 1, 2), loss=mean_square)
     found = stepped(pipeline, refs, x, targets=y)[1]
     assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
-
-
-@on_every_worker
-def test_contexts_of_steps_are_averaged_with_a_hook_and_clipped_by_the_optimizer(world, rank, size):
-    """As after any other backward pass: each worker drives a replica, whose gradients are in its own context."""
-    refs, (x, y) = references(2, [rank, rank]), data(2, 6 * size)
-    dp = jd.DataParallel(jd.collectives.of_this_world(), hook=jd.hooks.float16(), timeout=60)
-    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs, max_global_norm=0.05)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.interleaved(1, 3, 2), loss=mean_square)
-    mine = slice(6 * rank, 6 * rank + 6)
-    with jd.context() as ctx:
-        pipeline.step(x[mine], targets=y[mine])
-        dp.average_in(ctx, refs)
-        optimizer.step(ctx)
-    values = [make(0), make(1)]
-    clip = optax.clip_by_global_norm(0.05)
-    clipped, _ = clip.update(serially(jax.grad(chain), values, x, y), clip.init(values))
-    found, expected = [ref.to_here() for ref in refs], jax.tree.map(lambda a, b: a - b, values, clipped)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)  # sums in 16 bits
-    moved = sum(float(np.sum((a - b) ** 2)) for a, b in zip(*map(jax.tree.leaves, (found, values)), strict=True))
-    assert moved == pytest.approx(0.05**2, rel=1e-3)
 
 
 def unless_odd(params, x):

@@ -388,26 +388,6 @@ def fail(seconds):
     raise ValueError("boom")
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
-    read = files.read
-
-    def remove_first(folder, names):
-        files.remove_all_but(tmp_path, 1)
-        return read(folder, names)
-
-    with jd.local_workers(3):
-        there, given = jd.remote(2, big, args=(1,)), jd.remote(1, big, args=(5,))
-        for step in (2, 1, 3):
-            jd.save(tmp_path, step, (there, big(step)))
-        monkeypatch.setattr(files, "read", remove_first)
-        with pytest.raises(jd.CheckpointError, match=r"/1 was removed while it was read.*keep=.*Nothing was restored"):
-            jd.restore(tmp_path, (given, big(5)), step=1)
-        same(given.to_here(), big(5))
-        step, (_, mine) = jd.restore(tmp_path, (given, big(5)))
-        assert step == 3
-        same((mine, given.to_here()), (big(3), big(1)))
-
-
 def test_ctrl_c_ends_a_save_on_all_ranks_and_the_next_one_is_right(tmp_path, monkeypatch):
     pressed, publish = threading.Event(), files.publish
 
