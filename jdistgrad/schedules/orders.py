@@ -181,22 +181,12 @@ class _Board:
         self._microbatches, self._delay, self._seconds = microbatches, costs.message, costs.of_stages(len(self.place))
 
     def choose(self, now: float, worker: int) -> None:
-        for what, batch, left in self.ready[worker] if self._free[worker] <= now else ():
-            if what != FORWARD or self._has_room(self.last - left):
-                self.ready[worker].remove((what, batch, left))
-                self._begin(now, worker, what, batch, self.last - left)
-                break
-
-    def _has_room(self, stage: int) -> bool:
-        """Return whether a forward pass may begin: one recording is reserved for the worker's late stage.
-
-        Without this recording the late stage could never begin, and none of the early stage's would end.
-        """
-        early = self._alive[min(stage, self.last - stage)]
-        late = self._alive[max(stage, self.last - stage)]
-        return early + late <= self.last and (stage > self.last - stage or early < self.last)
-
-    def _begin(self, now: float, worker: int, what: int, batch: int, stage: int) -> None:
+        ready = self.ready[worker] if self._free[worker] <= now else []
+        chosen = next((one for one in ready if one[0] != FORWARD or self._has_room(self.last - one[2])), None)
+        if chosen is None:
+            return
+        ready.remove(chosen)
+        what, batch, stage = *chosen[:2], self.last - chosen[2]
         self.rows[worker].append(Action(KINDS[what], stage, batch))
         self._free[worker] = end = now + self._seconds[KINDS[what]][stage]
         self._alive[stage] += (what == FORWARD) - (what == WEIGHT)
@@ -211,3 +201,12 @@ class _Board:
             follow.append((end + self._delay * (self.place[then] != worker), what, batch, then))
         for arrival in follow:
             heapq.heappush(self.agenda, arrival)
+
+    def _has_room(self, stage: int) -> bool:
+        """Return whether a forward pass may begin: one recording is reserved for the worker's late stage.
+
+        Without this recording the late stage could never begin, and none of the early stage's would end.
+        """
+        early = self._alive[min(stage, self.last - stage)]
+        late = self._alive[max(stage, self.last - stage)]
+        return early + late <= self.last and (stage > self.last - stage or early < self.last)

@@ -89,18 +89,6 @@ def test_an_nnx_module_in_training_is_the_serial_one(big_world, staged):
 
 @both
 @on_worker0
-def test_calls_without_derivative_change_state_too(big_world, staged):
-    local, remote = Trained(rngs=nnx.Rngs(1)), RemoteModule(last(), Trained, rng=1)
-    call = staged_or_not(lambda module, x: module(x), staged)
-    for turn in range(3):
-        assert_close(call(remote, X + turn), local(X + turn))
-    same_state(remote, local)
-    assert_close(remote.remote(X).to_here(), local(X))
-    same_state(remote, local)
-
-
-@both
-@on_worker0
 def test_evaluation_changes_nothing_and_training_goes_on_after_it(big_world, staged):
     local, remote = Trained(rngs=nnx.Rngs(2)), RemoteModule(last(), Trained, rng=2)
     call = staged_or_not(lambda module, x: module(x), staged)

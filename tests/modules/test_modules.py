@@ -139,15 +139,6 @@ def test_arguments_that_keep_changing_are_not_compiled_for():
     assert apply._compiled.cache_info().misses == STATICS_COMPILED + 1  # both floats are arguments of one program
 
 
-@on_worker0
-def test_random_generators_travel_with_the_call(big_world):
-    remote = RemoteModule(last(), Normalized(), (X,))
-    key = jax.random.key(1)
-    dropped = remote(X, rngs={"dropout": key})
-    assert (np.asarray(dropped) == 0).any()
-    np.testing.assert_array_equal(dropped, remote(X, rngs={"dropout": key}))
-
-
 def test_modules_on_several_workers_train_as_one(big_world):
     def loss_fn(modules, x):
         for module in modules:

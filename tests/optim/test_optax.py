@@ -105,22 +105,6 @@ def test_init_ends_what_a_failure_on_one_rank_has_begun(big_world, make, told, r
         np.testing.assert_allclose(updates["w"], np.full(4, (size + 1) / 2), rtol=1e-6)
 
 
-@EITHER_WAY
-@on_every_worker
-def test_sharded_optimizer_state_gives_the_same_training(big_world, jitted, plain, rank, size):
-    expected = optimized_serially(plain, big_world.size, 3)
-    tx = optax.chain(average_gradients(), shard_state(plain))
-    params = parameters()
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jitted else tx.update
-    for k in range(3):
-        updates, state = update(gradient(loss)(params, batch(rank, seed=k)), state, params)
-        params = optax.apply_updates(params, updates)
-    assert_close(params, expected, rtol=2e-3, atol=2e-3)
-    moments = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
-    assert jax.tree.map(jnp.size, moments) == jax.tree.map(lambda p: -(-p.size // size), params)
-
-
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @on_every_worker
 def test_sharded_state_of_gradients_of_another_type_than_the_parameters(big_world, jitted, rank, size):

@@ -81,16 +81,6 @@ def test_a_transformation_that_takes_the_loss_too(world, how, norm):
 
 
 @on_worker0
-def test_clipping_by_the_norm_over_all_owners(world):
-    refs = references()
-    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), refs, max_global_norm=0.5, refuse_nan=True)
-    step = jd.jit(training_step(optimizer, distributed_loss))
-    for k in range(3):
-        step(*refs, X + k)
-    assert_close(values(refs), trained_serially(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), 3))
-
-
-@on_worker0
 def test_the_step_goes_with_the_last_pullback(big_world):
     params = jd.remote(last(), make_params, args=(1,))
     optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [params])
