@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
+from jdistgrad.pipeline.stages import Stage, StageFunction
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
@@ -49,10 +49,6 @@ class Part:
     functions: dict[int, StageFunction]
     parameters: dict[int, Any]
     averages: dict[int, RRef[Any]]
-
-    @property
-    def takes_batch(self) -> bool:
-        return any(BATCH in self.plan.inputs[stage] for stage in self.functions)
 
     @property
     def is_last(self) -> bool:

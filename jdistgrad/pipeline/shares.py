@@ -59,7 +59,8 @@ class Brought(NamedTuple):
 
     def to(self, part: Part) -> "Brought":
         """Return the arguments that a part takes."""
-        return Brought(self.batch if part.takes_batch else (), self.targets if part.is_last else (), self.sizes)
+        takes_batch = any(BATCH in part.plan.inputs[stage] for stage in part.functions)
+        return Brought(self.batch if takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
 
 class Done(NamedTuple):

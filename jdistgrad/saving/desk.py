@@ -40,22 +40,18 @@ _making = threading.Lock()
 class Meeting:
     """A meeting that workers come to. ``workers``: those that must come; None: all that do not merely serve."""
 
-    def __init__(self, what: str, workers: Sequence[int] | None):
-        self.what, self.workers = what, workers
+    def __init__(self, what: str, workers: Sequence[int] | None, of_all: Attempts):
+        self.what, self.workers, self.key = what, workers, (what, of_all)
         self.said: Said = {}
-        self.attempts: Attempts = frozenset()
+        self.attempts = of_all  # and of those that have come
         self.came = threading.Event()
         self.failure: Exception | None = None
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
 
     @property
-    def awaited(self) -> Sequence[int]:
-        return _living() if self.workers is None else self.workers
-
-    @property
     def missing(self) -> list[int]:
         """The ranks of the workers that have not come; of those, some may merely serve, or be lost if named."""
-        return [rank for rank in self.awaited if rank not in self.said]
+        return [rank for rank in (_living() if self.workers is None else self.workers) if rank not in self.said]
 
 
 class Desk:
@@ -84,7 +80,7 @@ class Desk:
             for one in self._ended.keys() & {mine, *of_all}:
                 raise CheckpointError(self._ended[one])
             first = (what, of_all) not in self._open
-            meeting = self._open.setdefault((what, of_all), Meeting(what, workers))
+            meeting = self._open.setdefault((what, of_all), Meeting(what, workers, of_all))
             meeting.said[rank] = said
             meeting.attempts |= {mine}
             meeting.came.set()
@@ -95,7 +91,7 @@ class Desk:
         with self._lock:
             if meeting.failure is not None:
                 raise meeting.failure
-            self._remove(meeting)
+            del self._open[meeting.key]
 
     def fail(self, meeting: Meeting, error: Exception) -> None:
         """Let a meeting fail, unless it has."""
@@ -122,20 +118,17 @@ class Desk:
         """Let the meetings of an attempt fail: its worker has left it."""
         with self._lock:
             self._ended[attempt] = why
-            left = [one for (_, of_all), one in self._open.items() if attempt in one.attempts | of_all]
+            left = [one for one in self._open.values() if attempt in one.attempts]
             self._fail(left, CheckpointError(why), owed=False)  # who has not come may come to the next one
 
     def _fail(self, meetings: Sequence[Meeting], error: Exception, *, owed: bool = True) -> None:
         here = {rank for one in meetings for rank in one.said}
         for one in meetings:
             one.failure = error
-            self._remove(one)
+            del self._open[one.key]
             one.came.set()
             if owed:
                 self._owed |= dict.fromkeys(set(one.missing) - here, error)
-
-    def _remove(self, meeting: Meeting) -> None:
-        self._open = {key: one for key, one in self._open.items() if one is not meeting}
 
 
 def meet(
