@@ -52,9 +52,12 @@ from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.modules.on_owners import get as get, tree_map as tree_map
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
-from jdistgrad.optim.averaging import average_gradients as average_gradients, keep_unused as keep_unused
+from jdistgrad.optim.averaging import (
+    average_gradients as average_gradients,
+    keep_unused as keep_unused,
+    local_sgd as local_sgd,
+)
 from jdistgrad.optim.distributed import DistributedOptimizer as DistributedOptimizer
-from jdistgrad.optim.local_sgd import local_sgd as local_sgd
 from jdistgrad.optim.sharding import (
     divide_state as divide_state,
     gather_state as gather_state,

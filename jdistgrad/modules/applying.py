@@ -66,7 +66,12 @@ class Apply(ServedFunction):
         Arguments that keep changing, as the number of a step, are not compiled for.
         """
         leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple((fingerprint(leaf), leaf) if _is_fixed(leaf) else None for leaf in leaves)
+        fixed = tuple(
+            (fingerprint(leaf), leaf)
+            if isinstance(leaf, Hashable) and not isinstance(leaf, float | complex) and not is_array(leaf)
+            else None
+            for leaf in leaves
+        )
         arrays = [leaf for leaf, one in zip(leaves, fixed, strict=True) if one is None]
         value = state.value if isinstance(state, StateOfCall) else state
         seen = self._compiled_for[structure, tuple(one is None for one in fixed)]
@@ -99,11 +104,6 @@ class Apply(ServedFunction):
 
     def __reduce__(self) -> Any:
         return apply_of, (type(self), self.blueprint, self.stateful, self.mode)
-
-
-def _is_fixed(leaf: Any) -> bool:
-    """Return whether an argument is a part of the compiled program."""
-    return not isinstance(leaf, float | complex) and not is_array(leaf) and isinstance(leaf, Hashable)
 
 
 @functools.cache

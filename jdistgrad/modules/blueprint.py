@@ -96,8 +96,10 @@ def _call_for(value: Any) -> Blueprint | None:
         return None if code is None else Blueprint(from_code, (code,))
     if isinstance(value, functools.partial):
         return Blueprint(functools.partial, (value.func, *value.args), tuple(sorted(value.keywords.items())))
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return Blueprint(list_of if isinstance(value, list) else tuple_of, tuple(value))
+    if isinstance(value, list):
+        return Blueprint(list, (tuple(value),))
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return Blueprint(tuple_of, value)
     if isinstance(value, set):
         return Blueprint(set, (frozenset(value),))
     if isinstance(value, Mapping):
@@ -114,10 +116,6 @@ def _built(part: Any, made: list[Any]) -> Any:
     args = [_built(one, made) for one in part.args]
     made.append(part.make(*args, **{name: _built(one, made) for name, one in part.kwargs}))
     return made[-1]
-
-
-def list_of(*items: Any) -> list[Any]:
-    return list(items)
 
 
 def tuple_of(*items: Any) -> tuple[Any, ...]:

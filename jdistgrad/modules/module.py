@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jdistgrad.modules.applying import Apply, apply_of, make
+from jdistgrad.modules.blueprint import blueprint
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
 from jdistgrad.rpc.calls.caller import AnyWorker
@@ -88,36 +89,34 @@ class RemoteModule(RemoteFunction):
 
 
 def _apply_for(module: Any, args: Args) -> Apply:
-    kind, blueprint = _described(module, args)
-    try:
-        hash(blueprint)
-    except TypeError as error:
-        raise TypeError(
-            f"RemoteModule: a module of type {blueprint.label} holds something that cannot be hashed ({error}), so it "
-            "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
-        ) from error
-    return apply_of(kind, blueprint, False, ())  # noqa: FBT003
+    """Return the application of a module. Only here is flax imported: that is slow."""
+    from flax import linen, nnx
 
+    from jdistgrad.modules import flax_modules
 
-def _described(module: Any, args: Args) -> tuple[Any, Any]:
-    """Return the ``Apply`` class and blueprint of a module. Only here is flax imported: that is slow."""
-    from flax import linen as flax_linen, nnx as flax_nnx
-
-    from jdistgrad.modules import linen, nnx
-
-    if isinstance(module, flax_linen.Module):
-        linen.require_arguments(module, args)
-        return linen.LinenApply, linen.blueprint_of(module)
-    is_linen_class = isinstance(module, type) and issubclass(module, flax_linen.Module)
-    if isinstance(module, type) and not is_linen_class and not issubclass(module, flax_nnx.Module):
+    kind: Any
+    is_linen_class = isinstance(module, type) and issubclass(module, linen.Module)
+    if isinstance(module, linen.Module):
+        flax_modules.require_arguments(module, args)
+        kind, made = flax_modules.LinenApply, blueprint(module, flax_modules.take_apart)
+    elif isinstance(module, type) and not is_linen_class and not issubclass(module, nnx.Module):
         raise TypeError(
             f"RemoteModule makes modules of flax, and {module.__name__} is none. A model of any library is "
             "jd.RemoteFunction(worker, init, apply): init returns its parameters, apply(parameters, *args) calls it."
         )
-    if callable(module) and not is_linen_class and not isinstance(module, flax_nnx.Module):
-        return nnx.NnxApply, nnx.blueprint_of(module)
-    raise TypeError(
-        f"RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called with "
-        f"rngs, not {module!r:.80}. An existing nnx module cannot be moved: pass the class or function that makes it, "
-        "and the worker calls that."
-    )
+    elif callable(module) and not is_linen_class and not isinstance(module, nnx.Module):
+        kind, made = flax_modules.NnxApply, flax_modules.factory_blueprint(module)
+    else:
+        raise TypeError(
+            "RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called "
+            f"with rngs, not {module!r:.80}. An existing nnx module cannot be moved: pass the class or function that "
+            "makes it, and the worker calls that."
+        )
+    try:
+        hash(made)
+    except TypeError as error:
+        raise TypeError(
+            f"RemoteModule: a module of type {made.label} holds something that cannot be hashed ({error}), so it "
+            "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
+        ) from error
+    return apply_of(kind, made, False, ())  # noqa: FBT003

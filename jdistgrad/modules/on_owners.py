@@ -29,7 +29,15 @@ def get(tree: Any, *, timeout: float | None = None) -> Any:
     Example:
       >>> params = jd.get({"encoder": enc, "decoder": dec})
     """
-    apart = jax.tree.map(lambda node: node.references if _is_function(node) else node, tree, is_leaf=_is_unit)
+
+    def is_function(node: Any) -> bool:
+        return isinstance(node, RemoteFunction) and isinstance(node.parameters, RRef)
+
+    apart = jax.tree.map(
+        lambda node: node.references if is_function(node) else node,
+        tree,
+        is_leaf=lambda node: _is_reference(node) or is_function(node),
+    )
     leaves, structure = jax.tree.flatten(apart, is_leaf=_is_reference)
     if not trace_state_clean():
         fetched = [leaf.to_here(timeout) if _is_reference(leaf) else leaf for leaf in leaves]
@@ -82,22 +90,22 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_reference)
     others = zip(*(structure.flatten_up_to(one) for one in rest), strict=True) if rest else [()] * len(leaves)
-    return jax.tree.unflatten(structure, [_mapped(f, leaf, mine) for leaf, mine in zip(leaves, others, strict=True)])
 
+    def there(leaf: Any) -> Any:
+        """Return a reference to a gradient's value in place of a gradient."""
+        if not isinstance(leaf, RemoteGradient):
+            return leaf
+        with within(leaf.checked_scope()):
+            return api.remote(leaf.owner, gradient_of, leaf.identified())
 
-def _mapped(f: Callable[..., Any], leaf: Any, others: Sequence[Any]) -> Any:
-    if not _is_reference(leaf):
-        return jax.tree.map(f, leaf, *get(list(others)))
-    arguments = jax.tree.map(_with_gradients_there, (leaf, *others), is_leaf=_is_reference)
-    return api.remote(leaf.owner, jax.tree.map, (f, *arguments))
-
-
-def _with_gradients_there(leaf: Any) -> Any:
-    """Return a reference to a gradient's value in place of a gradient."""
-    if not isinstance(leaf, RemoteGradient):
-        return leaf
-    with within(leaf.checked_scope()):
-        return api.remote(leaf.owner, gradient_of, leaf.identified())
+    found = []
+    for leaf, mine in zip(leaves, others, strict=True):
+        if _is_reference(leaf):
+            arguments = jax.tree.map(there, (leaf, *mine), is_leaf=_is_reference)
+            found.append(api.remote(leaf.owner, jax.tree.map, (f, *arguments)))
+        else:
+            found.append(jax.tree.map(f, leaf, *get(list(mine))))
+    return jax.tree.unflatten(structure, found)
 
 
 def _values(wanted: Sequence[Any]) -> list[Any]:
@@ -107,11 +115,3 @@ def _values(wanted: Sequence[Any]) -> list[Any]:
 
 def _is_reference(node: Any) -> bool:
     return isinstance(node, RRef | RemoteGradient)
-
-
-def _is_function(node: Any) -> bool:
-    return isinstance(node, RemoteFunction) and isinstance(node.parameters, RRef)
-
-
-def _is_unit(node: Any) -> bool:
-    return _is_reference(node) or _is_function(node)

@@ -73,7 +73,9 @@ class DistributedOptimizer(Corrected):
         if isinstance(tx, optax.MultiSteps):
             tx = with_extra_arguments(tx)
         if settings or not isinstance(tx, optax.GradientTransformation):
-            raise TypeError(_no_transformation(tx, settings))
+            needed = "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3)"
+            given = f"it has no setting {next(iter(settings))!r}" if settings else f"not {tx!r:.60}"
+            raise TypeError(f"{needed}; {given}")
         self._rrefs = _checked(rrefs)
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
@@ -89,6 +91,10 @@ class DistributedOptimizer(Corrected):
             for rank, mine in self._numbers.items()
         }
         _all([owned.creation() for owned in self._owned.values()])
+        self._on_owners = [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
+        self._owners = tuple(str(owned.owner) for owned in self._owned.values())
+        self._spelled_numbers = [", ".join(map(str, mine)) for mine in self._numbers.values()]
+        self._looks_first = self._max_norm is not None or refuse_nan
 
     @needing_arguments(
         "optimizer.step takes the context, optimizer.step(ctx), or the gradients that value_and_grad returned"
@@ -123,7 +129,14 @@ class DistributedOptimizer(Corrected):
                 "function staged by jd.jit, step with what value_and_grad returned: optimizer.step(gradients)."
             )
         with within(find_context(gradients).scope):
-            scale = self._scale()
+            scale = 1.0
+            if self._looks_first:
+                inspected = np.stack(self._everywhere(owner.inspect))
+                if self._refuse_nan:
+                    owner.require_finite(self._owners, inspected[:, 1].tolist())
+                scale = float(self._factor(inspected[:, 0], np))
+            elif len(self._owned) > 1:  # the only owner checks for itself
+                self._everywhere(owner.require_gradients)
             self._everywhere(owner.step, scale, arrays)
 
     def state(self) -> dict[str, Any]:
@@ -163,7 +176,9 @@ class DistributedOptimizer(Corrected):
 
     def _parts(self, state: Any) -> list[owner.Saved]:
         """Return each owner's part of a saved state."""
-        values, states = _lists(state)
+        if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
+            raise ValueError("restore takes what state() gave, a dict with 'values' and 'states'")
+        values, states = state["values"], state["states"]
         if len(values) != len(self._rrefs) or len(states) != len(self._owned):
             raise ValueError(
                 f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {len(self._rrefs)} on "
@@ -204,18 +219,16 @@ class DistributedOptimizer(Corrected):
             )
         chosen = {rref.id: found[rref.id] for rref in self._rrefs}
         with within(_scope_of([one for each in chosen.values() for one in each])):
-            marks = {number: [one.marks for one in each] for number, each in chosen.items()}
-            self._update_with({number: functools.reduce(operator.add, each) for number, each in marks.items()}, extra)
-
-    def _update_with(self, marks: dict[int, Any], extra: dict[str, Any]) -> None:
-        """Update every value with the gradient that these marks, by the references' ids, identify."""
-        others = []
-        if self._looks_first:
-            inspected = jnp.stack(self._use(owner.Inspect, marks, []))
-            others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
-        owners = self._owners if self._refuse_nan else ()
-        function = functools.partial(owner.Step, owners=owners, extra=tuple(extra))
-        self._use(function, marks, [*extra.values(), *others])
+            marks = {
+                number: functools.reduce(operator.add, [one.marks for one in each]) for number, each in chosen.items()
+            }
+            others = []
+            if self._looks_first:
+                inspected = jnp.stack(self._use(owner.Inspect, marks, []))
+                others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
+            owners = self._owners if self._refuse_nan else ()
+            function = functools.partial(owner.Step, owners=owners, extra=tuple(extra))
+            self._use(function, marks, [*extra.values(), *others])
 
     def _use(self, function: Callable[..., Any], marks: dict[int, Any], others: Sequence[Any]) -> list[Any]:
         """Let all owners use their gradients; return the array that each use returns."""
@@ -224,34 +237,6 @@ class DistributedOptimizer(Corrected):
             gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
             uses.append(use(function(self._owned[rank].id), gradients, others))
         return use_all(uses, needs=(self._owned, self._rrefs))
-
-    @property
-    def _spelled_numbers(self) -> list[str]:
-        return [", ".join(map(str, mine)) for mine in self._numbers.values()]
-
-    @property
-    def _on_owners(self) -> list[tuple[RRef[Any], list[int]]]:
-        """Return a reference to what each owner keeps, with the numbers of its values."""
-        return [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
-
-    @property
-    def _owners(self) -> tuple[str, ...]:
-        return tuple(str(owned.owner) for owned in self._owned.values())
-
-    @property
-    def _looks_first(self) -> bool:
-        return self._max_norm is not None or self._refuse_nan
-
-    def _scale(self) -> float:
-        """Return the factor for the gradients. Raise, before anything is changed, if a step cannot be made."""
-        if not self._looks_first:
-            if len(self._owned) > 1:  # the only owner checks for itself
-                self._everywhere(owner.require_gradients)
-            return 1.0
-        found = np.stack(self._everywhere(owner.inspect))
-        if self._refuse_nan:
-            owner.require_finite(self._owners, found[:, 1].tolist())
-        return float(self._factor(found[:, 0], np))
 
     def _factor(self, squares: Any, numpy: Any) -> Any:
         """Return the factor for gradients with these squared norms, in NumPy or in JAX's."""
@@ -263,18 +248,6 @@ class DistributedOptimizer(Corrected):
         return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
 
 
-def _no_transformation(tx: Any, settings: Mapping[str, Any]) -> str:
-    """Return the error for arguments that are PyTorch's: a class of optimizers, and its settings."""
-    needed = "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3)"
-    if not callable(tx):
-        return f"{needed}, not {tx!r:.60}" if not settings else f"{needed}; it has no setting {next(iter(settings))!r}"
-    given = ", ".join(map(repr, settings.values())) or "..."
-    return f"{needed}, not the function that makes one: {getattr(tx, '__name__', tx)}({given})"
-
-
-_REMEDY = "wrap it, RRef(value); or, if it was a reference where this call was made, send jd.by_reference of it"
-
-
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if isinstance(rrefs, RRef | Mapping):
         many = "list(rrefs.values())" if isinstance(rrefs, Mapping) else "for a single one, [rref]"
@@ -283,7 +256,9 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     for rref in found:
         if not isinstance(rref, RRef):
             own = isinstance(getattr(rref, "parameters", None), RRef)
-            remedy = "pass its parameters, module.parameters" if own else _REMEDY
+            remedy = "pass its parameters, module.parameters"
+            if not own:
+                remedy = "wrap it, RRef(value); or, if it was one where this call was made, send by_reference(it)"
             raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: {remedy}")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
@@ -324,18 +299,6 @@ def _scope_of(gradients: Sequence[RemoteGradient]) -> Any:
         )
     current_worker().scopes.find(scope.id)
     return scope
-
-
-def _lists(state: Any) -> list[Sequence[Any]]:
-    """Return the values and the optimizer states of a saved state."""
-    if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
-        held = (", ".join(map(repr, state)) or "nothing in it") if isinstance(state, Mapping) else ""
-        found = f"a {type(state).__name__}" + (f" with {held}" if held else "")
-        raise ValueError(f"restore takes what state() gave, a dict with 'values' and 'states', not {found}")
-    for name in ("values", "states"):
-        if not isinstance(state[name], list | tuple):
-            raise ValueError(f"restore: {name!r} is a {type(state[name]).__name__}, expected a list, as state() gave")
-    return [state["values"], state["states"]]
 
 
 def _all(futures: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:

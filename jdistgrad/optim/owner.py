@@ -64,26 +64,20 @@ class Form:
 
     def take_apart(self, whole: Any) -> Value:
         leaves, structure = jax.tree.flatten(whole)
-        known = self._structure is not None and structure == self._structure
-        if known and all(map(_is_of_kind, leaves, self._kinds)):
-            chosen = [leaf for leaf, (has, _) in zip(leaves, self._kinds, strict=True) if has]
-            return Value(chosen, self._tree, self._layout)
+        if self._structure is not None and structure == self._structure:
+            each = list(zip(leaves, self._kinds, strict=True))
+            if all(
+                isinstance(one, jax.Array) and one.dtype == what if has else one is what for one, (has, what) in each
+            ):
+                return Value([leaf for leaf, (has, _) in each if has], self._tree, self._layout)
         found = Value.of(whole)
-        self._learn(leaves, structure, found)
-        return found
-
-    def _learn(self, leaves: list[Any], structure: Any, found: Value) -> None:
         has = [has_gradient(leaf) for leaf in leaves]
         chosen = [leaf for leaf, one in zip(leaves, has, strict=True) if one]
         same = len(chosen) == len(found.leaves) and all(map(operator.is_, chosen, found.leaves))
         self._structure = structure if same else None  # JAX takes apart what holds references in another way
         self._kinds = [(one, leaf.dtype if one else leaf) for leaf, one in zip(leaves, has, strict=True)]
         self._tree, self._layout = found.tree, found.layout
-
-
-def _is_of_kind(leaf: Any, kind: tuple[bool, Any]) -> bool:
-    has, what = kind
-    return isinstance(leaf, jax.Array) and leaf.dtype == what if has else leaf is what
+        return found
 
 
 class OwnedParameters:
@@ -96,7 +90,13 @@ class OwnedParameters:
         self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
         self._own = [own_parts(rref.local_value()) for rref in rrefs]
-        self._state = _started(transformation, [jax.tree.unflatten(one.tree, one.leaves) for one in values])
+        try:
+            self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
+        except Exception as error:
+            text = f"the transformation gets the list of the values that are optimized here, {len(values)} of them. "
+            more = "A tree of masks or labels is such a list too, or a function of the list."
+            add_note(error, f"{current_worker().info}: {text}{more}")
+            raise
 
         def update(
             trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: dict[str, Any]
@@ -117,10 +117,14 @@ class OwnedParameters:
         """Update the values with gradients. ``extra``: what the transformation takes besides, such as the loss."""
         factor = np.asarray(scale, jax.dtypes.canonicalize_dtype(np.float64))
         with self._lock:
-            values = self._current()
+            # Others may have replaced the values, or changed their contents.
+            each = zip(self._forms, self._rrefs, strict=True)
+            values = [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
             parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
-            each = zip(self._of_arrays(gradients), parameters, strict=True)
-            whole = [[or_zero(*both) for both in zip(mine, leaves, strict=True)] for mine, leaves in each]
+            whole = [
+                [or_zero(*both) for both in zip(mine, leaves, strict=True)]
+                for mine, leaves in zip(self._of_arrays(gradients), parameters, strict=True)
+            ]
             found, self._state = self._update(trees, whole, self._state, parameters, factor, extra)
             for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
                 self._owned.replace(rref.id, value.layout.fill(leaves))
@@ -156,11 +160,6 @@ class OwnedParameters:
             for rref, value in zip(self._rrefs, prepared["values"].values(), strict=True):
                 self._owned.replace(rref.id, value)
 
-    def _current(self) -> list[Value]:
-        """Return the current values, taken apart: others may have replaced them, or changed their contents."""
-        each = zip(self._forms, self._rrefs, strict=True)
-        return [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
-
     def gradients(self) -> list[Gradient]:
         """Return the gradients of the values in the current context. Raise if one is missing."""
         tape = current_tape(lambda: "an optimizer's step")
@@ -175,18 +174,6 @@ class OwnedParameters:
                 missing=missing,
             )
         return [one for one in found if one is not None]
-
-
-def _started(transformation: optax.GradientTransformation, values: list[Any]) -> Any:
-    try:
-        return transformation.init(values)
-    except Exception as error:
-        add_note(
-            error,
-            f"{current_worker().info}: the transformation gets the list of the values that are optimized here, "
-            f"{len(values)} of them. A tree of masks or labels is such a list too, or a function of the list.",
-        )
-        raise
 
 
 def _unflattened(trees: Any, leaves: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Comparison of saved values and states with the current ones, and conversion to the same kinds: pure functions."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,17 +15,27 @@ NUMBERS = {bool, int, float, complex}
 
 def difference(found: Any, known: Any) -> str | None:
     """Return the first difference in structure, shapes or dtypes, in words; None if there is none."""
-    ours, theirs = _by_path(known), _by_path(found)
-    for path, expected in ours.items():
-        if path not in theirs:
-            return f"{path} is missing, expected {_kind(expected)}"
-        if not _fits(theirs[path], expected):
-            return f"{path} is {_kind(theirs[path])}, expected {_kind(expected)}"
-    for path, extra in theirs.items():
-        if path not in ours:
-            return f"{path} is not expected; it is {_kind(extra)}"
+    leaves = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (found, known)]
+    theirs, ours = [{jax.tree_util.keystr(path): leaf for path, leaf in one.items()} for one in leaves]
     shown: list[Any] = [jax.tree.structure(tree) for tree in (found, known)]
-    return f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
+    other = f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
+    return first_difference(theirs, ours, _fits, _kind) or other
+
+
+def first_difference(
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    fits: Callable[[Any, Any], bool],
+    spelled: Callable[[Any], str],
+) -> str | None:
+    """Return the first difference between leaves by place, in words; None if theirs fit."""
+    for place, expected in ours.items():
+        if place not in theirs:
+            return f"{place} is missing, expected {spelled(expected)}"
+        if not fits(theirs[place], expected):
+            return f"{place} is {spelled(theirs[place])}, expected {spelled(expected)}"
+    extra = next((place for place in theirs if place not in ours), None)
+    return None if extra is None else f"{extra} is not expected; it is {spelled(theirs[extra])}"
 
 
 def converted(found: Any, known: Any) -> Any:
@@ -34,10 +45,6 @@ def converted(found: Any, known: Any) -> Any:
     """
     leaves = trees.leaves(found)
     return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _is_array(leaf: Any) -> bool:
@@ -57,21 +64,13 @@ def _kind(leaf: Any) -> str:
 
 
 def _at_home(found: Any, known: Any) -> Any:
+    if isinstance(known, jax.Array) and jnp.issubdtype(known.dtype, jax.dtypes.prng_key):
+        data = jnp.array(np.asarray(jax.random.key_data(found)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))
     if isinstance(known, jax.Array):
-        return _key(found) if jnp.issubdtype(known.dtype, jax.dtypes.prng_key) else _array(found, known)
+        copy = jnp.array(np.asarray(found))  # one restored from a file may be committed to another worker's device
+        weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
+        return weakly_typed(copy) if weak else copy
     if isinstance(known, np.ndarray):
         return np.array(found)
     return type(known)(found.item()) if type(known) in NUMBERS and _is_array(found) else found
-
-
-def _array(found: Any, known: jax.Array) -> jax.Array:
-    """Copy an array to this worker: one restored from a file may be committed to another worker's device."""
-    copy = jnp.array(np.asarray(found))
-    weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
-    return weakly_typed(copy) if weak else copy
-
-
-def _key(found: Any) -> jax.Array:
-    """Copy a random key to this worker. NumPy can only see the key's data."""
-    data = jnp.array(np.asarray(jax.random.key_data(found)))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))

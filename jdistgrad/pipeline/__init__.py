@@ -6,8 +6,6 @@ Uses schedules, autograd for contexts, rpc for worlds, and data_parallel to cut 
 from jdistgrad.pipeline.batches import whole as whole
 from jdistgrad.pipeline.report import Report as Report
 from jdistgrad.pipeline.stages import BATCH as BATCH, Stage as Stage
-from jdistgrad.schedules.checking import check as check
-from jdistgrad.schedules.costs import Costs as Costs
 from jdistgrad.schedules.forecasting import Forecast as Forecast, forecast as forecast
 from jdistgrad.schedules.orders import (
     forward_only as forward_only,
@@ -17,7 +15,8 @@ from jdistgrad.schedules.orders import (
     zbv as zbv,
     zero_bubble as zero_bubble,
 )
-from jdistgrad.schedules.schedule import Action as Action, Kind as Kind, Schedule as Schedule
+from jdistgrad.schedules.playing import check as check
+from jdistgrad.schedules.schedule import Action as Action, Costs as Costs, Kind as Kind, Schedule as Schedule
 
 __all__ = [
     "Action",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,113 +33,72 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
 
     Raises:
       TypeError: something in the batch is a reference, or no array.
-      ValueError: an array has another length than the others, or there are fewer rows than microbatches; or one has a
-        mask, or the byte order of other machines.
+      ValueError: an array has another length than the others, or there are fewer rows than microbatches.
     """
-    _refuse_references((batch, targets))
-    _refuse_unfit((batch, targets))
-    leaves = jax.tree.leaves((batch, targets), is_leaf=_is_whole)
-    lengths = [_length(leaf) for leaf in leaves if not _is_whole(leaf)]
-    if not lengths and microbatches > 1:
+    rows = _rows_of((batch, targets))
+    if rows is None and microbatches > 1:
         raise ValueError(
             f"nothing in the batch is split into the {microbatches} microbatches: all would be the same. Give an array "
             "that is not whole, or use a schedule of one microbatch."
         )
-    rows = lengths[0] if lengths else microbatches
-    if rows is None or any(length != rows for length in lengths):
-        raise ValueError(_unequal((batch, targets)))
+    rows = microbatches if rows is None else rows
     if rows < microbatches:
         raise ValueError(
             f"a batch of {rows} rows cannot be split into {microbatches} microbatches. Use a schedule of fewer, or a "
             "larger batch."
         )
-    _refuse_no_arrays((batch, targets))
     return [rows // microbatches + (k < rows % microbatches) for k in range(microbatches)]
+
+
+def _rows_of(given: Any) -> int | None:
+    """Return the length of all arrays that are split, or None if there are none."""
+    first = None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda one: isinstance(one, Whole | RRef)):
+        if isinstance(leaf, RRef):
+            raise TypeError(
+                f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
+                "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
+            )
+        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
+            if not can_be_traced(part):  # JAX would say so on another worker, and advise what only it can do there
+                what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
+                raise TypeError(
+                    f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
+                    "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
+                )
+        if isinstance(leaf, Whole):
+            continue
+        if not np.shape(leaf):
+            raise ValueError(
+                f"{_named(path)} is {leaf!r:.60}, which has no first axis to split. Mark what every microbatch gets as "
+                "it is: jd.pipeline.whole(value)."
+            )
+        first = first or (path, len(leaf))
+        if len(leaf) != first[1]:
+            raise ValueError(
+                f"the arrays of a batch have one length: {_named(path)} has {len(leaf)} rows, {_named(first[0])} has "
+                f"{first[1]}. Mark what is not split: jd.pipeline.whole(value)."
+            )
+    return None if first is None else first[1]
 
 
 def split(arguments: tuple[Any, ...], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
     """Return each microbatch of arguments, whose sizes are those of ``sizes_of``."""
     leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_whole)
     ends = [0, *itertools.accumulate(sizes)]
-    pieces = [_pieces(leaf, ends) for leaf in leaves]
+    pieces = []
+    for leaf in leaves:
+        if isinstance(leaf, Whole):
+            pieces.append([leaf.value] * len(sizes))
+            continue
+        if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype) and host_device(leaf.sharding) is not None:
+            leaf = np.asarray(leaf)  # its slices are the same memory; JAX would compile a program for each
+        pieces.append([leaf[start:end] for start, end in itertools.pairwise(ends)])
     return [jax.tree.unflatten(tree, [mine[k] for mine in pieces]) for k in range(len(sizes))]
-
-
-def _pieces(leaf: Any, ends: Sequence[int]) -> list[Any]:
-    if isinstance(leaf, Whole):
-        return [leaf.value] * (len(ends) - 1)
-    if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype) and host_device(leaf.sharding) is not None:
-        leaf = np.asarray(leaf)  # its slices are the same memory; JAX would compile a program for each
-    return [leaf[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, Whole)
-
-
-def _refuse_references(given: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda leaf: _is_whole(leaf) or isinstance(leaf, RRef))
-    for path, leaf in leaves:
-        if isinstance(leaf, RRef):
-            raise TypeError(
-                f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
-                "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
-            )
-
-
-def _parts(given: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the path of each array of a batch, and the array; of a whole value, all its arrays."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole):
-        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
-            yield path, part
-
-
-def _refuse_no_arrays(given: Any) -> None:
-    """Refuse what JAX cannot compute with. It would say so on another worker, and advise what only it can do there."""
-    for path, part in _parts(given):
-        if not can_be_traced(part):
-            what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
-            raise TypeError(
-                f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
-                "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
-            )
-
-
-def _refuse_unfit(given: Any) -> None:
-    """Refuse what code that JAX has compiled for other arrays takes, and leaves out a part of: masks, byte orders."""
-    for path, part in _parts(given):
-        if isinstance(part, np.ma.MaskedArray):
-            raise ValueError(
-                f"{_named(path)} is a masked array, whose mask would be lost. Fill it, x.filled(0), or give its "
-                "data and its mask, x.data and numpy.ma.getmaskarray(x)."
-            )
-        if isinstance(part, np.ndarray) and not part.dtype.isnative:
-            raise ValueError(
-                f"{_named(path)} is {part.dtype.str}{list(part.shape)}, whose bytes are not in this machine's "
-                "order. Convert it: x.astype(x.dtype.newbyteorder('='))."
-            )
-
-
-def _length(leaf: Any) -> int | None:
-    shape = np.shape(leaf)
-    return shape[0] if shape and hasattr(leaf, "__getitem__") else None
-
-
-def _unequal(given: Any) -> str:
-    """Say which array of a batch has no length, or another than the first."""
-    leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole)
-    (first, rows), *others = [(path, leaf) for path, leaf in leaves if not _is_whole(leaf)]
-    for path, leaf in ((first, rows), *others):
-        if _length(leaf) is None:
-            return (
-                f"{_named(path)} is {leaf!r:.60}, which has no first axis to split. Mark what every microbatch gets as "
-                "it is: jd.pipeline.whole(value)."
-            )
-    path, leaf = next((path, leaf) for path, leaf in others if _length(leaf) != _length(rows))
-    return (
-        f"the arrays of a batch have one length: {_named(path)} has {_length(leaf)} rows, {_named(first)} has "
-        f"{_length(rows)}. Mark what is not split: jd.pipeline.whole(value)."
-    )
 
 
 def _named(path: Any) -> str:

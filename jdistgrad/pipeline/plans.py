@@ -1,13 +1,13 @@
 """What a pipeline is given, checked, and what each of its workers has to know of it."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
+from jdistgrad.pipeline.stages import Stage, StageFunction
 from jdistgrad.rpc.calls.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
@@ -51,10 +51,6 @@ class Part:
     averages: dict[int, RRef[Any]]
 
     @property
-    def takes_batch(self) -> bool:
-        return any(BATCH in self.plan.inputs[stage] for stage in self.functions)
-
-    @property
     def is_last(self) -> bool:
         return len(self.plan.ranks) - 1 in self.functions
 
@@ -66,17 +62,20 @@ def as_stage(given: Any) -> Stage:
     elif _is_module(given):
         given = Stage(given)
     if isinstance(given, Stage) and _is_module(given.function):
-        given = _of_module(given)
+        module: Any = given.function
+        if module.state is not None:
+            raise TypeError(
+                f"{module!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
+                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
+            )
+        parameters = module.parameters if given.parameters is None else given.parameters
+        given = dataclasses.replace(given, function=module.apply, parameters=parameters)
     if not isinstance(given, Stage) or not callable(given.function):
         raise TypeError(
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
             f"not {given!r:.80}"
         )
     check_hash(given.function, "a stage's function")
-    if not (given.inputs is None or isinstance(given.inputs, Iterable)):
-        raise TypeError(
-            f"inputs of {describe(given.function)} are {given.inputs!r}, expected a tuple of stages: inputs=(0, 2)"
-        )
     if not (given.average is None or isinstance(given.average, RRef)):
         raise TypeError(
             f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
@@ -103,18 +102,6 @@ def is_reference(node: Any) -> bool:
 def _is_module(given: Any) -> bool:
     """Return whether this is a function or module on another worker."""
     return all(hasattr(given, name) for name in ("apply", "parameters", "state"))
-
-
-def _of_module(stage: Stage) -> Stage:
-    """Return a stage that computes what its module does. Its parameters are the module's, if no others are given."""
-    module: Any = stage.function
-    if module.state is not None:
-        raise TypeError(
-            f"{module!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
-            "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
-        )
-    parameters = module.parameters if stage.parameters is None else stage.parameters
-    return dataclasses.replace(stage, function=module.apply, parameters=parameters)
 
 
 def check_hash(function: Any, what: str) -> None:
@@ -144,12 +131,6 @@ def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
     return tuple(number for number in reversed(range(len(stages))) if stages[number].average is not None)
 
 
-def inputs_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
-    """Return what each stage takes, in the order of its arguments: results of other stages, or the ``BATCH``."""
-    given = (stage.inputs for stage in stages)
-    return tuple((number - 1,) if mine is None else tuple(mine) for number, mine in enumerate(given))
-
-
 def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Return the stages that take each stage's result."""
     stages = range(len(inputs))
@@ -162,20 +143,10 @@ def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]
     return found
 
 
-def trained_of(stages: Sequence[Stage], inputs: Sequence[Sequence[int]]) -> tuple[bool, ...]:
-    """Return whether each stage's result depends on parameters, its own or those of stages before."""
-    found: list[bool] = []
-    for stage, mine in zip(stages, inputs, strict=True):
-        found.append(stage.parameters is not None or any(found[one] for one in mine if one != BATCH))
-    return tuple(found)
-
-
 def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
     """Return the rank of each stage's worker."""
     find = current_worker().directory.find
     if workers is not None:
-        if not isinstance(workers, Sequence) or isinstance(workers, str):
-            raise TypeError(f"workers= is {workers!r:.60}, expected a list of names or ranks, one for each worker")
         if len(workers) != schedule.workers:
             raise ScheduleError(f"the schedule has {schedule.workers} workers, but workers= names {len(workers)}")
         return tuple(find(workers[index]).rank for index in schedule.placement)

@@ -8,18 +8,17 @@ from typing import Any
 
 from jdistgrad.autograd.tape.links import next_message, next_place
 from jdistgrad.errors import CallTimeoutError, DistgradError, ScheduleError, WorkerLostError
-from jdistgrad.pipeline.averages import tell_replicas
-from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, inputs_of, ranks_of, trained_of
+from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, ranks_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
-from jdistgrad.pipeline.under_way import doing, forget_done, wait_for_any
+from jdistgrad.pipeline.under_way import doing, forget_done, tell_replicas, wait_for_any
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, remote
 from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
-from jdistgrad.schedules.checking import check
+from jdistgrad.schedules.playing import check
 from jdistgrad.schedules.schedule import Schedule
 
 ANSWER_SECONDS = 0.5
@@ -47,29 +46,31 @@ class Program:
                 f"the schedule is for {schedule.stages} stages, but {len(stages)} were given. Make it with as many "
                 "workers (or chunks of them) as there are stages."
             )
-        inputs = inputs_of(stages)
+        # What each stage takes, in the order of its arguments: results of other stages, or the batch.
+        inputs = tuple((k - 1,) if one.inputs is None else tuple(one.inputs) for k, one in enumerate(stages))
         self.schedule = schedule
         self._between = {k: tuple(one for one in mine if one != BATCH) for k, mine in enumerate(inputs)}
         check(schedule, self._between)
         ranks = ranks_of(stages, schedule, workers)
         averaging, consumers = averaging_of(stages), consumers_of(inputs)
-        trained = trained_of(stages, inputs)
-        self.plan = Plan(ranks, inputs, consumers, trained, schedule.microbatches, schedule.trains, averaging)
+        trained: list[bool] = []
+        for stage, mine in zip(stages, inputs, strict=True):
+            trained.append(stage.parameters is not None or any(trained[one] for one in mine if one != BATCH))
+        self.plan = Plan(ranks, inputs, consumers, tuple(trained), schedule.microbatches, schedule.trains, averaging)
         functions = [StageFunction(one.function, one.remat) for one in stages]
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
-        busy = [index for index, row in enumerate(schedule.actions) if row]
         self._kept: dict[tuple[str, int], dict[int, RRef[Any]]] = {}  # by the world and rank of who drives the steps
-        self._parts = {index: self._part(index, stages, functions) for index in busy}
-
-    def _part(self, index: int, stages: Sequence[Stage], functions: Sequence[StageFunction]) -> Part:
-        mine = [stage for stage, place in enumerate(self.schedule.placement) if place == index]
-        return Part(
-            self.plan,
-            self.schedule.actions[index],
-            {stage: functions[stage] for stage in mine},
-            {stage: stages[stage].parameters for stage in mine},
-            {stage: stages[stage].average for stage in mine if stages[stage].average is not None},
-        )
+        self._parts: dict[int, Part] = {}
+        for index, row in enumerate(schedule.actions):
+            here = [stage for stage, place in enumerate(schedule.placement) if place == index]
+            if row:
+                self._parts[index] = Part(
+                    self.plan,
+                    row,
+                    {stage: functions[stage] for stage in here},
+                    {stage: stages[stage].parameters for stage in here},
+                    {stage: stages[stage].average for stage in here if stages[stage].average is not None},
+                )
 
     def _rank(self, index: int) -> int:
         return self.plan.ranks[self.schedule.placement.index(index)]
@@ -86,9 +87,8 @@ class Program:
         Those that could not come are sent again: a worker may have had a stage's function not yet.
         """
         own, kept = self._own, self._kept.setdefault((current_worker().world, current_worker().rank), {})
-        missing = [
-            index for index in self._parts if index != own and (index not in kept or _could_not_come(kept[index]))
-        ]
+        failed = {index for index, part in kept.items() if part.creation().done() and part.creation().exception()}
+        missing = [index for index in self._parts if index != own and (index not in kept or index in failed)]
         if missing:
             with within(None):  # they outlive the context of the step that needs them first
                 kept |= {index: remote(self._rank(index), Keep(), (self._parts[index],), {}, None) for index in missing}
@@ -103,7 +103,7 @@ class Program:
         assert scope is not None
         limit = worker.timeout if timeout is None else checked_timeout(timeout)
         own, share, futures = self._own, Share(next_message(), next_place()), dict[int, Future]()
-        done, arguments = dict[int, Done](), tuple[Any, ...]()
+        done, arguments, waiting = dict[int, Done](), tuple[Any, ...](), list[Future]()
         try:
             kept = self._kept_parts()
             for index, part in kept.items():
@@ -112,7 +112,10 @@ class Program:
             if own is not None:
                 mine = self._parts[own]
                 done[own] = share(mine, brought.to(mine), list(futures.values()), limit)
-            _wait_for_all(worker, futures)
+            waiting = list(futures.values())
+            while waiting:
+                wait_for_any(worker, waiting)
+                forget_done(waiting)
             done |= {index: one.result() for index, one in futures.items()}
         except BaseException as error:
             try:
@@ -122,6 +125,7 @@ class Program:
             finally:
                 worker.releasing.close_scope(scope.id)
                 futures.clear()  # they hold the error, whose traceback holds this frame
+                waiting.clear()
                 arguments = ()
             raise
         seconds = time.monotonic() - start
@@ -151,16 +155,3 @@ class Program:
             with contextlib.suppress(DistgradError):  # of them, the step has its own error
                 asked.append(worker.rpc_async(self._rank(index), tell_replicas, (step,), {}, ANSWER_SECONDS))
         concurrent.futures.wait(asked)
-
-
-def _could_not_come(part: RRef[Any]) -> bool:
-    come = part.creation()
-    return come.done() and come.exception() is not None
-
-
-def _wait_for_all(worker: Worker, futures: Mapping[int, Future]) -> None:
-    """Return when all futures are done. Raise the first error as soon as there is one."""
-    waiting = list(futures.values())
-    while waiting:
-        wait_for_any(worker, waiting)
-        forget_done(waiting)

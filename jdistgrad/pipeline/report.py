@@ -5,10 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from jdistgrad.pipeline.shares import Done
-from jdistgrad.schedules.costs import Costs
-from jdistgrad.schedules.forecasting import Forecast, forecast
-from jdistgrad.schedules.picture import draw
-from jdistgrad.schedules.schedule import Kind, Schedule
+from jdistgrad.schedules.forecasting import Forecast, draw, forecast
+from jdistgrad.schedules.schedule import Costs, Kind, Schedule
 
 
 class Report:
@@ -88,8 +86,7 @@ class Report:
             )
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
     def svg(self) -> str:
         """Return a picture of the step as it was, as SVG. On several machines it is as exact as their clocks."""

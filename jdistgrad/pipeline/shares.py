@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,10 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.links import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
-from jdistgrad.pipeline.averages import Averages, Turns
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part, is_reference, references_of
-from jdistgrad.pipeline.settings import with_settings
-from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of
-from jdistgrad.pipeline.under_way import UnderWay, Waits
+from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of, with_settings
+from jdistgrad.pipeline.under_way import Averages, Turns, UnderWay, Waits
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.table import value_of
@@ -41,10 +39,7 @@ class Keep(ServedFunction):
     """The call that leaves a part of a pipeline on its worker."""
 
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return "keep a part of a pipeline"
+    label = "keep a part of a pipeline"
 
     def __call__(self, part: Part) -> Part:
         return part
@@ -63,7 +58,8 @@ class Brought(NamedTuple):
 
     def to(self, part: Part) -> "Brought":
         """Return the arguments that a part takes."""
-        return Brought(self.batch if part.takes_batch else (), self.targets if part.is_last else (), self.sizes)
+        takes_batch = any(BATCH in part.plan.inputs[stage] for stage in part.functions)
+        return Brought(self.batch if takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
 
 class Done(NamedTuple):
@@ -94,10 +90,7 @@ class Share(ServedFunction):
     step: int
     place: Place
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return "a share of a pipeline's step"
+    label = "a share of a pipeline's step"
 
     def __call__(
         self,
@@ -136,7 +129,8 @@ class Run:
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
-        self.waits, self._timeout, self._begun = Waits(self._worker, watched), timeout, time.monotonic()
+        self.waits = Waits(self._worker, watched, scope.content(UnderWay).closed)
+        self._timeout, self._begun = timeout, time.monotonic()
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
@@ -164,10 +158,14 @@ class Run:
             raise
 
     def _carry_out(self) -> Done:
-        self._find_averages()
+        for stage, reference in self._part.averages.items() if self._plan.trains else ():
+            with self._named(f"average= of stage {stage}"):
+                self._averages.find(stage, reference)
         self._fetch_parameters()
         with self._named("the batch"):
-            self._split_batch()
+            batch, targets, sizes = self._brought
+            self._batches, self._targets = split(batch, sizes), split(targets, sizes)
+            self._weights = [size / sum(sizes) for size in sizes]
         self._carry_out_actions()
         self._due = self._ready = time.monotonic()
         for stage, averaged in self._averages.begun.items():
@@ -181,35 +179,34 @@ class Run:
             self._check_time()
             clock = time.time() - time.monotonic()  # other machines know only the time of day
             times = [(due + clock, ready + clock, half + clock, done + clock) for due, ready, half, done in self._times]
-            return Done(*self._outcome(), times, self._most)
+            loss, results = None, self._results
+            if self._part.is_last and self._part.functions[len(self._plan.ranks) - 1].loss is not None:
+                loss = weighted_sum(list(map(scalar_of, results)), self._weights)
+                results = [one[1] for one in results if isinstance(one, tuple)]
+            return Done(loss, results, times, self._most)
 
     def _carry_out_actions(self) -> None:
-        steps: dict[Kind, Callable[[int, int], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._pull_inputs,
-            Kind.WEIGHT: self._pull_parameters,
-        }
         try:
             for action in self._part.actions:
                 self._action = action
                 self._due = self._ready = time.monotonic()
                 self.waits.check()
-                steps[action.kind](action.stage, action.microbatch)
+                kind, stage, microbatch = action
+                if kind is Kind.FORWARD:
+                    self._forward(stage, microbatch)
+                elif kind is not Kind.WEIGHT:
+                    self._pull_inputs(stage, microbatch)
+                self._half = time.monotonic()
+                if kind in (Kind.BACKWARD, Kind.WEIGHT):
+                    self._pull_parameters(stage, microbatch)
                 done = self._check_time()
                 self._times.append((self._due, self._ready, max(self._half, self._ready), done))
-                self._tell(action)
+                if events.sink is not None:
+                    events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
         except BaseException as error:
             self._name(error, spelled(action))
             raise
         self._action = None
-
-    def _outcome(self) -> tuple[Any, list[Any]]:
-        """Return the loss and the results that this worker answers."""
-        if not self._part.is_last or self._part.functions[len(self._plan.ranks) - 1].loss is None:
-            return None, self._results
-        auxiliary = [one[1] for one in self._results if isinstance(one, tuple)]
-        return weighted_sum(list(map(scalar_of, self._results)), self._weights), auxiliary
 
     def doing(self) -> str:
         """Say what the share has been doing, and for how long."""
@@ -245,20 +242,6 @@ class Run:
                 self._trainable[stage] = tuple(itertools.chain(*each))
                 self._gradients[stage] = list(map(sum, each))
 
-    def _split_batch(self) -> None:
-        batch, targets, sizes = self._brought
-        self._batches, self._targets = split(batch, sizes), split(targets, sizes)
-        self._weights = [size / sum(sizes) for size in sizes]
-
-    def _find_averages(self) -> None:
-        for stage, reference in self._part.averages.items() if self._plan.trains else ():
-            with self._named(f"average= of stage {stage}"):
-                self._averages.find(stage, reference)
-
-    def _tell(self, action: Action) -> None:
-        if events.sink is not None:
-            events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
-
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
         try:
@@ -284,7 +267,7 @@ class Run:
             given = self._batches[microbatch] if source == BATCH else (taken[source],)
             parts += given
             wanted += [self._plan.trains and self._is_trained(source)] * len(given)
-        self._computing()
+        self._ready = time.monotonic()
         last = stage == len(self._plan.ranks) - 1
         targets = self._targets[microbatch] if last else ()
         recording = Recording(self._part.functions[stage], tuple(parts), tuple(wanted), targets)
@@ -298,11 +281,6 @@ class Run:
         if not last:
             recording.result = None  # of the last stage, the backward pass reads the loss
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        self._pull_inputs(stage, microbatch)
-        self._half = time.monotonic()
-        self._pull_parameters(stage, microbatch)
-
     def _pull_inputs(self, stage: int, microbatch: int) -> None:
         if not self._is_trained(stage):
             return
@@ -314,8 +292,12 @@ class Run:
         else:
             loss = scalar_of(recording.result)
             cotangents = [np.asarray(self._weights[microbatch], jnp.result_type(loss))]
-        self._computing()
-        sources = [source for source in self._plan.inputs[stage] for _ in range(self._width(source, microbatch))]
+        self._ready = time.monotonic()
+        sources = [
+            source
+            for source in self._plan.inputs[stage]
+            for _ in range(len(self._batches[microbatch]) if source == BATCH else 1)
+        ]
         found: dict[int, list[list[Any]]] = {}
         for source, each in zip(sources, recording.pull_inputs(cotangents), strict=True):
             found.setdefault(source, []).append(each)
@@ -347,13 +329,7 @@ class Run:
         """Return whether what a stage takes from a source depends on parameters."""
         return source != BATCH and self._plan.trained[source]
 
-    def _width(self, source: int, microbatch: int) -> int:
-        return len(self._batches[microbatch]) if source == BATCH else 1
-
     # Values from and to other stages.
-
-    def _computing(self) -> None:
-        self._ready = time.monotonic()
 
     def _push(self, what: int, source: int, target: int, microbatch: int, value: Any) -> None:
         key = self.step, what, source, target, microbatch

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.values.holes import is_differentiable
+from jdistgrad.autograd.callee.untraceable import explained
+from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable
 from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.pipeline.settings import without_settings
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import ServedFunction, describe
@@ -53,6 +52,59 @@ class Stage:
     inputs: tuple[int, ...] | None = None
     remat: bool = False
     average: Any = None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A leaf that JAX cannot trace, or a flag, as a node without leaves. ``key`` tells it from others."""
+
+    key: tuple[Any, ...]
+    value: Any = dataclasses.field(compare=False)
+
+
+def with_settings(parameters: Any) -> Any:
+    """Return parameters with settings in place of functions, texts and flags: what parameters hold beside arrays.
+
+    They are a part of what is compiled, as arguments of calls are that are no arrays.
+
+    Raises:
+      TypeError: one of them has no hash, by which what is compiled for it could be found.
+    """
+    if not any(map(_is_fixed, jax.tree.leaves(parameters))):
+        return parameters
+
+    def setting(path: Any, leaf: Any) -> Any:
+        if not _is_fixed(leaf):
+            return leaf
+        # Equal values may be of different types. A partial function equals no other: one that comes with the parameters
+        # in every step is told by what it holds.
+        kind: Any = type(leaf)
+        content = fingerprint(leaf)
+        is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
+        key: tuple[Any, ...] = content if is_told else (kind, leaf)
+        try:
+            hash(key)
+        except TypeError:
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            text = f"the parameters hold {leaf!r:.60}{where}: expected arrays, numbers, and what has a hash"
+            raise TypeError(text) from None
+        return Setting(key, leaf)
+
+    return jax.tree_util.tree_map_with_path(setting, parameters)
+
+
+def _is_fixed(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or not can_be_traced(leaf)
+
+
+def without_settings(parameters: Any) -> Any:
+    """Return the parameters that ``with_settings`` was given."""
+
+    def is_setting(leaf: Any) -> bool:
+        return isinstance(leaf, Setting)
+
+    return jax.tree.map(lambda leaf: leaf.value if is_setting(leaf) else leaf, parameters, is_leaf=is_setting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +274,8 @@ def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[.
                 tree, [next(rest) if chosen else leaf for chosen, leaf in zip(floats, leaves, strict=True)]
             )
             result = function(parameters, inputs, targets)
-            return differentiable(result if function.loss is None else scalar_of(result)), result
+            primals = jax.tree.leaves(result if function.loss is None else scalar_of(result))
+            return [leaf for leaf in primals if is_differentiable(leaf)], result
 
         variables = [leaf for chosen, leaf in zip(floats, leaves, strict=True) if chosen]
         pullback, result = None, None
@@ -246,11 +299,6 @@ def _cut(tree: Any, leaves: int, types: Sequence[Any], weights: int, inputs: int
         return jax.tree.unflatten(tree, arguments[:leaves])(list(arguments[leaves:]))[0]
 
     return Segmented(jax.make_jaxpr(pull)(*types), [range(weights, weights + inputs), range(weights)])
-
-
-def differentiable(tree: Any) -> list[Any]:
-    """Return the leaves of a stage's result, or argument, that have derivatives, in order."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_differentiable(leaf)]
 
 
 def scalar_of(found: Any) -> Any:

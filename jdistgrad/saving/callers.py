@@ -3,16 +3,17 @@
 The first of them, the leader, asks owners and the other callers for their parts.
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
+import pathlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
@@ -22,96 +23,98 @@ from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving.desk import Arrival
-from jdistgrad.saving.marks import PerWorker
-from jdistgrad.saving.places import Leaf, leaves_of, replaced, require_different
-from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
+from jdistgrad.saving import desk
+from jdistgrad.saving.marks import Leaf, PerWorker, leaves_of, require_different
+from jdistgrad.saving.owners import Work, works_for
 
 _numbers = itertools.count()
 
-LEFT = "checkpoints' callers that have left"
-
-Ends = Callable[[dict[int, Any]], bool]
+Asked = dict[int, list[Work]]  # by the rank of the worker that does it
 
 
-@dataclasses.dataclass
+class Plan(NamedTuple):
+    """What a caller tells the others: its attempt's name, the places of its leaves, and what owners do, by owner."""
+
+    attempt: str
+    places: list[str]
+    asked: Asked
+
+
 class Job:
     """What one caller saves or restores, and with whom.
 
     Attributes:
       what: the call, for messages.
+      attempt: a name for this call of this worker.
+      of_trees, leaves: the leaves of the trees; and those of the optimizers too.
+      plans: those of all callers, by rank.
       callers: the ranks of those that call together.
-      held_as: the name under which this caller's leaves are kept for those who write them; another thread's job may
-        have the same ``what``.
     """
 
-    what: str
-    trees: Any
-    optimizers: Any
-    callers: list[int]
-    meetings: int = 0
-    _arrival: Arrival | None = None  # at the last meeting
-    _ends: Ends = lambda told: False
+    def __init__(self, what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None):
+        self.what, self.rank = what, current_worker().rank
+        self.attempt = f"{self.rank}.{next(_numbers)}"
+        self._workers, self._parts = workers, 0
+        self.plans: dict[int, Plan] = {}
+        self.callers: list[int] = []
+        self.leader, self.leads = -1, False
+        self.of_trees: list[Leaf] = []
+        self.leaves: list[Leaf] = []
+        self._trees, self.optimizers = trees, optimizers
 
-    def __post_init__(self) -> None:
-        self.rank = current_worker().rank
-        self.number, self.count = self.callers.index(self.rank), len(self.callers)
-        self.leads, self.leader = self.number == 0, self.callers[0]
-        self.held_as = f"held for {self.what}, {next(_numbers)}"
+    def meet(self) -> None:
+        """Wait for the other callers. Raises DisagreementError if they have different trees."""
+        self.plans = self.agree(self._plan, everybody=True)
+        self.callers = sorted(self.plans)
+        self.leader = self.callers[0]
+        self.leads = self.rank == self.leader
+        expected = self.plans[self.leader].places
+        for caller, found in self.plans.items():
+            if expected != found.places:
+                place = next(iter(set(expected) ^ set(found.places)), "the order")
+                has = f"worker {self.leader if place in expected else caller} has {place}, the other has not"
+                raise DisagreementError(f"{self.what}: workers {self.leader} and {caller} have different trees: {has}")
 
-    def leaves(self) -> list[Leaf]:
-        found = [*self.leaves_of_trees(), *leaves_of(self.optimizers, "optimizers", self.number, self.count)]
-        require_different(leaf.place for leaf in found)
-        return found
+    def _plan(self) -> Plan:
+        """Take everything apart, and keep the leaves for the calls that will ask for them."""
+        self.of_trees = list(leaves_of(self._trees, "trees"))
+        self.leaves = [*self.of_trees, *leaves_of(self.optimizers, "optimizers")]
+        require_different(leaf.place for leaf in self.leaves)
+        world.keep(self.attempt, self.leaves)
+        asked: Asked = {}
+        for leaf in self.leaves:
+            if leaf.is_owned:
+                for rank, work in works_for(leaf, self.rank):
+                    asked.setdefault(rank, []).append(work)
+        return Plan(self.attempt, [leaf.place for leaf in self.leaves], asked)
 
-    def leaves_of_trees(self) -> list[Leaf]:
-        return list(leaves_of(self.trees, "trees", self.number, self.count))
-
-    def trees_of(self, found: Sequence[Any]) -> Any:
-        """Return the trees without marks, with these leaves."""
-        return replaced(self.trees, self.number, self.count, iter(found))
-
-    def from_leader(self, ask: Callable[[], Any]) -> Any:
-        """Return what the leader finds, on every caller. If that is None, the job has come to its end."""
-        acting = ask if self.leads else lambda: None
-        found = self.agree(acting, everybody=True, ends=lambda told: told[self.leader][1] is None)
-        return found[self.leader]
-
-    def agree(self, act: Callable[[], Any], *, everybody: bool = False, ends: Ends = lambda told: False) -> Any:
+    def agree(self, act: Callable[[], Any], *, everybody: bool = False) -> Any:
         """Act, and return the result when all callers have acted; or everybody's results, by rank.
 
         If one of the callers fails, all raise its error.
-
-        Arguments:
-          ends: whether the job has come to its end when all callers have said this.
         """
-        error, result = None, None
+        error, failure, result = None, None, None
         try:
             result = act()
         except Exception as failed:
-            error = failed
-        said = None if error is None else (_in_words(error), _lost_in(error)), result if everybody else None
-        told = self._part(said, ends).wait()
+            text = str(failed) if isinstance(failed, DistgradError) else in_short(failed)
+            error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
+        told = self._told((failure, result if everybody else None))
         if error is not None:
             raise error
         for failure, _ in told.values():
             if failure is not None:
-                raise _in_type(*failure)
+                raise failure
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
 
-    def _part(self, said: Any, ends: Ends = lambda told: False) -> Arrival:
-        """Return the arrival at the next meeting of the callers."""
-        with put_off_interrupt():
-            self.meetings += 1
-            self._arrival = Arrival(f"{self.what}, part {self.meetings}", said, self.callers, float("inf"))
-            self._ends = ends
-            return self._arrival
-
-    def leave(self, failure: str) -> None:
-        """Say at the next part that this caller has left, unless the others know that it failed, or the job is over."""
-        told = {} if self._arrival is None else self._arrival.wait(shown=False)
-        if not self._ends(told) and all(failed is None for failed, _ in told.values()):
-            self._part(((failure, None), None)).wait(shown=False)
+    def _told(self, said: Any) -> desk.Said:
+        """Return what all callers say. At the first meeting it turns out who they are."""
+        if not self.plans:
+            return desk.meet(self.what, said, self._workers, mine=self.attempt)
+        self._parts += 1
+        of_all = frozenset(one.attempt for one in self.plans.values())
+        what = f"{self.what}, part {self._parts}"
+        return desk.meet(what, said, self.callers, float("inf"), self.attempt, of_all)
 
 
 def call_each(
@@ -136,8 +139,9 @@ def call_each(
         except DistgradError as error:
             failures[number] = error
     failures |= {number: why for number, future in futures.items() if (why := future.exception()) is not None}
-    for number, failure in sorted(failures.items(), key=lambda one: one[0]):
-        raise_failed(current_worker().directory.workers[arguments[number][0]], failure, in_words)
+    if failures:
+        number = min(failures)
+        raise_failed(current_worker().directory.workers[arguments[number][0]], failures[number], in_words)
     return [future.result() for future in futures.values()]
 
 
@@ -146,15 +150,15 @@ def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[
     if isinstance(failure, CheckpointError):
         text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
         raise CheckpointError(text) from failure
-    lost = _lost_in(failure)
-    why = in_short(failure) if lost is None else current_worker().peers.lost.get(lost, in_short(failure))
-    raise _in_type(in_words(worker, why), lost) from failure
+    why = in_short(failure)
+    if isinstance(failure, WorkerLostError):
+        why = current_worker().peers.lost.get(failure.worker.rank, why)
+    raise _of_kind(failure, in_words(worker, why)) from failure
 
 
-def _in_words(error: Exception) -> str:
-    """Return what the other callers are told of this one's error."""
-    text = str(error) if isinstance(error, DistgradError) else in_short(error)
-    return text if isinstance(error, DisagreementError) else _naming(current_worker().info, text)
+def _of_kind(error: BaseException, text: str) -> DistgradError:
+    """Return an error for all callers: of the loss of a worker, or of something else."""
+    return WorkerLostError(text, worker=error.worker) if isinstance(error, WorkerLostError) else CheckpointError(text)
 
 
 def _naming(worker: WorkerInfo, text: str) -> str:
@@ -163,109 +167,37 @@ def _naming(worker: WorkerInfo, text: str) -> str:
     return text if is_named else f"{worker}: {text}"
 
 
-def _lost_in(error: BaseException) -> int | None:
-    """Return the rank of the worker of whose loss an error tells, if it does."""
-    worker = error.worker if isinstance(error, WorkerLostError) else None
-    return worker.rank if isinstance(worker, WorkerInfo) else None
-
-
-def _in_type(text: str, lost: int | None) -> DistgradError:
-    """Return the error with a text, which tells of the loss of a worker or of something else."""
-    if lost is None:
-        return CheckpointError(text)
-    return WorkerLostError(text, worker=current_worker().directory.workers[lost])
-
-
 @contextlib.contextmanager
-def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None) -> Iterator[Job]:
+def together(
+    what: str, folder: pathlib.Path, trees: Any, optimizers: Any, workers: Sequence[int] | None
+) -> Iterator[Job]:
     """Wait for the others that call this, and open a block in which they do it together."""
     if not trace_state_clean():
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
-    _check_optimizers(what, optimizers)
+    marked = optimizers.tree if isinstance(optimizers, PerWorker) else optimizers
+    for leaf in jax.tree.leaves(marked, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
+        if not isinstance(leaf, DistributedOptimizer | PerWorker):
+            raise TypeError(
+                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
+                "belongs to trees: (params, state)."
+            )
     me = current_worker()
     chosen = None if workers is None else sorted({int(rank) for rank in workers})
     if chosen is not None and me.rank not in chosen:
         raise CheckpointError(f"{what} on {me.info}: workers={chosen} does not name this worker")
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
-    with within(None):  # the calls belong to no context that may be open
-        first, job = _first_meeting(what, chosen), None
+    job = Job(what, trees, optimizers, chosen)
+    # A save removes what it finds half written in its folder, so it waits for one that another thread has begun.
+    alone: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
+    with alone, within(None):  # the calls belong to no context that may be open
         try:
-            job = Job(what, trees, optimizers, sorted(first.wait()))
+            job.meet()
             yield job
         except BaseException as error:
-            _leave_beside(what, first, job, error)
+            if not isinstance(error, DistgradError):  # which the others know
+                name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+                desk.leave(job.attempt, f"{what}: {name} has ended it on {me.info}. Call it again on every worker.")
             raise
-
-
-class _Left:
-    """What callers on this worker have left that signals have ended.
-
-    Attributes:
-      first: the meetings in which others may still be waited for, by name: the same call goes on with them.
-      telling: done when the others have been told.
-    """
-
-    def __init__(self) -> None:
-        self.first: dict[str, Arrival] = {}
-        self.telling: set[concurrent.futures.Future[None]] = set()
-
-
-def _left() -> _Left:
-    left: _Left = current_worker().kept.setdefault(LEFT, _Left())
-    return left
-
-
-def _first_meeting(what: str, workers: Sequence[int] | None) -> Arrival:
-    """Return the arrival at the meeting in which the callers come together, after the others have left the last one."""
-    left = _left()
-    known = left.first.pop(what, None)
-    if known is not None:
-        return known
-    for one in list(left.telling):
-        one.result()
-    return Arrival(what, None, workers)
-
-
-def _leave_beside(what: str, first: Arrival, job: Job | None, error: BaseException) -> None:
-    """Tell the other callers of an error, on another thread: they may be busy, and a signal ends this one's wait.
-
-    If some may not have come yet, the same call of this worker may come first.
-    """
-    worker = current_worker()
-    if worker.closed or worker.failure is not None or (job is None and isinstance(error, DistgradError)):
-        return  # the others know
-    name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-    failure = f"{what}: {name} has ended it on {worker.info}. Call it again on every worker."
-    left, told = _left(), InterruptibleFuture[None]()
-
-    def leave() -> None:
-        try:
-            callers = sorted(first.wait(shown=False))
-            left.telling.add(told)  # before it is found out whether the same call has come first
-            if job is not None or left.first.pop(what, None) is first:
-                with within(None):
-                    (job or Job(what, None, None, callers)).leave(failure)
-        except DistgradError:  # the others are told of it, or lost
-            left.first.pop(what, None)
         finally:
-            left.telling.discard(told)
-            told.set_result(None)
-
-    with put_off_interrupt():
-        if job is None:
-            left.first[what] = first
-        else:
-            left.telling.add(told)
-        worker.run(worker.work.counted(leave))
-
-
-def _check_optimizers(what: str, optimizers: Any) -> None:
-    if isinstance(optimizers, PerWorker):
-        optimizers = optimizers.tree
-    for leaf in jax.tree.leaves(optimizers, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
-        if not isinstance(leaf, DistributedOptimizer | PerWorker):
-            raise TypeError(
-                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
-                "belongs to trees: (params, state)."
-            )
+            world.forget(job.attempt)

@@ -1,21 +1,32 @@
-"""``save`` and ``restore``: the checkpoint of a whole job."""
+"""``save`` and ``restore``: the checkpoint of a whole job.
 
-import math
+To save, every worker writes its parts, then the leader gives the checkpoint its name. Leaves that all callers have
+alike are the leader's part; leaves that each has for itself, a part of each. A reference's value is a part, and what an
+owner keeps of an optimizer.
+"""
+
+import functools
 import operator
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.errors import CheckpointError
-from jdistgrad.saving import files, folders
-from jdistgrad.saving.callers import together
-from jdistgrad.saving.parts import plan_of, release
+from jdistgrad.errors import CheckpointError, WorkerLostError
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.saving import files
+from jdistgrad.saving.callers import Job, call_each, together
+from jdistgrad.saving.marks import replaced
+from jdistgrad.saving.owners import SHARED, HeldWork, Work, own_part, write_works
 from jdistgrad.saving.reading import put_back, read
-from jdistgrad.saving.writing import write
 
 AnyPath = str | os.PathLike[str]
+
+FORMAT = 1
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # of gs://bucket/folder a pathlib.Path makes gs:/bucket/folder
 
@@ -60,18 +71,66 @@ def save(
       ...     if step % 100 == 99:
       ...         jd.save(folder, step + 1, params, optimizer)
     """
-    number = _whole_number(step)
-    if number is None or number < 0:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"save(path, step, trees): step must be a number of steps, 0 or more, not {step!r:.60}")
-    if keep != math.inf and (_whole_number(keep) or 0) < 1:
+    if not keep >= 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
-    with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
+    with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
+        job.agree(lambda: _write(job, folder, number, keep) if job.leads else None)
+
+
+def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
+    """Write a checkpoint. If that fails anywhere, nothing of it is left."""
+    files.orbax()
+    who = {"workers": job.callers, "size": current_worker().size}
+    manifest = {"format": FORMAT, "step": step, **who, "places": job.plans[job.leader].places}
+    try:
+        folder = files.begin(path, step)
         try:
-            plans = job.agree(lambda: plan_of(job, hold=True), everybody=True)
-            job.agree(lambda: write(job, plans, folder, number, keep) if job.leads else None, ends=lambda told: True)
-        finally:
-            release(job)
+            files.publish(folder, step, {**manifest, "parts": _written(job, folder, step)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except WorkerLostError:  # an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(_not_written(path, step, current_worker().info, in_short(error))) from error
+    files.remove_all_but(path, keep)
+
+
+def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
+    """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
+    asked, callers = dict[int, list[Work | HeldWork]](), tuple(job.callers)
+    for caller, plan in job.plans.items():
+        for rank, works in plan.asked.items():
+            asked.setdefault(rank, []).extend(work for work in works if work.own or caller == job.leader)
+        held = asked.setdefault(caller, [])
+        held.append(HeldWork(own_part(caller), plan.attempt, own=True, callers=callers))
+        if caller == job.leader:
+            held.append(HeldWork(SHARED, plan.attempt, own=False, callers=callers))
+    arguments = [(rank, (str(folder / f"rank{rank}"), works)) for rank, works in asked.items() if works]
+    written = call_each(write_works, arguments, functools.partial(_not_written, folder.parent, step))
+    parts: dict[str, Any] = {}
+    for (rank, (there, _)), entries in zip(arguments, written, strict=True):
+        has_files = any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values())
+        if has_files and not pathlib.Path(there).is_dir():  # each machine has a disk of its own under this path
+            worker, here = current_worker().directory.workers[rank], current_worker().info
+            raise CheckpointError(
+                f"save: {worker} has written {there}, but {here} does not see it. Save on a disk that all workers see."
+            )
+        parts |= entries
+    return parts
+
+
+def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo, why: str) -> str:
+    there = files.complete(path)
+    left = f"The checkpoint of step {there[-1][0]} is still complete" if there else "There is no other checkpoint"
+    return f"save: {worker} could not write its part of step {step} in {path}: {why}. {left}."
 
 
 def restore(
@@ -97,26 +156,23 @@ def restore(
       step: the step to restore; default that of the checkpoint that was saved last.
 
     Raises:
-      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Or files are damaged, or
-        another job's save has removed the checkpoint meanwhile. Nothing was restored on any worker.
+      CheckpointError: a leaf is missing, or has another shape or dtype; the message names it. Or files are damaged.
+        Nothing was restored on any worker.
 
     Example:
       >>> step, (params, key) = jd.restore(folder, (params, jd.per_worker(key)), optimizer)
     """
-    number = None if step is None else _whole_number(step)
-    if step is not None and number is None:
-        raise ValueError(f"restore: step must be a number of steps, not {step!r:.60}")
+    number = None if step is None else operator.index(step)
     folder = _folder("restore", path)
     files.orbax()
     asked = "" if number is None else f", step={number}"
-    with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
-        found_at = job.from_leader(lambda: chosen(folder, number))
-        if found_at is None:
-            return 0, job.trees_of([leaf.given for leaf in job.leaves_of_trees()])
-        plans = job.agree(lambda: plan_of(job), everybody=True)
-        saved, prepared, found = job.agree(lambda: read(job, plans, found_at))
-        job.agree(lambda: put_back(prepared), ends=lambda told: True)
-        return saved, job.trees_of(found)
+    with together(f"restore({str(path)!r}{asked})", folder, trees, optimizers, workers) as job:
+        chosen = job.agree(lambda: _chosen(folder, number) if job.leads else None, everybody=True)[job.leader]
+        if chosen is None:
+            return 0, replaced(trees, iter([leaf.given for leaf in job.of_trees]))
+        saved, prepared, found = job.agree(lambda: read(job, chosen))
+        job.agree(lambda: put_back(prepared))
+        return saved, replaced(trees, iter(found))
 
 
 def _folder(what: str, path: AnyPath) -> pathlib.Path:
@@ -131,19 +187,12 @@ def _folder(what: str, path: AnyPath) -> pathlib.Path:
     return folder
 
 
-def _whole_number(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-
-
-def chosen(path: pathlib.Path, step: int | None) -> str | None:
+def _chosen(path: pathlib.Path, step: int | None) -> str | None:
     """Return the folder of the checkpoint to restore; None if there is none yet."""
     if path.is_file():
         raise CheckpointError(f"restore: {path} is a file. Give the folder in which save made the checkpoints.")
-    found = folders.complete(path)
-    if not found and folders.is_checkpoint(path):
+    found = files.complete(path)
+    if not found and files.COMPLETE.fullmatch(path.name) and (path / files.MANIFEST).is_file():
         raise CheckpointError(
             f"restore: {path} is one checkpoint. Give the folder that it is in, {path.parent}, and its step: "
             f"step={path.name.partition('-')[0]}"

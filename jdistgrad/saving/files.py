@@ -1,15 +1,24 @@
-"""Arrays in files, by orbax. Each worker writes and reads alone: orbax must not wait for other processes.
+"""The files and folders of checkpoints: a checkpoint appears under its name when it is complete, by one rename.
 
-Among several processes of ``jax.distributed``, orbax (0.12) writes arrays that belong to one process from process 0
-only. There, other workers send theirs to worker 0.
+``path/120`` is the checkpoint of step 120; ``path/120-1`` the next one of the same step, which was saved again before
+the first was removed. Their manifests number them in the order in which they were published: the last one counts,
+since a job may go back to an earlier step. Names that begin with a point are of checkpoints that are being written or
+removed.
+
+Arrays are in files of orbax. Each worker writes and reads alone: orbax must not wait for other processes. Among several
+processes of ``jax.distributed``, orbax (0.12) writes arrays that belong to one process from process 0 only. There,
+other workers send theirs to worker 0.
 """
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,13 +26,100 @@ import numpy as np
 
 from jdistgrad.errors import CheckpointError
 from jdistgrad.rpc import api
-from jdistgrad.saving import folders
 
-Arrays = dict[str, np.ndarray]
+MANIFEST = "manifest.json"
+
+COMPLETE = re.compile(r"(\d+)(?:-(\d+))?")
+WRITING, REMOVING = ".saving-", ".removing-"
 
 SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the text of tensorstore's errors, such as that of a full disk
 
 WRITER = 0  # the worker that is process 0 of jax.distributed
+
+Arrays = dict[str, np.ndarray]
+Folder = pathlib.Path
+
+
+def complete(path: Folder) -> list[tuple[int, Folder]]:
+    """Return the complete checkpoints with their steps, the last published one last."""
+    found = []
+    for named, one in _named(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # incomplete, or just being removed
+            found.append((_turn(one), *named, one))
+    return [(step, one) for _, step, _, one in sorted(found)]
+
+
+def _named(path: Folder) -> list[tuple[tuple[int, int], Folder]]:
+    """Return the folders that have the name of a checkpoint, each with its step and its number among those of it."""
+    try:
+        there = list(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # any other error may hide checkpoints
+        return []
+    found = [(match, one) for one in there if (match := COMPLETE.fullmatch(one.name))]
+    return [((int(match[1]), int(match[2] or 0)), one) for match, one in found]
+
+
+def _turn(folder: Folder) -> int:
+    """Return the number of a checkpoint in the order of publishing; 0 for one from before there were numbers."""
+    return int(read_manifest(folder).get("turn", 0))
+
+
+def begin(path: Folder, step: int) -> Folder:
+    """Make the folder in which a checkpoint is written. What broken attempts have left behind is removed first."""
+    path.mkdir(parents=True, exist_ok=True)
+    for left in [one for one in path.iterdir() if one.name.startswith((WRITING, REMOVING))]:
+        shutil.rmtree(left, ignore_errors=True)
+    folder = path / f"{WRITING}{step}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
+    """Write the manifest and give the folder its name: from here on the checkpoint is complete, and the last one."""
+    path = folder.parent
+    turn = 1 + max((_turn(one) for _, one in complete(path)), default=0)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "turn": turn}))
+    synchronize(folder / MANIFEST)
+    synchronize(folder)
+    again = 1 + max((number for (other, number), _ in _named(path) if other == step), default=-1)
+    final = path / (f"{step}-{again}" if again else str(step))
+    folder.rename(final)
+    synchronize(path)
+    return final
+
+
+def read_manifest(folder: Folder) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}. Remove that folder.") from error
+    return found
+
+
+def remove_all_but(path: Folder, keep: float) -> None:
+    """Remove all complete checkpoints but those published last; of one step, the last counts.
+
+    Each is renamed first: half of one must not look whole.
+    """
+    found = complete(path)
+    last = dict(found)
+    latest = [one for step, one in reversed(found) if one == last[step]]
+    kept = set(latest[: int(min(keep, len(latest)))])
+    for _, one in found:
+        if one not in kept:
+            hidden = one.with_name(f"{REMOVING}{one.name}")
+            with contextlib.suppress(OSError):  # the next save tries again
+                one.rename(hidden)
+                shutil.rmtree(hidden)
+
+
+def synchronize(path: Folder) -> None:
+    """Return when a file, or the list of a folder, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def orbax() -> Any:
@@ -35,7 +131,7 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
-def write(folder: pathlib.Path, arrays: Arrays) -> None:
+def write(folder: Folder, arrays: Arrays) -> None:
     """Write arrays into a new folder; return when they are on the disk."""
     orbax()
     if not arrays:
@@ -46,35 +142,29 @@ def write(folder: pathlib.Path, arrays: Arrays) -> None:
         write_here(str(folder), arrays)
 
 
+class _IsNotRaisedToo(logging.Filter):
+    """Keeps out orbax's logs of its threads' tracebacks, a hundred lines: orbax raises the error too."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
+
+
 def write_here(folder: str, arrays: Arrays) -> None:
     ocp = orbax()
+    log, own = logging.getLogger("absl"), _IsNotRaisedToo()  # several workers of a process may write
+    log.addFilter(own)
     try:
-        # Random bits, as weights are, only take time to compress.
-        with _quiet(), _checkpointer(use_compression=False) as files:
+        with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
             files.save(folder, args=ocp.args.PyTreeSave(arrays))
     except ValueError as error:
         number = SYSTEM_ERROR.search(str(error))
         raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
-    folders.synchronize_all(pathlib.Path(folder))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Open a block in which orbax does not log its threads' tracebacks, a hundred lines: it raises the error too.
-
-    Several workers of a process may be in such blocks: each has a filter of its own.
-    """
-    log, own = logging.getLogger("absl"), _IsNotRaisedToo()
-    log.addFilter(own)
-    try:
-        yield
     finally:
         log.removeFilter(own)
-
-
-class _IsNotRaisedToo(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "_SignalingThread.run() raised" not in str(record.msg)
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            synchronize(Folder(parent, name))
+        synchronize(Folder(parent))
 
 
 def read(folder: pathlib.Path, names: Iterable[str]) -> Arrays:

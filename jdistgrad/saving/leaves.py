@@ -36,15 +36,11 @@ def described(leaf: Any, where: str) -> Description:
         raise CheckpointError(f"{where} is a traced value: save outside jax.jit and jax.grad")
     if isinstance(leaf, jax.Array):
         return _described_jax(leaf, where)
-    _check_numpy(leaf, where)
-    if isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or _is_extension(leaf.dtype)):
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind not in "biufc" and not _is_extension(leaf.dtype):
+            raise CheckpointError(f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold: save numbers")
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return {"kind": kind, "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
-    if isinstance(leaf, np.ndarray | np.generic):
-        raise CheckpointError(
-            f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold. Save numbers: the fields of a record "
-            "apart, texts as a list of strings, times as their view of int64; or leave it out."
-        )
     name = type(leaf).__name__
     if type(leaf).__module__ == "builtins" and name in PLAIN:
         return {"kind": name, "value": PLAIN[name][0](leaf)}
@@ -66,33 +62,10 @@ def check_function(leaf: Any, where: str) -> None:
                     f"{where} is a {type(leaf).__name__}, which can be called as functions can but holds arrays, which "
                     "would not be saved. Register the class as a pytree, or leave it out."
                 )
-            if _is_users(one) and id(one) not in seen:
+            is_users = type(one).__module__.partition(".")[0] not in ALIKE  # an object of a user's class
+            if is_users and isinstance(getattr(one, "__dict__", None), dict) and id(one) not in seen:
                 seen[id(one)] = one
                 waiting.append(dict(vars(one)))
-
-
-def _is_users(value: Any) -> bool:
-    """Return whether a value is an object of a user's class, with attributes."""
-    return type(value).__module__.partition(".")[0] not in ALIKE and isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _check_numpy(leaf: Any, where: str) -> None:
-    """Raise for what NumPy has and files have not."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise CheckpointError(
-            f"{where} is a masked array, whose mask would be lost. Save both: (x.data, numpy.ma.getmaskarray(x))."
-        )
-    if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap) and not hasattr(leaf, "aval"):
-        raise CheckpointError(  # JAX's own constants, which have an aval, are arrays like others
-            f"{where} is a {type(leaf).__name__}, which would come back as a plain array, with other products perhaps. "
-            "Save numpy.asarray(x), and make the object again from that."
-        )
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.char in "gG":
-        narrower = "float64" if leaf.dtype.char == "g" else "complex128"
-        raise CheckpointError(
-            f"{where} is {leaf.dtype.name}{list(leaf.shape)}, numpy's {leaf.dtype.type.__name__}, which files cannot "
-            f"hold. Save it as {narrower}."
-        )
 
 
 def _described_jax(leaf: jax.Array, where: str) -> Description:
@@ -129,7 +102,10 @@ def rebuilt(description: Mapping[str, Any], stored: np.ndarray | None, like: Any
         return PLAIN[kind][1](description["value"])
     shape = tuple(description["shape"])
     if kind == "key":
-        return _placed(_key(description["dtype"], shape, stored), like)
+        implementation = description["dtype"]
+        if stored is None:
+            return _placed(jax.random.split(jax.random.key(0, impl=implementation), shape), like)
+        return _placed(jax.random.wrap_key_data(jnp.array(stored), impl=implementation), like)
     found = host(named_dtype(description["dtype"]), shape, stored)
     if kind in ("numpy", "scalar"):
         return found if kind == "numpy" else found[()]
@@ -155,43 +131,21 @@ def host(dtype: np.dtype, shape: tuple[int, ...], stored: np.ndarray | None) -> 
     return np.array(stored if stored.dtype == dtype else stored.view(dtype).reshape(shape))
 
 
-def _key(implementation: str, shape: tuple[int, ...], stored: np.ndarray | None) -> jax.Array:
-    if stored is None:
-        return jax.random.split(jax.random.key(0, impl=implementation), shape)
-    return jax.random.wrap_key_data(jnp.array(stored), impl=implementation)
-
-
 def _is_extension(dtype: np.dtype) -> bool:
     """Return whether a dtype is one that JAX adds to NumPy's."""
     return dtype.kind == "V" and dtype.names is None and dtype.name != "void" and hasattr(jnp, dtype.name)
-
-
-def difference(saved: Mapping[str, Description], ours: Mapping[str, Description]) -> str | None:
-    """Return the first difference between descriptions by place, in words; None if what was saved fits."""
-    for place, expected in ours.items():
-        if place not in saved:
-            return f"{place} is missing, expected {spelled(expected)}"
-        if not fits(saved[place], expected):
-            return f"{place} is {spelled(saved[place])}, expected {spelled(expected)}"
-    extra = next((place for place in saved if place not in ours), None)
-    return None if extra is None else f"{extra} is not expected; it is {spelled(saved[extra])}"
 
 
 def fits(saved: Description, expected: Description) -> bool:
     """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
     kinds = saved["kind"], expected["kind"]
     if any(kind in NUMBERS for kind in kinds):
-        return is_number(saved) and is_number(expected)
+        each = saved, expected
+        return all(one["kind"] in NUMBERS or (one["kind"] in ARRAYS and not one["shape"]) for one in each)
     if all(kind in ARRAYS for kind in kinds):
         return bool(saved["dtype"] == expected["dtype"] and saved["shape"] == expected["shape"])
     same = kinds[0] == kinds[1]
     return same and all(saved.get(part) == expected.get(part) for part in ("dtype", "shape"))
-
-
-def is_number(description: Description) -> bool:
-    """Return whether a leaf is one number: Python's, or an array without dimensions."""
-    kind = description["kind"]
-    return kind in NUMBERS or (kind in ARRAYS and not description["shape"])
 
 
 def spelled(description: Mapping[str, Any]) -> str:

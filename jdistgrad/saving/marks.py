@@ -1,17 +1,25 @@
-"""Marks in a tree: what differs from worker to worker, and what is divided among the workers; regrouping of slices."""
+"""A tree taken apart for a checkpoint: what each leaf is, and the place by which it will be found again.
+
+Marks in the tree say what differs from worker to worker, and what is divided among the workers, in slices.
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.errors import CheckpointError
+from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.sharding import on_parameters
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.references.rref import RRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Slice:
 
     Attributes:
       rank, count: its place in the group that divides the array, and how many these are.
-      group: the world ranks of the group; None: all workers that save together.
+      group: the world ranks of the group; None: all workers that save together, whose places ``among`` gives.
     """
 
     part: Any
@@ -45,6 +53,41 @@ class Slice:
     rank: int
     count: int
     group: tuple[int, ...] | None = None
+
+    def among(self, callers: Sequence[int], rank: int) -> "Slice":
+        """Return the slice of a caller, now that they are known."""
+        mine = self
+        if self.group is None:
+            mine = dataclasses.replace(self, rank=callers.index(rank), count=len(callers))
+        if jnp.shape(self.part) != (length := slice_length(self.shape, mine.count),):
+            raise CheckpointError(
+                f"jd.sharded: a part has the shape {list(jnp.shape(self.part))}, expected [{length}], a slice of "
+                f"{list(self.shape)} for {mine.count} workers. It takes this worker's state of jd.shard_state, the "
+                "parameters, and the collectives that shard_state was given."
+            )
+        return mine
+
+
+WHOLE = RRef, RemoteGradient, DistributedOptimizer, PerWorker, Sharded, Slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf at its place. ``own``: whether each worker has its own."""
+
+    place: str
+    value: Any
+    own: bool
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether owners write the leaf, not the caller."""
+        return isinstance(self.value, RRef | DistributedOptimizer)
+
+    @property
+    def given(self) -> Any:
+        """The leaf as it is in the tree."""
+        return self.value.part if isinstance(self.value, Slice) else self.value
 
 
 def per_worker(tree: Any) -> Any:
@@ -77,23 +120,48 @@ def sharded(tx: optax.GradientTransformation, state: Any, params: Any, collectiv
     return Sharded(tx, state, params, collectives)
 
 
-def with_slices(mark: Sharded, rank: int, count: int) -> Any:
-    """Return the marked state with a ``Slice`` in place of each array that is divided."""
-    group = None
-    if mark.collectives is not None:
-        rank, count, group = mark.collectives.rank, mark.collectives.size, mark.collectives.world_ranks
+def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[Leaf]:
+    """Yield the leaves of a tree, below a place, with what the marks contain."""
+    for path, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, WHOLE))[0]:
+        where = place + jax.tree_util.keystr(path)
+        if isinstance(value, PerWorker | Sharded):
+            yield from leaves_of(_content(value), where, own=own or isinstance(value, PerWorker))
+        else:
+            yield Leaf(where, value, own or isinstance(value, Slice))
 
-    def slice_of(part: Any, like: Any) -> Slice:
-        shape = jnp.shape(like)
-        if jnp.shape(part) != (length := slice_length(shape, count),):
+
+def replaced(tree: Any, found: Iterator[Any]) -> Any:
+    """Return the tree without marks, and with other leaves, in the order of ``leaves_of``."""
+
+    def change(node: Any) -> Any:
+        if isinstance(node, PerWorker | Sharded):
+            return replaced(_content(node), found)
+        return None if node is None else next(found)
+
+    return trees.map_leaves(change, tree)
+
+
+def _content(mark: PerWorker | Sharded) -> Any:
+    """Return what a mark marks, with a ``Slice`` in place of each array that is divided."""
+    if isinstance(mark, PerWorker):
+        return mark.tree
+    ours, rank, count, group = mark.collectives, 0, 0, None
+    if ours is not None:
+        rank, count, group = ours.rank, ours.size, ours.world_ranks
+    return on_parameters(
+        mark.tx, lambda part, like: Slice(part, jnp.shape(like), rank, count, group), mark.state, mark.params
+    )
+
+
+def require_different(places: Iterable[str]) -> None:
+    """Raise CheckpointError if two leaves have the same place: a checkpoint would hold one of them."""
+    seen = set[str]()
+    for place in places:
+        if place in seen:
             raise CheckpointError(
-                f"jd.sharded: a part has the shape {list(jnp.shape(part))}, expected [{length}], a slice of "
-                f"{list(shape)} for {count} workers. It takes this worker's state of jd.shard_state, the parameters, "
-                "and the collectives that shard_state was given."
+                f"two leaves have the same place, {place}: keys that are spelled alike (repr). Spell them apart."
             )
-        return Slice(part, shape, rank, count, group)
-
-    return on_parameters(mark.tx, slice_of, mark.state, mark.params)
+        seen.add(place)
 
 
 def slice_length(shape: Sequence[int], count: int) -> int:

@@ -5,30 +5,31 @@ A part is a dict of leaves by place. The manifest says in which folder each part
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.owner import OwnedParameters, Value
+from jdistgrad.optim.restoring import first_difference
+from jdistgrad.rpc import trees
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import files, folders, leaves
+from jdistgrad.saving import files, leaves
 from jdistgrad.saving.leaves import Description
-from jdistgrad.saving.marks import Slice
-from jdistgrad.saving.places import mapped, require_different
-from jdistgrad.saving.states import UNDIVIDED, Name, names_in
+from jdistgrad.saving.marks import Leaf, Slice, require_different
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import wait_for_first
 
 Part = dict[str, Any]
 
-
 SHARED = "shared"
+UNDIVIDED = "state[of "  # begins the names of a state of which optax cannot tell what belongs to which value
 
 
 def own_part(rank: int, place: str = "own") -> str:
@@ -65,21 +66,54 @@ class OptimizerWork:
 
 @dataclasses.dataclass(frozen=True)
 class HeldWork:
-    """A part that a caller holds: leaves of its own trees."""
+    """A part that a caller holds: leaves of its own trees, its own or all callers'.
+
+    Arguments:
+      held_as: the name under which the caller has kept its leaves.
+    """
 
     part: str
     held_as: str
-    own: bool = True
-    identifier: None = None  # of no reference
+    own: bool
+    callers: tuple[int, ...]
 
     def take(self) -> tuple[Part, dict[str, Any]]:
-        held = world.kept(self.held_as)
+        held, me = world.kept(self.held_as), current_worker()
         if held is None:
-            raise CheckpointError(f"save: {current_worker().info} has left it before it wrote its part. Save again.")
-        return held[self.part], {}
+            raise CheckpointError(f"save: {me.info} has left it before it wrote its part. Save again.")
+        found: Part = {}
+        for leaf in held:
+            if leaf.own == self.own and not leaf.is_owned:
+                found[leaf.place] = leaf.value
+            if isinstance(leaf.value, Slice) and self.own:
+                missing = sorted(set(leaf.value.group or ()) - set(self.callers))
+                if missing:
+                    raise CheckpointError(
+                        f"save: {leaf.place} is divided among the workers {list(leaf.value.group or ())}, but "
+                        f"{missing} do not save, so that it could not be restored. Nothing was saved; what was saved "
+                        "before is still there."
+                    )
+                found[leaf.place] = leaf.value.among(self.callers, me.rank)
+        return found, {}
 
 
-Work = ValueWork | OptimizerWork | HeldWork
+Work = ValueWork | OptimizerWork
+
+
+def works_for(leaf: Leaf, rank: int) -> list[tuple[int, Work]]:
+    """Return the work that a reference or an optimizer asks of its owners. ``rank``: of the caller whose own it is.
+
+    Raises StaleReferenceError for those of another world, where others may have their ids.
+    """
+    part = own_part(rank, leaf.place) if leaf.own else leaf.place
+    if isinstance(leaf.value, RRef):
+        leaf.value._home(leaf.place)
+        return [(leaf.value.owner.rank, ValueWork(part, leaf.value.id, own=leaf.own))]
+    leaf.value._require_its_world(leaf.place)
+    return [
+        (owned.owner.rank, OptimizerWork(f"{part}/{k}", owned.id, tuple(numbers), own=leaf.own))
+        for k, (owned, numbers) in enumerate(leaf.value._on_owners)
+    ]
 
 
 def value_here(identifier: int) -> Any:
@@ -110,35 +144,91 @@ def named_leaves(
         mine = _leaves_of_value(value, f"values[{number}]")
         found.update(mine)
         numbered.update(dict.fromkeys(dict(mine), number))
-    for name, leaf in zip(_names(owned, values, state, numbers), jax.tree.leaves(state), strict=True):
+    apart = [Value.of(value) for value in values]
+    optimized = [jax.tree.unflatten(one.tree, one.leaves) for one in apart]
+    names = names_in(owned.transformation, state, optimized, numbers)
+    for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
         found[name.text] = leaf
         if name.number is not None:
             numbered[name.text] = name.number
     return found, numbered
 
 
-def _names(owned: OwnedParameters, values: Sequence[Any], state: Any, numbers: Sequence[int]) -> list[Name]:
-    apart = [Value.of(value) for value in values]
-    return names_in(owned.transformation, state, [jax.tree.unflatten(one.tree, one.leaves) for one in apart], numbers)
+# An owner's state is that of the list of its values, so a leaf's path in it depends on which values the owner has. In a
+# checkpoint the leaf of a value is named by the value's number in the whole optimizer, to be found on any owner.
+
+
+class Name(NamedTuple):
+    """The name of a state's leaf. ``number``: of the value it belongs to; None: it belongs to all of the owner's."""
+
+    text: str
+    number: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Label:
+    """Stands in a state in place of a leaf. ``number``: of its value; None: of all."""
+
+    number: int | None
+    path: tuple[Any, ...] = ()
+
+
+def names_in(tx: optax.GradientTransformation, state: Any, values: Sequence[Any], numbers: Sequence[int]) -> list[Name]:
+    """Return a name for each leaf of an owner's state, in JAX's order.
+
+    Arguments:
+      values: the trees of the owner's values, without what is not optimized.
+      numbers: their numbers in the optimizer.
+    """
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    labels = [
+        jax.tree_util.tree_map_with_path(lambda path, _, number=number: _Label(number, path), value)
+        for number, value in zip(numbers, values, strict=True)
+    ]
+    try:
+        marked = optax.tree_map_params(
+            tx,
+            lambda leaf, label: leaf if is_masked(leaf) else label,
+            state,
+            labels,
+            transform_non_params=lambda _: _Label(None),
+            is_leaf=is_masked,
+        )
+        found = jax.tree_util.tree_flatten_with_path(marked)[0]
+    except Exception:  # optax cannot tell where the parameters are in every user's state
+        found = []
+    if len(found) != len(jax.tree.leaves(state)):
+        begin = f"{UNDIVIDED}{', '.join(map(str, numbers))}]"  # fits only an owner of the same values
+        paths = jax.tree_util.tree_flatten_with_path(state)[0]
+        return [Name(f"{begin}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
+    names = []
+    for path, label in found:
+        spelled = jax.tree_util.keystr(path)
+        number = label.number if isinstance(label, _Label) else None
+        if number is not None:
+            before = path[: len(path) - len(label.path) - 1]  # then comes the value's place among the owner's
+            spelled = f"{jax.tree_util.keystr(before)}[{number}]{jax.tree_util.keystr(label.path)}"
+        names.append(Name(f"state{spelled}", number))
+    return names
 
 
 # Writing.
 
 
-def write_works(folder: str, works: Sequence[Work]) -> dict[str, Any]:
+def write_works(folder: str, works: Sequence[Work | HeldWork]) -> dict[str, Any]:
     """Write parts into a folder of this worker's; return the parts' entries in the manifest."""
     arrays: files.Arrays = {}
-    entries = {work.part: _entry(pathlib.Path(folder).name, work, arrays) for work in works}
+    entries: dict[str, Any] = {}
+    for work in works:
+        part, more = work.take()
+        inside = "" if isinstance(work, HeldWork) else work.part
+        described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
+        entries[work.part] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
     files.write(pathlib.Path(folder), arrays)
     return entries
-
-
-def _entry(folder: str, work: Work, arrays: files.Arrays) -> dict[str, Any]:
-    """Return a part's entry; add its arrays to those to be written."""
-    part, more = work.take()
-    inside = work.part if isinstance(work, ValueWork | OptimizerWork) else ""
-    described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
-    return {"folder": folder, "leaves": described, **more}
 
 
 def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
@@ -169,10 +259,9 @@ class Reader:
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"restore: {current_worker().info} does not see {folder}, which another worker has found. Restore from "
-                "a disk that all workers see; or again, if a save that keeps only later ones has removed it meanwhile. "
-                "Nothing was restored on any worker."
+                "a disk that all workers see. Nothing was restored on any worker."
             )
-        self.manifest = folders.read_manifest(self.folder)
+        self.manifest = files.read_manifest(self.folder)
         self.parts: dict[str, Any] = self.manifest["parts"]
 
     def part(self, name: str) -> dict[str, Description]:
@@ -185,23 +274,20 @@ class Reader:
         found: dict[Any, np.ndarray | None] = dict.fromkeys(described)
         for folder in {one["folder"] for one in described.values() if "at" in one}:
             here = {place: one["at"] for place, one in described.items() if one["folder"] == folder and "at" in one}
-            arrays = self._arrays(self.folder / folder, set(here.values()))
+            try:
+                arrays = files.read(self.folder / folder, set(here.values()))
+            except Exception as error:
+                raise CheckpointError(
+                    f"restore: {current_worker().info} could not read {self.folder / folder}: {in_short(error)}. "
+                    "Nothing was restored on any worker."
+                ) from error
             found |= {place: arrays[at] for place, at in here.items()}
         return found
-
-    def _arrays(self, folder: pathlib.Path, names: set[str]) -> files.Arrays:
-        try:
-            return files.read(folder, names)
-        except Exception as error:
-            raise CheckpointError(
-                f"restore: {current_worker().info} could not read {folder}: {in_short(error)}. Nothing was restored on "
-                "any worker."
-            ) from error
 
     def fitting(self, saved: Mapping[str, Description], ours: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Return the saved leaves for ours, by place. Raises CheckpointError if they do not fit."""
         expected = {place: leaves.described(leaf, what + place) for place, leaf in ours.items()}
-        differs = leaves.difference(saved, expected)
+        differs = first_difference(saved, expected, leaves.fits, leaves.spelled)
         if differs is not None:
             raise CheckpointError(
                 f"restore of {self.folder} on {current_worker().info}: {what}{differs}. Nothing was restored on any "
@@ -211,11 +297,6 @@ class Reader:
         return {place: leaves.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
 
 
-def prepare(folder: str, work: ValueWork | OptimizerWork) -> "Prepared":
-    """Read a part, and compare it with what it will replace. Changes nothing."""
-    return _prepared_value(folder, work) if isinstance(work, ValueWork) else _prepared_optimizer(folder, work)
-
-
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """What will be put back when all workers have found that theirs fits."""
@@ -223,7 +304,10 @@ class Prepared:
     put_back: Callable[[], None]
 
 
-def _prepared_value(folder: str, work: ValueWork) -> Prepared:
+def prepare(folder: str, work: Work) -> Prepared:
+    """Read a part, and compare it with what it will replace. Changes nothing."""
+    if isinstance(work, OptimizerWork):
+        return _prepared_optimizer(folder, work)
     reader, owned = Reader(folder), current_worker().references.owned
     known = value_here(work.identifier)
     found = reader.fitting(reader.part(work.part), dict(_leaves_of_value(known)), work.part)
@@ -241,9 +325,25 @@ def _prepared_optimizer(folder: str, work: OptimizerWork) -> Prepared:
     reader, owned = Reader(folder), value_here(work.identifier)
     values, state = owned.state()
     known, _ = named_leaves(owned, values, state, work.numbers)
-    if any(name.startswith(UNDIVIDED) for name in known):
-        _require_same_values(reader, work)
-    found = reader.fitting(_saved_of(reader, work), known, work.part)
+    saved: dict[str, Description] = {}
+    whole, then = work.part.rpartition("/")[0], list[list[int]]()
+    for name, entry in reader.parts.items():
+        if name.startswith(f"{whole}/"):
+            then.append(entry["numbers"])
+            numbered, part = entry["of_number"], reader.part(name)
+            saved |= {place: one for place, one in part.items() if numbered.get(place) in work.numbers}
+            if work.numbers[0] in entry["numbers"]:  # what belonged to all of an owner's values
+                saved |= {place: one for place, one in part.items() if place not in numbered}
+    is_undivided = any(name.startswith(UNDIVIDED) for name in known)
+    if is_undivided and then and list(work.numbers) not in then:
+        owners = [f"({', '.join(map(str, numbers))})" for numbers in (*then, work.numbers)]
+        raise CheckpointError(
+            f"restore of {reader.folder} on {current_worker().info}: {whole}: optax cannot tell which parts of this "
+            "transformation's state belong to which value, so the state fits only owners of the same values as when it "
+            f"was saved: {', '.join(owners[:-1])}. This one has {owners[-1]} (numbers in the optimizer's list). "
+            "Nothing was restored on any worker."
+        )
+    found = reader.fitting(saved, known, work.part)
     ordered = iter(found.values())
     restored = {number: _filled(value, ordered) for number, value in enumerate(values)}
     states = jax.tree.unflatten(jax.tree.structure(state), list(ordered))
@@ -251,37 +351,7 @@ def _prepared_optimizer(folder: str, work: OptimizerWork) -> Prepared:
 
 
 def _filled(value: Any, found: Iterator[Any]) -> Any:
-    return mapped(lambda leaf: None if leaf is None else next(found), value)
-
-
-def _require_same_values(reader: Reader, work: OptimizerWork) -> None:
-    """Raise CheckpointError if an owner's state was saved, but no owner then had the values that this one has."""
-    whole = work.part.rpartition("/")[0]
-    then = [entry["numbers"] for name, entry in reader.parts.items() if name.startswith(f"{whole}/")]
-    if then and list(work.numbers) not in then:
-        raise CheckpointError(
-            f"restore of {reader.folder} on {current_worker().info}: {whole}: optax cannot tell which parts of this "
-            "transformation's state belong to which value, so the state fits only owners of the same values as when it "
-            f"was saved: {_spelled(then)}. This one has {_spelled([work.numbers])} (numbers in the optimizer's list). "
-            "Nothing was restored on any worker."
-        )
-
-
-def _spelled(owners: Iterable[Sequence[int]]) -> str:
-    return ", ".join(f"({', '.join(map(str, numbers))})" for numbers in owners)
-
-
-def _saved_of(reader: Reader, work: OptimizerWork) -> dict[str, Description]:
-    """Return the leaves saved of the values with a job's numbers, and those that belonged to all of an owner's."""
-    found: dict[str, Description] = {}
-    whole = work.part.rpartition("/")[0]
-    for name, entry in reader.parts.items():
-        if name.startswith(f"{whole}/"):
-            numbered, part = entry["of_number"], reader.part(name)
-            found |= {place: one for place, one in part.items() if numbered.get(place) in work.numbers}
-            if work.numbers[0] in entry["numbers"]:
-                found |= {place: one for place, one in part.items() if place not in numbered}
-    return found
+    return trees.map_leaves(lambda leaf: None if leaf is None else next(found), value)
 
 
 def put_back(prepared: Prepared) -> None:

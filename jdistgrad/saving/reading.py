@@ -1,12 +1,10 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
 import functools
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdistgrad.errors import CheckpointError
-from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references.rref import RRef
@@ -14,39 +12,31 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
 from jdistgrad.saving.callers import Job, call_each, raise_failed
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
-from jdistgrad.saving.owners import SHARED, Reader, own_part
-from jdistgrad.saving.parts import Plan, works_for
-from jdistgrad.saving.places import Leaf
+from jdistgrad.saving.owners import SHARED, Reader, own_part, works_for
 
 Prepared = list[RRef[Any]]
 
 
-def read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepared, list[Any]]:
+def read(job: Job, folder: str) -> tuple[int, Prepared, list[Any]]:
     """Return the checkpoint's step, what owners have prepared, and the leaves of this caller's trees."""
-    try:
-        return _read(job, plans, folder)
-    except Exception as error:
-        if not job.leads or pathlib.Path(folder).is_dir():
-            raise
-        raise CheckpointError(
-            f"restore: {folder} was removed while it was read, by a save that keeps only later ones: keep more there "
-            "(keep=), or restore again. Nothing was restored on any worker."
-        ) from error
-
-
-def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepared, list[Any]]:
-    reader, here = Reader(folder), job.leaves()
-    _check_places(reader, here, whole=job.optimizers is not None)
+    reader = Reader(folder)
+    ours, whole = {leaf.place for leaf in job.leaves}, job.optimizers is not None
+    for place in reader.manifest["places"]:  # optimizers may be left out altogether
+        if place not in ours and (whole or place.startswith("trees")):
+            raise CheckpointError(
+                f"restore of {reader.folder}: {place} was saved, but is not asked for. Give trees of the same "
+                "structure."
+            )
     of_callers = predecessors(
         job.callers, current_worker().size, reader.manifest["workers"], reader.manifest.get("size")
     )
     was = of_callers[job.rank]
-    found = _local(reader, here, was, of_callers)
-    of_leader = [] if job.leads else [work for works in plans[job.leader].asked.values() for work in works]
+    found = _local(reader, job, of_callers)
+    of_leader = [] if job.leads else [work for works in job.plans[job.leader].asked.values() for work in works]
     done = {work.identifier for work in of_leader}
     prepared: Prepared = []
-    for leaf in here:
-        if isinstance(leaf.value, RRef | DistributedOptimizer) and not (leaf.own and was is None):
+    for leaf in job.leaves:
+        if leaf.is_owned and not (leaf.own and was is None):
             prepared += [
                 api.remote(rank, owners.prepare, (folder, work), timeout=float("inf"))
                 for rank, work in works_for(leaf, job.rank if was is None else was)
@@ -56,7 +46,7 @@ def _read(job: Job, plans: Mapping[int, Plan], folder: str) -> tuple[int, Prepar
         if failure is not None:
             raise_failed(one.owner, failure, functools.partial(_not_prepared, folder))
     step = int(reader.manifest["step"])
-    return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.leaves_of_trees()]
+    return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.of_trees]
 
 
 def predecessors(
@@ -90,68 +80,56 @@ def _not_put_back(worker: WorkerInfo, why: str) -> str:
     )
 
 
-def _check_places(reader: Reader, here: Sequence[Leaf], *, whole: bool) -> None:
-    """Raise if the checkpoint has places that are not asked for. Optimizers may be left out altogether."""
-    ours = {leaf.place for leaf in here}
-    extra = [place for place in reader.manifest["places"] if place not in ours and (whole or place.startswith("trees"))]
-    if extra:
-        raise CheckpointError(
-            f"restore of {reader.folder}: {extra[0]} was saved, but is not asked for. Give trees of the same structure."
-        )
-
-
-def _local(
-    reader: Reader, here: Sequence[Leaf], was: int | None, of_callers: Mapping[int, int | None]
-) -> dict[str, Any]:
+def _local(reader: Reader, job: Job, of_callers: Mapping[int, int | None]) -> dict[str, Any]:
     """Return the leaves that are the callers', by place."""
-    local = [leaf for leaf in here if not isinstance(leaf.value, RRef | DistributedOptimizer)]
+    local, was = [leaf for leaf in job.leaves if not leaf.is_owned], of_callers[job.rank]
     shared = {leaf.place: leaf.value for leaf in local if not leaf.own}
     found = reader.fitting(reader.part(SHARED), shared, "")
     own = {leaf.place: leaf.value for leaf in local if leaf.own and not isinstance(leaf.value, Slice)}
     if was is not None:
         mine = {place: one for place, one in reader.part(own_part(was)).items() if "slice" not in one}
         found |= reader.fitting(mine, own, "")
-    return found | {leaf.place: _slice(reader, leaf, of_callers) for leaf in local if isinstance(leaf.value, Slice)}
+    for leaf in local:
+        if isinstance(leaf.value, Slice):
+            found[leaf.place] = _slice(reader, leaf.place, leaf.value.among(job.callers, job.rank), of_callers)
+    return found
 
 
-def _slice(reader: Reader, leaf: Leaf, of_callers: Mapping[int, int | None]) -> Any:
+def _slice(reader: Reader, place: str, ours: Slice, of_callers: Mapping[int, int | None]) -> Any:
     """Return this worker's slice of an array, cut anew from the slices that were saved."""
-    saved = _slices_of_group(reader, leaf, of_callers)
+    saved = _slices_of_group(reader, place, ours, of_callers)
     by_rank = {one["slice"]["rank"]: one for one in saved}
-    expected = leaves.described(leaf.value.part, leaf.place)
-    before = _check_slices(reader, leaf, by_rank, expected)
-    needed = overlapping(leaf.value.shape, leaf.value.rank, leaf.value.count, before)
+    expected = leaves.described(ours.part, place)
+    one = next(iter(by_rank.values()), None)
+    found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
+    wanted = f"{expected['dtype']}{list(ours.shape)}"
+    if one is None or found != wanted or len(by_rank) != one["slice"]["count"]:
+        raise CheckpointError(
+            f"restore of {reader.folder}: the slices of {place} are {found}, in {len(by_rank)} parts; expected "
+            f"{wanted}. Nothing was restored on any worker."
+        )
+    needed = overlapping(ours.shape, ours.rank, ours.count, len(by_rank))
     data = reader.data({rank: by_rank[rank] for rank in needed})
     dtype = leaves.named_dtype(expected["dtype"])
     parts = {rank: leaves.host(dtype, tuple(by_rank[rank]["shape"]), part) for rank, part in data.items()}
-    made = regrouped(parts, leaf.value, before, dtype)
-    return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, leaf.value.part)
+    made = regrouped(parts, ours, len(by_rank), dtype)
+    return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, ours.part)
 
 
-def _slices_of_group(reader: Reader, leaf: Leaf, of_callers: Mapping[int, int | None]) -> list[leaves.Description]:
+def _slices_of_group(
+    reader: Reader, place: str, ours: Slice, of_callers: Mapping[int, int | None]
+) -> list[leaves.Description]:
     """Return the slices that one group saved: that of the predecessor of the first of our group."""
     before: list[int] = reader.manifest["workers"]
-    found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(leaf.place, {}))]
+    found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(place, {}))]
     group_of = [tuple(one["slice"].get("group") or before) for one in found]
-    first = min(rank for rank in leaf.value.group or of_callers if rank in of_callers)
+    first = min(rank for rank in ours.group or of_callers if rank in of_callers)
     groups: dict[int | None, tuple[int, ...]] = {rank: group for group in group_of for rank in group}
     if len(set(group_of)) > 1 and of_callers[first] not in groups:
         raise CheckpointError(
-            f"restore of {reader.folder}: {leaf.place} was divided in each of the groups {sorted(set(group_of))}, none "
+            f"restore of {reader.folder}: {place} was divided in each of the groups {sorted(set(group_of))}, none "
             f"of which has a worker number {list(of_callers).index(first)}, the first of the group of "
             f"{current_worker().info}. Restore with no more groups than there were. Nothing was restored on any worker."
         )
     chosen = groups[of_callers[first]] if len(set(group_of)) > 1 else None
     return [one for one, group in zip(found, group_of, strict=True) if chosen in (None, group)]
-
-
-def _check_slices(reader: Reader, leaf: Leaf, by_rank: Mapping[int, Any], expected: leaves.Description) -> int:
-    """Return how many slices were saved. Raise CheckpointError if they are not those of this array."""
-    one = next(iter(by_rank.values()), None)
-    found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
-    if one is None or found != f"{expected['dtype']}{list(leaf.value.shape)}" or len(by_rank) != one["slice"]["count"]:
-        raise CheckpointError(
-            f"restore of {reader.folder}: the slices of {leaf.place} are {found}, in {len(by_rank)} parts; expected "
-            f"{expected['dtype']}{list(leaf.value.shape)}. Nothing was restored on any worker."
-        )
-    return len(by_rank)

@@ -1,4 +1,4 @@
-"""Schedules as data: on which worker each stage is, and what each worker does, in order.
+"""Schedules as data: on which worker each stage is, and what each worker does, in order; and what actions cost.
 
 No send and no receive stands in a schedule: a message is named by stage, microbatch and direction, so that its order
 cannot be wrong.
@@ -10,6 +10,8 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jdistgrad.errors import ScheduleError
 
@@ -42,8 +44,7 @@ class Action(NamedTuple):
     microbatch: int
 
     def __repr__(self) -> str:  # and so str(action)
-        known = isinstance(self.kind, Kind)
-        return f"{self.stage}{self.kind.value}{self.microbatch}" if known else tuple.__repr__(self)
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,14 +65,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "placement", tuple(self.placement))
-            object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
-        except TypeError as error:
-            raise ScheduleError(
-                "A schedule has a placement, the worker of each stage, as (0, 1), and a list of the actions of each "
-                f"worker, as [[...], [...]]: {error}."
-            ) from None
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         if not self.placement or not any(self.actions):
             raise ScheduleError("A schedule has at least one stage and one action; this one has none.")
         for stage, worker in enumerate(self.placement):
@@ -81,8 +76,7 @@ class Schedule:
         for worker, row in enumerate(self.actions):
             mine = [stage for stage, place in enumerate(self.placement) if place == worker]
             for action in row:
-                known = type(action) is Action and type(action.kind) is Kind and isinstance(action.microbatch, int)
-                if not known or action.stage not in mine or action.microbatch < 0:
+                if type(action) is not Action or action.stage not in mine or not action.microbatch >= 0:
                     raise ScheduleError(
                         f"Worker {worker} has {action!r} among its actions. Expected Action(kind, stage, microbatch) "
                         f"with one of its stages, which are {mine}, and a microbatch of 0 or more."
@@ -119,11 +113,20 @@ class Schedule:
         Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are left out. An
         ``OVERLAP_F_B`` is read as its parts, one after the other. A stage is placed on the worker that runs it.
         """
-        if not isinstance(text, str):
-            raise ScheduleError(f"A schedule is read from its text, not from {text!r:.40}: Path(file).read_text().")
         lines = text.strip("\ufeff \t\r\n").splitlines()
         rows = [tuple(_actions_of(line, worker)) for worker, line in enumerate(lines)]
-        return cls(_placement_of(rows), tuple(rows))
+        placement: dict[int, int] = {}
+        for worker, row in enumerate(rows):
+            for stage in {action.stage for action in row}:
+                if placement.setdefault(stage, worker) != worker:
+                    both = f"{placement[stage]} and of worker {worker}"
+                    raise ScheduleError(
+                        f"Stage {stage} stands in the lines of worker {both}: a stage is on one worker."
+                    )
+        for stage in range(len(placement)):
+            if stage not in placement:
+                raise ScheduleError(f"No worker runs stage {stage}, but one runs stage {max(placement)}.")
+        return cls(tuple(placement[stage] for stage in range(len(placement))), tuple(rows))
 
     __str__ = text
 
@@ -150,15 +153,44 @@ def _actions_of(line: str, worker: int) -> Iterator[Action]:
                 raise ScheduleError(f"{where}: {part!r} is no action. Expected stage, F, B, I or W, microbatch: 2F0.")
 
 
-def _placement_of(rows: Sequence[tuple[Action, ...]]) -> tuple[int, ...]:
-    """Place each stage on the worker that runs it."""
-    found: dict[int, int] = {}
-    for worker, row in enumerate(rows):
-        for stage in {action.stage for action in row}:
-            if found.setdefault(stage, worker) != worker:
-                both = f"{found[stage]} and of worker {worker}"
-                raise ScheduleError(f"Stage {stage} stands in the lines of worker {both}: a stage is on one worker.")
-    for stage in range(len(found)):
-        if stage not in found:
-            raise ScheduleError(f"No worker runs stage {stage}, but one runs stage {max(found)}.")
-    return tuple(found[stage] for stage in range(len(found)))
+PerStage = float | Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The seconds that actions take; by default, in units of a forward pass.
+
+    Arguments:
+      forward, input, weight: of an action of that kind: a number, or one per stage.
+      backward: the same; by default the sum of ``input`` and ``weight``.
+      action: what each action costs in addition.
+      message: how long a result is under way to another worker.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage | None = None
+    input: PerStage = 1.0
+    weight: PerStage = 1.0
+    action: float = 0.0
+    message: float = 0.0
+
+    def of_stages(self, stages: int) -> dict[Kind, list[float]]:
+        """Return the duration of each kind of action on each stage, with the cost of an action in it."""
+        each = {name: _checked(name, getattr(self, name), ()) for name in ("action", "message")}
+        for kind in Kind:
+            name = kind.name.lower()
+            if kind is not Kind.BACKWARD or self.backward is not None:
+                each[name] = _checked(name, getattr(self, name), (stages,))
+        each.setdefault("backward", each["input"] + each["weight"])
+        return {kind: (each[kind.name.lower()] + each["action"]).tolist() for kind in Kind}
+
+
+def _checked(name: str, cost: PerStage, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        each = np.broadcast_to(np.asarray(cost), shape)
+    except ValueError:
+        each = np.array(None)
+    if each.dtype.kind not in "iuf" or not ((each >= 0) & (each < np.inf)).all():
+        more = f", or one for each of {shape[0]} stages" if shape else ""
+        raise ScheduleError(f"The cost {name}= is {cost!r}; expected a number of seconds{more}.")
+    return each.astype(np.float64)

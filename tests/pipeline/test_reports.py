@@ -7,7 +7,7 @@ import pytest
 from jdistgrad import pipeline as pp
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Done
-from jdistgrad.schedules.picture import LEFT, WIDTH
+from jdistgrad.schedules.forecasting import LEFT, WIDTH
 
 NOON = 1e9  # the workers' clocks show the time of day
 

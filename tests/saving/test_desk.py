@@ -12,7 +12,7 @@ import jdistgrad as jd
 from jdistgrad.rpc.members.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.rpc.worlds.stacks import waits_of
-from jdistgrad.saving.desk import Arrival, Desk, hold
+from jdistgrad.saving.desk import Desk, hold, meet
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
@@ -33,7 +33,7 @@ def test_a_meeting_ends_with_its_world():
             assert waits.wait(60)
             raise RuntimeError("boom")
         waits.set()
-        Arrival("a meeting", None, [0, 1, 2], float("inf")).wait()
+        meet("a meeting", None, [0, 1, 2], float("inf"))
 
     with pytest.raises(RuntimeError, match="boom"):
         jd.spawn(main, 3)
@@ -51,7 +51,7 @@ def test_one_that_has_shut_down_is_not_awaited():
         said = ""
         if me.rank != 1:
             try:
-                Arrival("a meeting", None, [0, 1, 2], float("inf")).wait()
+                meet("a meeting", None, [0, 1, 2], float("inf"))
             except jd.MissingRanksError as error:
                 said = str(error)
             both_were_told.wait()
@@ -67,14 +67,12 @@ def test_what_a_worker_waits_for_names_the_meeting():
     def main():
         me = jd.init()
         worker = current_worker()
-        if me.rank == 2:
-            jd.barrier()
-        else:
-            threading.Thread(target=contextvars.copy_context().run, args=(Arrival("a meeting", None).wait,)).start()
+        if me.rank < 2:
+            threading.Thread(target=contextvars.copy_context().run, args=(meet, "a meeting", None)).start()
             assert poll(lambda: any("in a meeting, with" in one for one in waits_of(worker, time.monotonic())), 60)
-            jd.barrier()
+        jd.barrier()
         if me.rank == 2:
-            Arrival("a meeting", None).wait()
+            meet("a meeting", None)
         jd.shutdown()
 
     jd.spawn(main, 3)
@@ -89,7 +87,7 @@ def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout(
         dp = jd.DataParallel(timeout=300)
         x = dp.average(jnp.ones(3))
         if me.rank == 1:
-            Arrival("a meeting", None).wait()
+            meet("a meeting", None)
         else:
             with pytest.raises(jd.WorkerLostError, match=told):
                 dp.average(x)
@@ -122,7 +120,7 @@ def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(Arrival("a meeting", jd.rank(), [1, 2], 60.0).wait().items())
+    return sorted(meet("a meeting", jd.rank(), [1, 2], 60.0).items())
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
@@ -139,106 +137,63 @@ def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later(
     assert jd.spawn(main, 3)[0] == [[(1, 1), (2, 2)]] * 2
 
 
-def test_those_who_go_on_come_to_the_next_meeting_of_the_name():
-    desk = Desk()
+@pytest.fixture
+def desk():
     with jd.local_workers(3):
-        meeting, _ = desk.arrive("a meeting", 0, [0], "first")
-        found = []
-        meeting.end.add_done_callback(lambda _: found.append(desk.arrive("a meeting", 0, [0], "second")))
-        hold(desk, meeting, 1.0)
+        yield Desk()
+
+
+def come(desk, rank, what, workers=None, said=None, mine="", of_all=frozenset()):
+    return desk.arrive(what, rank, workers, said, mine, of_all)
+
+
+def disagreeing(desk):
+    """Let a disagreement be found between workers 0 and 2; worker 1 has not come."""
+    meeting, _ = come(desk, 0, "one thing")
+    other, _ = come(desk, 2, "another thing")
+    desk.compare(other, [0, 1])
+    for each in (meeting, other):
+        hold(desk, each, 1.0)
+        with pytest.raises(jd.DisagreementError, match=r"\[2\] are in another thing, worker 0 in one thing"):
+            each.end.result(0)
+
+
+def test_those_who_go_on_come_to_the_next_meeting_of_the_name(desk):
+    meeting, _ = come(desk, 0, "a meeting", [0], "first")
+    found = []
+    meeting.end.add_done_callback(lambda _: found.append(come(desk, 0, "a meeting", [0], "second")))
+    hold(desk, meeting, 1.0)
     assert meeting.end.result() == {0: "first"}
     (next_meeting, first_there), *_ = found
     assert first_there
     assert next_meeting.said == {0: "second"}
 
 
-def disagreeing(desk):
-    """Return a meeting of worker 0 in which a disagreement with worker 2 was found, who serves since."""
-    meeting, _ = desk.arrive("one thing", 0, None, "first")
-    other, _ = desk.arrive("another thing", 2, None, "second")
-    desk.compare(other, [0, 1])
-    return meeting
+def test_one_who_comes_after_a_disagreement_is_told_once(desk):
+    """Or it would hold a meeting without the others, which may only serve by now."""
+    disagreeing(desk)
+    with pytest.raises(jd.DisagreementError):
+        come(desk, 1, "a third thing")
+    together = {id(come(desk, rank, "a third thing")[0]) for rank in range(3)}
+    assert len(together) == 1
 
 
-def test_a_disagreement_counts_though_those_who_caused_it_serve_since():
-    desk = Desk()
-    with jd.local_workers(3):
-        meeting = disagreeing(desk)
-        hold(desk, meeting, 1.0)
-    with pytest.raises(jd.DisagreementError, match="worker 0 in one thing"):
-        meeting.end.result(0)
+def test_of_three_things_all_are_told(desk):
+    meetings = [come(desk, rank, f"thing {rank}")[0] for rank in range(3)]
+    desk.compare(meetings[0], [1, 2])
+    for one in meetings:
+        hold(desk, one, 1.0)
+        assert isinstance(one.end.exception(0), jd.DisagreementError)
+    assert len({id(come(desk, rank, "one thing")[0]) for rank in range(3)}) == 1
 
 
-def test_one_who_comes_after_a_disagreement_is_told():
-    desk = Desk()
-    with jd.local_workers(3):
-        meeting = disagreeing(desk)
-        hold(desk, meeting, 1.0)
-        assert desk.arrive("one thing", 1, None, "late") == (meeting, False)
-        next_meeting, first_there = desk.arrive("one thing", 1, None, "once more")
-    assert first_there
-    assert next_meeting is not meeting
-
-
-def test_who_was_told_in_another_meeting_is_not_told_again():
-    desk = Desk()
-    with jd.local_workers(3):
-        hold(desk, disagreeing(desk), 1.0)
-        assert desk.arrive("one thing", 2, None, "now too")[1]
-
-
-def test_those_who_were_told_meet_again_before_both_meetings_have_ended():
-    desk = Desk()
-    with jd.local_workers(3):
-        meeting, _ = desk.arrive("one thing", 0, None, "first")
-        other, _ = desk.arrive("another thing", 2, None, "second")
-        desk.compare(other, [0, 1])
-        assert desk.arrive("one thing", 1, None, "late") == (meeting, False)
-        hold(desk, meeting, 1.0)
-        again, first_there = desk.arrive("one thing", 1, None, "again")
-        assert first_there
-        for one, missing in ((again, [0, 2]), (other, [0, 1])):
-            desk.compare(one, missing)
-        assert again.disagreement is None
-
-
-def test_one_who_was_told_elsewhere_comes_to_the_next_meeting_of_the_name():
-    desk = Desk()
-    with jd.local_workers(3):
-        meeting = disagreeing(desk)
-        again, first_there = desk.arrive("one thing", 2, None, "again")
-        assert first_there
-        hold(desk, meeting, 1.0)
-        assert desk.arrive("one thing", 0, None, "again") == (again, False)
-
-
-def test_one_who_comes_late_joins_those_who_have_come_together_again():
-    desk = Desk()
-    with jd.local_workers(3):
-        hold(desk, disagreeing(desk), 1.0)
-        again, first_there = desk.arrive("one thing", 0, None, "again")
-        assert first_there
-        assert desk.arrive("one thing", 1, None, "late") == (again, False)
-
-
-def test_one_that_missed_a_failed_meeting_holds_none_without_those_that_were_there():
-    desk = Desk()
-    with jd.local_workers(3):
-        hold(desk, disagreeing(desk), 1.0)  # without worker 1
-        alone, _ = desk.arrive("a third thing", 1, None, "alone")
-        with pytest.raises(jd.DisagreementError, match="worker 1, which is in a third thing, did not"):
-            desk.close(alone)
-        desk.close_failed(alone)
-        once_more, _ = desk.arrive("a fourth thing", 1, None, "alone")
-        desk.close(once_more)
-
-
-def test_a_missed_meeting_does_not_count_once_all_have_come_together():
-    desk = Desk()
-    with jd.local_workers(3):
-        hold(desk, disagreeing(desk), 1.0)
-        for rank in range(3):
-            together, _ = desk.arrive("a third thing", rank, None, "here")
-        desk.close(together)
-        alone, _ = desk.arrive("a fourth thing", 1, None, "alone")
-        desk.close(alone)
+def test_one_who_leaves_an_attempt_is_awaited_no_more(desk):
+    attempts = frozenset("abc")
+    meeting, _ = come(desk, 0, "part 1", [0, 1, 2], mine="a", of_all=attempts)
+    desk.leave("b", "worker1 has left")
+    hold(desk, meeting, 1.0)
+    for told in (lambda: meeting.end.result(0), lambda: come(desk, 2, "part 1", mine="c", of_all=attempts)):
+        with pytest.raises(jd.CheckpointError, match="worker1 has left"):
+            told()
+    first, _ = come(desk, 1, "the next", mine="e")
+    assert come(desk, 0, "the next", mine="d") == (first, False)
