@@ -302,8 +302,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if STOPPED in config.stash and launcher_env.launched() and "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
-        from jdistgrad.wire.mpi_process import abort_job
-        from jdistgrad.wire.mpi_rendezvous import missing_at_the_end
+        from jdistgrad.wire.mpi_process import abort_job, missing_at_the_end
 
         missing = missing_at_the_end(MPI.COMM_WORLD, GRACE_SECONDS)
         if missing:

@@ -1,6 +1,7 @@
 """`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from jdistgrad.cli import launch, probe
 from jdistgrad.cli.probe import Facts
 from jdistgrad.errors import LauncherError
 from jdistgrad.threads import usable_cores
-from jdistgrad.wire import launcher_env, plain
+from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
 FACTS_TAG = 31_076
@@ -144,10 +145,10 @@ def report() -> int:
         return told([facts]) if launcher_env.rank() == 0 else 1
     from mpi4py import MPI
 
-    from jdistgrad.wire import mpi_pieces
+    from jdistgrad.wire import mpi_process
 
-    everybody = mpi_pieces.allgather(MPI.COMM_WORLD, FACTS_TAG, [plain.pack(facts)])
-    return told([plain.unpack(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
+    everybody = mpi_process.allgather(MPI.COMM_WORLD, FACTS_TAG, [pickle.dumps(facts)])
+    return told([pickle.loads(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
 
 
 def told(ranks: Sequence[Facts]) -> int:

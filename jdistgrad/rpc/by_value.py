@@ -30,7 +30,7 @@ from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, reg
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
 from jdistgrad.rpc.references.in_messages import encoding
 from jdistgrad.wire import arrays, pinned
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
 WITH_RULES: Any = jax.custom_vjp | jax.custom_jvp

@@ -584,10 +584,10 @@ def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(
     job = surviving_job(
         3,
         f"""
-        from jdistgrad.wire import mpi_rendezvous
+        from jdistgrad.wire import mpi_process
 
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            mpi_rendezvous.{place} = lambda *args: die()
+            mpi_process.{place} = lambda *args: die()
         jd.init(timeout=90)
         """,
     )

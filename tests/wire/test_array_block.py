@@ -7,9 +7,8 @@ import pytest
 
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.wire.array_block import ArrayBlock
-from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
-from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock, as_jax_array
+from jdistgrad.wire.memory import BufferPool
 
 CODEC = PickleCodec()
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from hypothesis import given, strategies as st
 
-from jdistgrad.wire.buffers import BufferPool, size_class
+from jdistgrad.wire.memory import BufferPool, size_class
 
 
 def test_a_returned_block_is_used_again():

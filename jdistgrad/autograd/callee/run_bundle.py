@@ -18,7 +18,7 @@ from jdistgrad.rpc.cached import Cached
 from jdistgrad.rpc.calls.events import task_served
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 
 class BundleRun(ServedFunction):

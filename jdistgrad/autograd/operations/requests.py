@@ -13,7 +13,7 @@ from jdistgrad.autograd.values.holes import arrays_of
 from jdistgrad.autograd.values.operation import Started
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 Task = tuple[Any, tuple[Any, ...]]  # a function and its arguments
 Addition = tuple[str, int, Contribution]  # the kind and the id of a target, and what is added to its gradient

@@ -252,11 +252,11 @@ class MPI(HostCollectives):
             comm.Free()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        from jdistgrad.wire import mpi_pieces
+        from jdistgrad.wire import mpi_process
 
         pieces = in_pieces_or_words(value)  # the others wait for something in any case
         with self._together("a gather of objects"):
-            found = mpi_pieces.allgather(self.comm, OBJECTS_TAG, pieces)
+            found = mpi_process.allgather(self.comm, OBJECTS_TAG, pieces)
         for rank, (stream, *rest) in enumerate(found):
             if not stream:
                 why = str(rest[0], "utf8")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdistgrad.wire import pinned
-from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.memory import BufferPool
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """References in messages. The weight they give away travels beside the pickle stream."""
 
+import pickle
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +9,6 @@ from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.references.accounts import Gift
 from jdistgrad.rpc.references.claims import Claim, ClaimTable
 from jdistgrad.rpc.references.weights import Weight
-from jdistgrad.wire import plain
 from jdistgrad.wire.message import Parcel
 
 _encoding = threading.local()  # the shipment of the value that this thread is encoding
@@ -34,7 +34,7 @@ class Shipment:
             claim.add(weight)
 
     def attachment(self) -> bytes:
-        return plain.pack([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
 
 
 def ship(claim: Claim) -> int:
@@ -87,7 +87,7 @@ def gifts_in(parcel: Parcel) -> list[Gift]:
     """Return the weight that a message carries."""
     if not parcel.attached:
         return []
-    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in plain.unpack(parcel.attached)]
+    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in pickle.loads(parcel.attached)]
 
 
 def claims_of(gifts: Iterable[Gift], table: ClaimTable) -> list[Claim]:
