@@ -113,7 +113,7 @@ class MPITransport:
         self._receiver = receiver
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
-            self._look_until_a_rank_dies if self._failures is None else self._look_beside_failures,
+            self._look_for_all,
             run=receiver.run,
             enter=receiver.enter_thread,
             tick=receiver.tick,
@@ -190,34 +190,30 @@ class MPITransport:
         """Kill the process of a worker that stands still; return False if it is out of reach."""
         return self._failures is not None and self._failures.kill(peer)
 
-    def _look_until_a_rank_dies(self) -> tuple[bool, Task | None]:
-        try:
-            return self._look()
-        except MPI.Exception as error:  # of a death where mpirun does not end the job then: `mpirun --with-ft ulfm`
-            dead = failed(self._comm) if is_failure(error) else []
-            if not dead:
-                raise
-            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
-            raise errors.WorkerLostError(why, worker=dead[0]) from error
-
-    def _look_beside_failures(self) -> tuple[bool, Task | None]:
+    def _look_for_all(self) -> tuple[bool, Task | None]:
+        """Look for messages, and for ranks that have died."""
         now = time.monotonic()
-        if now >= self._next_check:
+        if self._failures is not None and now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            self._find_lost()
+            self._find_lost(self._failures)
         try:
             return self._look()
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
-            self._find_lost()
-            if not self._lost:
+            if self._failures is not None:
+                self._find_lost(self._failures)
+                if self._lost:
+                    return False, None
+            dead = failed(self._comm)
+            if not dead or self._failures is not None:
                 raise
-            return False, None
+            # Where mpirun does not end the job at a death: `mpirun --with-ft ulfm`.
+            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
+            raise errors.WorkerLostError(why, worker=dead[0]) from error
 
-    def _find_lost(self) -> None:
-        assert self._failures is not None
-        for rank in self._failures.find():
+    def _find_lost(self, failures: Failures) -> None:
+        for rank in failures.find():
             self.lose(rank)
             self._receiver.lost(rank, "it was killed or ended")
         if self._lost:

@@ -112,11 +112,6 @@ def test_as_long_as_one_thread_sleeps_rings_are_for_it(bells):
     assert awake.wait(60)
 
 
-def test_many_rings_are_one(bells):
-    bells[1].sleep(FOR_EVER, lambda: ring_all(bells[0], [1] * 10_000))
-    assert is_silent(bells[1])
-
-
 def test_who_has_left_is_not_rung_any_more(bells):
     assert bells[0].all_ring
     bells[1].close()
@@ -171,14 +166,6 @@ def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
         with made[1]._asleep():
             ring_all(made[0], [1] * 100)
         made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
-
-
-def test_a_closed_bell_sleeps_by_the_clock(bells):
-    bells[0].close()
-    bells[0].sleep(0.001)
-    bells[0].ring(1)
-    assert not bells[0].all_ring
-    assert is_silent(bells[1])
 
 
 def test_without_sockets_sleeps_go_by_the_clock(bells, monkeypatch):
