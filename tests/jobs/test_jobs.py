@@ -15,30 +15,6 @@ def test_a_rank_that_raises_ends_the_job(mpi_job):
     job.expect('raise ValueError("boom")', "worker2 (rank 2) failed: ValueError: boom; ending the job", status=None)
 
 
-def test_a_function_that_a_worker_has_not_come_to_yet(mpi_job):
-    job = mpi_job(
-        2,
-        """
-        import jdistgrad as jd
-        me = jd.init()
-        if me.rank == 1:
-            jd.barrier()
-
-        def double(x):
-            return 2 * x
-
-        if me.rank == 0:
-            try:
-                jd.rpc_sync(1, double, args=(2,))
-            except jd.FunctionError as error:
-                print(error)
-            jd.barrier()
-        jd.shutdown()
-        """,
-    )
-    job.expect("has no attribute 'double'", "above jd.init(), or a worker may not have come to them yet")
-
-
 def test_a_rank_that_leaves_without_shutdown_ends_the_job(mpi_job):
     job = mpi_job(
         3,
